@@ -1,0 +1,53 @@
+"""Every error and warning that rkmate raises on purpose."""
+
+from __future__ import annotations
+
+
+class RkmateError(Exception):
+    """Base of all errors of this package."""
+
+
+class ArgumentError(RkmateError, ValueError):
+    """An argument of a public function is wrong: the message names it and what it should be."""
+
+
+class CaptureError(RkmateError):
+    """The model cannot be captured as one graph: the message names the operation and the line."""
+
+
+class GraphError(RkmateError):
+    """A graph breaks an invariant (a bug in a stage, or a plan file that was edited)."""
+
+
+class ScheduleError(RkmateError):
+    """A schedule is not executable: it reads what is not in memory."""
+
+
+class SolverError(RkmateError):
+    """A solver failed for a reason other than infeasibility or its time limit."""
+
+
+class InfeasibleBudget(RkmateError):
+    """No schedule fits in the budget.
+
+    ``minimum_bytes`` is the smallest budget that the planner can meet, in bytes.
+    """
+
+    def __init__(self, message: str, minimum_bytes: int) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+
+    def __reduce__(self) -> tuple[type[InfeasibleBudget], tuple[str, int]]:
+        return type(self), (str(self), self.minimum_bytes)
+
+
+class PlanError(RkmateError):
+    """A saved plan is truncated, edited, or belongs to another model."""
+
+
+class BackwardError(RkmateError, RuntimeError):
+    """A backward that cannot be done: twice through one forward, or a double backward."""
+
+
+class RkmateWarning(UserWarning):
+    """Something works, but not as asked: the message says what is lost."""
