@@ -1,0 +1,258 @@
+"""Simplification of the joint graph (Rockmate, appendix A.3), on a copy of the captured graph.
+
+What is dropped: metadata assertions, aliases, copies that copy nothing, gradients that nobody
+asks for. What steps aside: values that depend on no trained value and on no float input (masks,
+position ids), computed once. Buffers that the forward overwrites are copied first when something
+else still reads the old value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture import Capture, Source
+
+aten = torch.ops.aten
+
+_ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default,
+            aten.lift_fresh_copy.default}
+_ASSERTIONS = {"_assert_tensor_metadata", "_assert_async", "sym_constrain_range",
+               "sym_constrain_range_for_size", "_assert_scalar"}
+_HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.unsafe_split.Tensor,
+                 aten.unsafe_chunk.default, aten.unsafe_split_with_sizes.default}
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The simplified joint graph, in one order: forward nodes, then backward nodes."""
+
+    graph: fx.Graph
+    sources: dict[fx.Node, Source]
+    outputs: tuple[fx.Node | None, ...]
+    mutations: tuple[tuple[Source, fx.Node], ...]
+    grads: tuple[tuple[Source, fx.Node], ...]
+    constant: frozenset[fx.Node]
+    """Nodes that depend on no trained value."""
+    wanted: tuple[bool, ...]
+    """Outputs whose gradient the backward takes."""
+    nodes_before: int
+    """Operations captured, views and aliases included."""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value shares its input's storage."""
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target in _HIDDEN_VIEWS:
+        return True
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns):
+        return True
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and node.args and isinstance(node.args[0], fx.Node):
+        base = node.args[0].meta.get("val")
+        return isinstance(base, torch.Tensor) and base is not value and \
+            base.untyped_storage()._cdata == value.untyped_storage()._cdata
+    return False
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operation draws from a generator."""
+    return isinstance(node.target, torch._ops.OpOverload) and \
+        torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the tracer made the node while it ran the backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def simplify(capture: Capture, wanted: tuple[bool, ...]) -> Joint:
+    """The graph that is planned. `wanted`: per output, whether its gradient will come."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in capture.graph.nodes:
+        if node.op != "output":
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    sources = {copies[n]: s for n, s in capture.sources.items()}
+    work = _Work(graph, sources, capture, copies)
+    nodes_before = sum(n.op == "call_function" for n in graph.nodes)
+    work.drop_assertions()
+    work.drop_gradients_of(wanted)
+    work.drop_copies()
+    work.protect_overwritten()
+    work.drop_dead()
+    constant = work.constants()
+    return Joint(graph, sources, tuple(work.outputs), tuple(work.mutations), tuple(work.grads),
+                 frozenset(constant), wanted, nodes_before)
+
+
+class _Work:
+    """The graph while it is rewritten, with the results that it has to keep."""
+
+    def __init__(self, graph: fx.Graph, sources: dict[fx.Node, Source], capture: Capture,
+                 copies: dict[fx.Node, fx.Node]) -> None:
+        self.graph = graph
+        self.sources = sources
+        self.outputs = [copies[n] if n is not None else None for n in capture.outputs]
+        self.mutations = [(s, copies[n]) for s, n in capture.mutations]
+        self.grads = [(s, copies[n]) for s, n in capture.grads]
+
+    def replace(self, node: fx.Node, new: fx.Node) -> None:
+        """Let everything read `new` instead of `node`."""
+        node.replace_all_uses_with(new)
+        self.outputs = [new if n is node else n for n in self.outputs]
+        self.mutations = [(s, new if n is node else n) for s, n in self.mutations]
+        self.grads = [(s, new if n is node else n) for s, n in self.grads]
+
+    def results(self) -> set[fx.Node]:
+        """Nodes whose value leaves the graph."""
+        return {n for n in self.outputs if n is not None} | {n for _, n in self.mutations} \
+            | {n for _, n in self.grads}
+
+    def drop_assertions(self) -> None:
+        """Metadata assertions hold for every call of the same signature."""
+        for node in reversed(list(self.graph.nodes)):
+            name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+            if node.op == "call_function" and name in _ASSERTIONS and not node.users:
+                self.graph.erase_node(node)
+
+    def drop_copies(self) -> None:
+        """Aliases, and copies whose layout is that of their input, are their input."""
+        overwritten = {n for n, s in self.sources.items()
+                       if any(s == target for target, _ in self.mutations)}
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            base = node.args[0] if node.args else None
+            if not isinstance(base, fx.Node):
+                continue
+            same = node.target in _ALIASES
+            if node.target is aten.clone.default and _owner(base) not in overwritten:
+                a, b = node.meta["val"], base.meta["val"]
+                same = a.stride() == b.stride() and a.shape == b.shape
+                # The copies that capture put on the outputs may change layout without harm.
+                same = same or node in self.outputs and not node.users
+            if same:
+                self.replace(node, base)
+                self.graph.erase_node(node)
+
+    def drop_gradients_of(self, wanted: tuple[bool, ...]) -> None:
+        """Let undefined gradients flow: what autograd does for outputs that the loss ignores."""
+        dead = {n for n, s in self.sources.items()
+                if s.kind == "tangent" and not wanted[int(s.key)]}
+        if not dead:
+            return
+        gradient = {n for n, s in self.sources.items() if s.kind == "tangent"}
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            from_loss = [n for n in node.all_input_nodes if n in gradient]
+            if not from_loss:
+                continue
+            gradient.add(node)
+            alive = [n for n in from_loss if n not in dead]
+            if not alive:
+                dead.add(node)
+            elif len(alive) < len(from_loss):
+                if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2 \
+                        and alive[0].meta["val"].shape == node.meta["val"].shape:
+                    self.replace(node, alive[0])
+                else:
+                    for n in from_loss:
+                        if n in dead:
+                            node.replace_input_with(n, self._zeros(n, node))
+        self.grads = [(s, n) for s, n in self.grads if n not in dead]
+
+    def _zeros(self, like: fx.Node, before: fx.Node) -> fx.Node:
+        value = like.meta["val"]
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(aten.full.default, (list(value.shape), 0), {
+                "dtype": value.dtype, "device": value.device})
+        with value.fake_mode:
+            node.meta = {"val": torch.zeros(value.shape, dtype=value.dtype, device=value.device),
+                         "partitioner_tag": "is_backward"}
+        return node
+
+    def protect_overwritten(self) -> None:
+        """Copy what the forward overwrites, for readers that need the value from before."""
+        targets = {s for s, _ in self.mutations}
+        for node, source in list(self.sources.items()):
+            if source not in targets:
+                continue
+            readers = [u for u in node.users if not _batch_norm_statistics(u, node)]
+            if not readers:
+                continue
+            first = next(n for n in self.graph.nodes if n.op == "call_function")
+            with self.graph.inserting_before(first):
+                copy = self.graph.call_function(aten.clone.default, (node,))
+            copy.meta = {"val": node.meta["val"], "partitioner_tag": "is_forward"}
+            with node.meta["val"].fake_mode:
+                copy.meta["val"] = torch.clone(node.meta["val"])
+            for user in readers:
+                user.replace_input_with(node, copy)
+
+    def drop_dead(self) -> None:
+        """Operations whose result nobody reads."""
+        keep = self.results()
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "call_function" and not node.users and node not in keep:
+                self.graph.erase_node(node)
+
+    def constants(self) -> set[fx.Node]:
+        """Values of the forward that depend on no trained value, no float input and no chance.
+
+        Equal ones are computed once: every layer of a transformer asks for the same mask.
+        """
+        constant: set[fx.Node] = set()
+        seen: dict[Any, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder" or node.op == "get_attr":
+                source = self.sources[node]
+                value = node.meta.get("val")
+                fixed = source.kind in ("buffer", "constant") or (
+                    source.kind == "input" and isinstance(value, torch.Tensor)
+                    and not value.is_floating_point() and not value.is_complex())
+                if fixed:
+                    constant.add(node)
+            elif node.op == "call_function" and not is_backward(node) and not is_random(node) \
+                    and all(n in constant for n in node.all_input_nodes):
+                key = _key(node)
+                if key in seen:
+                    self.replace(node, seen[key])
+                    self.graph.erase_node(node)
+                else:
+                    seen[key] = node
+                    constant.add(node)
+        return constant
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _batch_norm_statistics(user: fx.Node, node: fx.Node) -> bool:
+    """In training mode these arguments do not enter the result: a second run is harmless."""
+    return user.target is aten._native_batch_norm_legit_functional.default \
+        and user.args[5] is True and node in user.args[3:5] \
+        and node not in user.args[:3]
+
+
+def _key(node: fx.Node) -> Any:
+    def freeze(a: Any) -> Any:
+        if isinstance(a, fx.Node):
+            return ("node", a)
+        if isinstance(a, (list, tuple)):
+            return tuple(freeze(x) for x in a)
+        return (type(a).__name__, repr(a))
+    kwargs: dict[str, Callable[..., Any]] = dict(node.kwargs)  # type: ignore[arg-type]
+    return (node.target, freeze(node.args), tuple((k, freeze(v)) for k, v in sorted(kwargs.items())))

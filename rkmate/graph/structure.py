@@ -1,0 +1,118 @@
+"""Arguments and results of a module, as flat lists of tensors and what stands around them.
+
+Standard containers (and what is registered with torch's pytree: Hugging Face outputs, named
+tuples) are taken apart by pytree. Any other object that can be copied (a dataclass, a key-value
+cache) becomes a *skeleton*: a deep copy in which every tensor is a numbered slot.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device,
+          torch.layout, torch.memory_format)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for tensor number `index` inside a skeleton."""
+
+    index: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        tensors = memo.get(_FILL)
+        return self if tensors is None else tensors[self.index]
+
+
+_FILL = -1   # memo key under which the tensors travel; no object has a negative id
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How to put tensors back where they were found."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    """Per leaf of the pytree: a `_Slot`, a plain constant, or a skeleton."""
+    count: int
+    """Number of tensors."""
+
+    def fill(self, tensors: list[Any]) -> Any:
+        """The object again, with these tensors in it."""
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Slot):
+                leaves.append(tensors[leaf.index])
+            elif isinstance(leaf, _PLAIN):
+                leaves.append(leaf)
+            else:
+                leaves.append(copy.deepcopy(leaf, {_FILL: tensors}))
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def constants(self) -> tuple[Any, ...]:
+        """The leaves that are not tensors, in order: what a call is specialised on."""
+        return tuple(leaf for leaf in self.leaves if not isinstance(leaf, _Slot))
+
+
+def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors of `value`, in order, and the structure around them.
+
+    For a ``result``, the same tensor found twice is one slot, and objects that pytree does not
+    know become skeletons. In arguments each occurrence has a slot of its own, and such objects are
+    kept as they are (the model gets the very object).
+    """
+    flat, spec = pytree.tree_flatten(value)
+    tensors: list[torch.Tensor] = []
+    index: dict[int, int] = {}
+
+    def slot(t: torch.Tensor) -> _Slot:
+        if not result or id(t) not in index:
+            index[id(t)] = len(tensors)
+            tensors.append(t)
+        return _Slot(index[id(t)])
+
+    leaves: list[Any] = []
+    for leaf in flat:
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(slot(leaf))
+        elif isinstance(leaf, _PLAIN) or not result:
+            leaves.append(leaf)
+        else:
+            leaves.append(_skeleton(leaf, slot))
+    return tensors, Structure(spec, tuple(leaves), len(tensors))
+
+
+def _skeleton(value: Any, slot: Any) -> Any:
+    memo: dict[int, Any] = {id(t): slot(t) for t in tensors_in(value)}
+    return copy.deepcopy(value, memo)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors reachable through containers and instance attributes, modules left out."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, _PLAIN) or isinstance(item, (type, torch.nn.Module)) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, dict):
+            stack.extend(reversed(list(item.values())))
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            stack.extend(reversed(list(item)))
+        else:
+            state = dict(getattr(item, "__dict__", {}))
+            for cls in type(item).__mro__:
+                for name in getattr(cls, "__slots__", ()):
+                    if hasattr(item, name):
+                        state[name] = getattr(item, name)
+            stack.extend(reversed(list(state.values())))
+    return found
