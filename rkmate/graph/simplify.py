@@ -89,6 +89,8 @@ def simplify(capture: Capture, wanted: tuple[bool, ...]) -> Joint:
     work.drop_copies()
     work.protect_overwritten()
     work.drop_dead()
+    work.take_sums_apart()
+    work.own_gradients()
     constant = work.constants()
     return Joint(graph, sources, tuple(work.outputs), tuple(work.mutations), tuple(work.grads),
                  frozenset(constant), wanted, nodes_before)
@@ -206,6 +208,53 @@ class _Work:
             if node.op == "call_function" and not node.users and node not in keep:
                 self.graph.erase_node(node)
 
+    def take_sums_apart(self) -> None:
+        """Drop the sums that only add up one parameter's gradients.
+
+        Autograd adds the parts itself, in the same order, and each leaves as soon as it is made.
+        """
+        grads: list[tuple[Source, fx.Node]] = []
+        for source, node in self.grads:
+            parts: list[fx.Node] = []
+            todo = [node]
+            while todo:
+                n = todo.pop()
+                if source.kind == "param" and self._is_private_sum(n, node):
+                    todo += reversed(n.args)  # type: ignore[arg-type]
+                else:
+                    parts.append(n)
+            grads += [(source, part) for part in parts]
+        self.grads = grads
+        self.drop_dead()
+
+    def _is_private_sum(self, node: fx.Node, total: fx.Node) -> bool:
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2 \
+                or (node is total and node.users) or len(node.users) > 1:
+            return False
+        shape = node.meta["val"].shape
+        return all(isinstance(a, fx.Node) and a.op == "call_function" and is_backward(a)
+                   and set(a.users) == {node} and a.meta["val"].shape == shape for a in node.args)
+
+    def own_gradients(self) -> None:
+        """A parameter gradient handed to autograd shares its storage with nothing else."""
+        count: dict[fx.Node, int] = {}
+        for _, node in self.grads:
+            count[_owner(node)] = count.get(_owner(node), 0) + 1
+        for k, (source, node) in enumerate(self.grads):
+            owner = _owner(node)
+            shared = count[owner] > 1 or owner.op != "call_function" or not is_backward(owner) \
+                or _read_by_operations(owner)
+            if source.kind == "param" and shared:
+                after = node if node.op == "call_function" else \
+                    next(n for n in self.graph.nodes if n.op == "call_function" and is_backward(n))
+                insert = self.graph.inserting_after if node is after else self.graph.inserting_before
+                with insert(after):
+                    copy = self.graph.call_function(aten.clone.default, (node,))
+                copy.meta = {"val": node.meta["val"], "partitioner_tag": "is_backward"}
+                with node.meta["val"].fake_mode:
+                    copy.meta["val"] = torch.clone(node.meta["val"])
+                self.grads[k] = (source, copy)
+
     def constants(self) -> set[fx.Node]:
         """Values of the forward that depend on no trained value, no float input and no chance.
 
@@ -238,6 +287,17 @@ def _owner(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _read_by_operations(node: fx.Node) -> bool:
+    """Whether anything but views reads the node's storage."""
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        if not is_view(user) and user.target is not operator.getitem:
+            return True
+        todo += user.users
+    return False
 
 
 def _batch_norm_statistics(user: fx.Node, node: fx.Node) -> bool:

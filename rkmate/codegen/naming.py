@@ -1,0 +1,134 @@
+"""Names in generated source: the same for identical blocks, so that their functions are the same."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture import Source
+from rkmate.graph.partition import Block
+from rkmate.graph.lower import Program
+from rkmate.graph.simplify import is_view
+
+
+def source_key(source: Source) -> str:
+    """The key under which the run time finds what the caller holds."""
+    return f"{source.kind}:{source.key}"
+
+
+def literal(value: Any) -> str:
+    """A Python expression for a constant argument."""
+    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
+        return repr(value)
+    if isinstance(value, float):
+        return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
+    if isinstance(value, complex):
+        return repr(value)
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+        return str(value)
+    raise TypeError(f"no literal for {value!r}")
+
+
+def operator_name(node: fx.Node) -> str:
+    """``aten.mm`` for ``aten.mm.default``; overloads other than the default are spelled out."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    return f"{target.namespace}.{target._opname}.{target._overloadname}"
+
+
+class BlockNames:
+    """Local names of one block's values, by what they are and not by where they stand."""
+
+    def __init__(self, program: Program, block: Block | None, c: tuple[int, ...]) -> None:
+        self.program = program
+        self.local: dict[int, str] = {}
+        counts: dict[str, int] = {}
+
+        def fresh(base: str) -> str:
+            n = counts[base] = counts.get(base, 0) + 1
+            return base if n == 1 else f"{base}_{n}"
+
+        cd = program.cd
+        for i in c:
+            target = program.operation[i].target
+            base = getattr(target, "_opname", "value").lstrip("_")
+            if len(cd.c[i].outputs) > 1:
+                base = fresh(base)
+                for j in cd.c[i].outputs:
+                    self.local[j] = f"{base}_{'abcdefghijklmnop'[program.position[j] or 0]}"
+            else:
+                for j in cd.c[i].outputs:
+                    self.local[j] = fresh(base)
+        if block is not None:
+            for k, j in enumerate(block.d):
+                if j not in self.local:
+                    is_grad = k in block.graph.output_grads
+                    self.local[j] = fresh("grad" if is_grad else "x")
+
+    def of(self, j: int) -> str:
+        """The local name of a D node."""
+        if j not in self.local:
+            self.local[j] = f"v{len(self.local)}"
+        return self.local[j]
+
+
+class Expressions:
+    """Python expressions for the values that one generated function reads."""
+
+    def __init__(self, program: Program, names: BlockNames) -> None:
+        self.program = program
+        self.names = names
+        self.sources: dict[Source, str] = {}
+
+    def source(self, source: Source) -> str:
+        """A local name for a parameter, a buffer, a constant or an input."""
+        if source not in self.sources:
+            if source.kind == "input":
+                base = "input"
+            else:
+                parts = [p for p in str(source.key).split(".") if not p.isdigit()]
+                base = re.sub(r"\W", "_", "_".join(parts[-2:])) or "p"
+                if base[0].isdigit():
+                    base = "p" + base
+            base = f"{base}_" if base in ("del", "env", "aten", "torch") else base
+            taken = set(self.sources.values()) | set(self.names.local.values())
+            name, n = base, 1
+            while name in taken:
+                n += 1
+                name = f"{base}_{n}"
+            self.sources[source] = name
+        return self.sources[source]
+
+    def value(self, node: fx.Node) -> str:
+        """The expression of a tensor: a local, or views of one."""
+        where = self.program.storage[node]
+        owner = self._is_owner(node, where)
+        if owner:
+            return self.names.of(where) if isinstance(where, int) else self.source(where)
+        if node.target.__class__.__name__ == "builtin_function_or_method":      # operator.getitem
+            return f"{self.call(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
+        return self.call(node)
+
+    def _is_owner(self, node: fx.Node, where: int | Source) -> bool:
+        if node.op in ("placeholder", "get_attr"):
+            return True
+        return not is_view(node)
+
+    def call(self, node: fx.Node) -> str:
+        """The call of an operation."""
+        args = [self.argument(a) for a in node.args]
+        args += [f"{k}={self.argument(v)}" for k, v in node.kwargs.items()]
+        return f"{operator_name(node)}({', '.join(args)})"
+
+    def argument(self, value: Any) -> str:
+        """The expression of an argument."""
+        if isinstance(value, fx.Node):
+            return self.value(value)
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(self.argument(v) for v in value)}]"
+        return literal(value)

@@ -1,0 +1,174 @@
+"""The program cut into blocks: one order, its cuts, and each block's own CD graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rkmate.graph.capture import Source
+from rkmate.graph.cd import CDGraph, DNode
+from rkmate.graph.cut import PRELUDE, CutSettings, cut
+from rkmate.graph.lower import Program
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of the chain."""
+
+    index: int
+    c: tuple[int, ...]
+    """The C nodes of the whole graph that it holds: forward, then backward."""
+    d: tuple[int, ...]
+    """The D nodes of the whole graph behind the local ones."""
+    graph: CDGraph
+    """Its own CD graph, without costs."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A program in block order."""
+
+    program: Program
+    """C nodes: prelude, forward blocks in order, backward blocks in reverse order."""
+    block_of: tuple[int, ...]
+    """Block of each C node; `PRELUDE` for what is computed once at the start."""
+    blocks: tuple[Block, ...]
+    cuts: tuple[frozenset[int], ...]
+    """D nodes that the forward carries into block i (and, last, out of the last block)."""
+    grads: tuple[frozenset[int], ...]
+    """D nodes that the backward carries out of block i (and, last, into the last block)."""
+    segments: tuple[int, ...]
+    """C nodes after which an autograd function ends and hands over what it made."""
+    separators: int
+    """How many cuts are 1-separators."""
+
+
+def partition(program: Program, settings: CutSettings = CutSettings()) -> Partition:
+    """Cut the program's chain, order its nodes by blocks, and give each block its graph."""
+    cd = program.cd
+    blocks = cut(cd, program.constant, _origins(program), program.held, settings)
+    forward = sorted(cd.forward, key=lambda i: blocks.of[i])
+    backward = sorted(cd.backward, key=lambda i: -blocks.of[i])
+    order = [*forward, *backward]
+    of = tuple(blocks.of[i] for i in order)
+    new_cd = replace(cd, c=tuple(cd.c[i] for i in order))
+    place = {old: new for new, old in enumerate(order)}
+    program = replace(program, cd=new_cd, operation=tuple(program.operation[i] for i in order),
+                      constant=frozenset(place[i] for i in program.constant))
+    segments, exits = _segments(program, of)
+    program = replace(program, cd=replace(program.cd, exits=exits).verify())
+    cuts, grads = _crossings(program.cd, of, blocks.count)
+    held = frozenset(program.cd.outputs)
+    parts = tuple(_block(program.cd, b, of, cuts, grads, held) for b in range(blocks.count))
+    return Partition(program, of, parts, cuts, grads, segments, blocks.separators)
+
+
+def _origins(program: Program) -> list[int | None]:
+    """The forward node that each backward node was derived from: autograd's sequence numbers."""
+    made: dict[int, int] = {}
+    for i in program.cd.forward:
+        number = program.operation[i].meta.get("seq_nr")
+        if number is not None:
+            made[number] = i          # of several, the last is autograd's own
+    # The gradient sums that autograd itself makes carry the number that comes next.
+    newest = max(made, default=-1)
+    result: list[int | None] = [None] * program.cd.loss
+    for i in program.cd.backward:
+        number = program.operation[i].meta.get("seq_nr")
+        result.append(made.get(number) if number is not None and number <= newest else None)
+    return result
+
+
+def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], Mapping[int, int]]:
+    """Where autograd functions end, and after which C node each parameter gradient leaves.
+
+    A function ends with its block, and earlier when the gradients that it still holds weigh more
+    than a sixteenth of all the gradients (and at least a megabyte): they leave soon after they are
+    made, as in eager mode.
+    """
+    cd = program.cd
+    parts: dict[int, list[int]] = {}
+    by_source: dict[Source, list[int]] = {}
+    for source, node in program.param_grads:
+        j = program.d_of(node)
+        made = cd.producer[j] if j is not None else None
+        if j is None or made is None or made < cd.loss:
+            continue
+        parts.setdefault(made, []).append(j)
+        by_source.setdefault(source, []).append(j)
+    total = sum(cd.d[j].size for js in parts.values() for j in js)
+    limit = max(total // 16, 1 << 20)
+    ends: list[int] = []
+    pending = 0
+    for i in cd.backward:
+        pending += sum(cd.d[j].size for j in parts.get(i, ()))
+        last_of_block = i + 1 == len(cd.c) or of[i + 1] != of[i]
+        if last_of_block or pending >= limit:
+            ends.append(i)
+            pending = 0
+    exits: dict[int, int] = {}
+    following = iter(ends)
+    end = next(following, None)
+    for i in cd.backward:
+        while end is not None and end < i:
+            end = next(following, None)
+        for j in parts.get(i, ()):
+            assert end is not None
+            exits[j] = end
+    # Autograd adds up the parts of a shared parameter in the first one, which stays to the end.
+    for js in by_source.values():
+        exits[js[0]] = max(exits[j] for j in js)
+    return tuple(ends), exits
+
+
+def _crossings(cd: CDGraph, of: tuple[int, ...], count: int) -> tuple[tuple[frozenset[int], ...],
+                                                                      tuple[frozenset[int], ...]]:
+    cuts: list[set[int]] = [set() for _ in range(count + 1)]
+    grads: list[set[int]] = [set() for _ in range(count + 1)]
+    staying = set(cd.outputs)
+    final = set(cd.input_grads)
+    for j in range(len(cd.d)):
+        made = cd.producer[j]
+        if made is None and j not in cd.output_grads:
+            continue
+        if made is not None and made < cd.loss:
+            if of[made] == PRELUDE:
+                continue
+            last = max([of[made], *(of[r] for r in cd.readers[j] if r < cd.loss)])
+            if j in staying:
+                last = count
+            for b in range(of[made] + 1, last + 1):
+                cuts[b].add(j)
+        else:
+            start = count if made is None else of[made]
+            ends = [of[r] for r in cd.readers[j]]
+            if j in cd.exits:
+                ends.append(of[cd.exits[j]])
+            low = -1 if j in final else min(ends, default=start)
+            for b in range(low + 1, start + 1):
+                grads[b].add(j)
+    return tuple(map(frozenset, cuts)), tuple(map(frozenset, grads))
+
+
+def _block(cd: CDGraph, b: int, of: tuple[int, ...], cuts: tuple[frozenset[int], ...],
+           grads: tuple[frozenset[int], ...], held: frozenset[int]) -> Block:
+    c = [i for i in range(len(cd.c)) if of[i] == b]
+    loss = sum(i < cd.loss for i in c)
+    made = {j for i in c for j in cd.c[i].outputs}
+    touched = [j for i in c for j in (*cd.c[i].inputs, *cd.c[i].outputs)]
+    incoming, outgoing = sorted(grads[b + 1]), sorted(grads[b])
+    d = list(dict.fromkeys([*sorted(cuts[b]), *touched, *incoming, *outgoing]))
+    local = {j: k for k, j in enumerate(d)}
+    nodes = tuple(DNode(cd.d[j].name, 0 if j in held else cd.d[j].size, cd.d[j].kind) for j in d)
+    loss_grads = set(incoming)
+    inputs = tuple(local[j] for j in d if j not in made and j not in loss_grads)
+    end = {i: k for k, i in enumerate(c)}
+    exits = {local[j]: end[i] for j, i in cd.exits.items() if i in end and j in local}
+    graph = CDGraph(
+        nodes,
+        tuple(replace(cd.c[i], inputs=tuple(local[j] for j in cd.c[i].inputs),
+                      outputs=tuple(local[j] for j in cd.c[i].outputs)) for i in c),
+        loss, inputs, tuple(local[j] for j in sorted(cuts[b + 1]) if j in made),
+        tuple(local[j] for j in incoming), tuple(local[j] for j in outgoing), exits)
+    return Block(b, tuple(c), tuple(d), graph.verify())
+
