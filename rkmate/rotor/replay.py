@@ -1,0 +1,101 @@
+"""Replay a sequence of block operations on a chain: its time, its peak, or why it cannot run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rkmate.errors import ScheduleError
+from rkmate.rotor.chain import Backward, Chain, Forward, ForwardPlain, Op
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a sequence of block operations costs."""
+
+    peak_bytes: int
+    """Most bytes at once, the first cut included."""
+    seconds: float
+
+
+def replay(chain: Chain, ops: Sequence[Op]) -> Cost:
+    """Time and peak of a sequence, a cut staying in memory exactly as long as it is still read.
+
+    Cut i is read by the forwards and by the backward of block i. Raises `ScheduleError` when an
+    operation lacks its input, when backwards are out of order, or when one is left out.
+    """
+    last = len(chain) - 1
+    drops = _deaths(ops)
+    cuts: set[int] = {0}
+    options: dict[int, int] = {}
+    waiting = last       # the block whose backward comes next
+    loss = False
+    reached = -1
+    peak = 0
+    for k, op in enumerate(ops):
+        b = op.block
+        if b not in cuts:
+            raise ScheduleError(f"operation {k} ({op}): cut {b} is not in memory")
+        block = chain.blocks[b]
+        kept = sum(chain.blocks[j].options[o].saved_bytes for j, o in options.items())
+        reached = max(reached, b)
+        if isinstance(op, Backward):
+            if b != waiting or options.get(b) != op.option:
+                raise ScheduleError(f"operation {k} ({op}): block {waiting}'s backward is next, and "
+                                    f"option {options.get(b)} of block {b} is saved")
+            saved = block.options[op.option].saved_bytes
+            others = _bytes(chain, cuts - {b + 1}) + kept - saved + int(chain.held_by[-1])
+            if not loss:
+                outputs = int(chain.between[b, b + 1])
+                peak = max(peak, others + saved + outputs + chain.grads[-1])
+                loss = True
+            peak = max(peak, others + block.options[op.option].backward_peak_bytes
+                       + block.passing_bytes)
+            del options[b]
+            cuts.discard(b + 1)
+            waiting = b - 1
+        else:
+            if b > waiting or b in options:
+                raise ScheduleError(f"operation {k} ({op}): the block's backward has run, or its "
+                                    "forward is saved already")
+            around = (int(chain.held_by[-1]) + chain.grads[waiting + 1] if loss
+                      else int(chain.held_by[reached]) + chain.grads_at_start)
+            own = (block.forward_peak_bytes if isinstance(op, ForwardPlain)
+                   else block.options[op.option].forward_peak_bytes)
+            peak = max(peak, _bytes(chain, cuts - {b + 1}) + kept + around + own)
+            cuts.add(b + 1)
+            if isinstance(op, Forward):
+                options[b] = op.option
+        cuts.difference_update(drops[k])
+    if waiting >= 0:
+        raise ScheduleError(f"the backward of block {waiting} never runs")
+    return Cost(peak, seconds(chain, ops))
+
+
+def seconds(chain: Chain, ops: Iterable[Op]) -> float:
+    """Sum of the times of all operations."""
+    return math.fsum(chain.seconds(op) for op in ops)
+
+
+def _bytes(chain: Chain, cuts: Iterable[int]) -> int:
+    alive: set[int] = set()
+    alive.update(*(chain.cuts[i] for i in cuts))
+    return sum(chain.sizes[j] for j in alive)
+
+
+def _deaths(ops: Sequence[Op]) -> list[set[int]]:
+    """Per operation: the cuts that nobody reads after it before they are made again."""
+    needed: set[int] = set()
+    result: list[set[int]] = [set() for _ in ops]
+    for k in range(len(ops) - 1, -1, -1):
+        op = ops[k]
+        if not isinstance(op, Backward):
+            # Outputs that an option keeps belong to its peaks until the block's own backward.
+            if op.block + 1 not in needed:
+                result[k].add(op.block + 1)
+            needed.discard(op.block + 1)
+        if op.block not in needed:
+            result[k].add(op.block)
+            needed.add(op.block)
+    return result
