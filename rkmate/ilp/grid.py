@@ -1,0 +1,137 @@
+"""All options of one block: the integer program over a grid of budgets.
+
+Rockmate, section 3.1 (phase 2) and figure 4: M_peak evenly spaced between the least and the
+greatest peak that make a difference, M_save between 0 and M_peak.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rkmate.graph.cd import CDGraph
+from rkmate.ilp.front import Front, peak, seconds, undominated
+from rkmate.ilp.heuristic import keep_nothing
+from rkmate.ilp.judge import judge, without_waste
+from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
+from rkmate.ilp.settings import OptionSettings
+from rkmate.ilp.solver import Solver, Status, make_solver
+from rkmate.ilp.stages import Stages, split_stages
+from rkmate.rotor.chain import Option
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Result of one integer program."""
+
+    status: Status
+    option: Option | None
+    """None when there is none within the budgets, or none was found in time. Its bytes and seconds
+    are the simulator's."""
+    bound_seconds: float
+    """No option within the budgets takes less time; infinite when it is proven that there is none,
+    minus infinity when nothing is known."""
+
+
+@dataclass(frozen=True)
+class OptionSet:
+    """What the option stage knows of one block."""
+
+    options: tuple[Option, ...]
+    """Fastest first; none beaten by another in time, saved bytes and both peaks. Never empty: the
+    first one recomputes nothing."""
+    solves: int
+    """Integer programs solved."""
+    timed_out: int
+    """How many pairs of budgets have an answer that is not proven, for lack of time."""
+    seconds: float
+    """Wall-clock time that it took; 0 when it came from the cache."""
+
+
+class _Block:
+    """A block's program, and what comes back from it judged by the simulator."""
+
+    def __init__(self, graph: CDGraph, settings: OptionSettings) -> None:
+        self.graph = graph
+        self.settings = settings
+        self.stages: Stages = split_stages(graph)
+        self.save_all = judge(graph, graph.backward)
+        self.model = BlockModel(self.stages, peak(self.save_all), eager=settings.eager)
+        self.solver: Solver = make_solver(settings.solver, self.model)
+
+    def solve(self, m_peak: int, m_save: int, *, time_limit: float | None = None,
+              start: Option | None = None) -> Solution:
+        model = self.model
+        answer = self.solver.solve(
+            model.budget(m_peak), model.budget(m_save), gap=self.settings.gap,
+            time_limit=self.settings.time_limit if time_limit is None else time_limit,
+            start=model.values(start.backward) if start is not None else None)
+        if answer.status is Status.INFEASIBLE:
+            return Solution(answer.status, None, float("inf"))
+        bound = self._bound_seconds(answer.bound)
+        if not answer.values and answer.status is Status.TIMED_OUT:
+            return Solution(answer.status, None, bound)
+        order = without_waste(self.graph, model.order(answer.values))
+        return Solution(answer.status, judge(self.graph, order), bound)
+
+    def _bound_seconds(self, objective: float) -> float:
+        # The small terms that break ties are no time.
+        small = TIE + RECOMPUTE * len(self.model.R)
+        rest = max(0.0, objective - small)
+        return seconds(self.save_all) + rest * self.model.base_seconds / TIME_SCALE
+
+
+def solve_block(graph: CDGraph, m_peak: int, m_save: int,
+                settings: OptionSettings | None = None) -> Solution:
+    """The fastest option of a block within two budgets.
+
+    `m_peak`: bytes at any moment of forward and backward, block inputs not counted. `m_save`: bytes
+    kept between them, outputs not counted. Infeasible and timed out are values of the result.
+    Raises `SolverError` when the solver itself fails.
+    """
+    return _Block(graph, settings or OptionSettings()).solve(m_peak, m_save)
+
+
+def block_options(graph: CDGraph, settings: OptionSettings | None = None) -> OptionSet:
+    """The options of a block over the whole grid of budgets, the answered pairs skipped."""
+    settings = settings or OptionSettings()
+    begin = time.perf_counter()
+    stages = split_stages(graph)
+    save_all = judge(graph, graph.backward)
+    if not stages.stages or save_all.saved_bytes == 0:
+        # The backward reads nothing that could be forgotten.
+        return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
+    block = _Block(graph, settings)
+    nothing = judge(graph, without_waste(graph, keep_nothing(stages)))
+    front = Front(settings.gap * block.model.base_seconds, [save_all, nothing])
+    front.proofs.append((peak(save_all), save_all.saved_bytes, seconds(save_all)))
+    solves = timed_out = 0
+    for m_peak, m_save in budgets(block.model.lowest_peak, save_all, settings.grid):
+        if front.answered(m_peak, m_save):
+            continue
+        left = settings.block_limit - (time.perf_counter() - begin)
+        if left <= 0:
+            timed_out += 1
+            continue
+        solution = block.solve(m_peak, m_save, time_limit=min(settings.time_limit, left),
+                               start=front.best(m_peak, m_save))
+        solves += 1
+        front.proofs.append((m_peak, m_save, solution.bound_seconds))
+        timed_out += solution.status in (Status.FEASIBLE, Status.TIMED_OUT)
+        if solution.option is not None:
+            front.options.append(solution.option)
+    return OptionSet(undominated(front.options), solves, timed_out, time.perf_counter() - begin)
+
+
+def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[int, int]]:
+    """Pairs (M_peak, M_save) in bytes, loosest first: the answer to a loose pair often answers the
+    tighter ones as well."""
+    rows, columns = grid
+    top = peak(save_all)
+    peaks = [lowest + (top - lowest) * k // max(1, rows - 1) for k in range(rows)]
+    peaks[-1] = max(top, lowest)
+    pairs = []
+    for m_peak in reversed(peaks):
+        limit = min(m_peak, save_all.saved_bytes)
+        pairs += [(m_peak, limit * k // max(1, columns - 1)) for k in reversed(range(columns))]
+    return pairs

@@ -1,0 +1,276 @@
+"""rk-Checkmate: the integer program of one block, built once, solved for many budgets.
+
+Rockmate, section 3.3 and appendix B. Stages are counted as in `stages`; within a stage
+recomputations run in index order.
+
+Variables (the paper's names where it has them):
+
+- ``R[t, f]``: forward node f is recomputed in stage t.
+- ``S[t, d]``: forward data d is carried into stage t. ``S[0, d]`` is what the block saves.
+- ``A[t, d, u]``: d is alive in stage t when node u, one of its readers, is about to run; u = -1
+  stands for the end of the stage. The paper's *alive*, but only lower bounds act on it, so it may
+  be continuous, and neither *create* nor *delete* is needed: a node that recomputes d replaces a
+  carried copy, hence ``S[t, d] + R[t, producer(d)] <= 1`` loses nothing, and what is alive at a
+  step is what a later step of the stage, or a later stage, reads.
+- ``M_peak`` and ``M_save`` are variables that each solve fixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import pulp
+
+from rkmate.graph.cd import CDGraph
+from rkmate.ilp.stages import Stages
+
+TIME_SCALE = 1000.0
+"""The block's own time in units of the objective: keeps the coefficients near 1."""
+TIE = 0.1
+"""Weight of the saved bytes in the objective: ties in time go to the one that saves least."""
+RECOMPUTE = 1e-3
+"""Cost of any recomputation, so that a node whose time was measured as 0 is not run for nothing."""
+UNITS = 20_000
+"""Memory is counted in this many units of the save-all peak (bytes, if that is smaller)."""
+
+_Terms = list[tuple[Any, float]]
+
+
+class BlockModel:
+    """The program of one block. Only the two budgets change between solves."""
+
+    def __init__(self, stages: Stages, save_all_peak: int, *, eager: bool = True,
+                 name: str = "rk_checkmate") -> None:
+        """`save_all_peak`: bytes that the block needs when nothing is recomputed."""
+        self.stages = stages
+        self.graph: CDGraph = stages.graph
+        self.unit = max(1, save_all_peak // UNITS)
+        """Bytes per unit of memory. Sizes round up, budgets round down."""
+        self.base_seconds = sum(c.time for c in self.graph.c)
+        self.problem = pulp.LpProblem(name, pulp.LpMinimize)
+        self.m_peak = pulp.LpVariable("M_peak", 0, None)
+        self.m_save = pulp.LpVariable("M_save", 0, None)
+        self.S: dict[tuple[int, int], Any] = {}
+        self.R: dict[tuple[int, int], Any] = {}
+        self.A: dict[tuple[int, int, int], Any] = {}
+        self._floor = 0
+        self._variables()
+        self._objective()
+        self._feasibility()
+        if not eager:
+            self._only_for_this_stage()
+        for t in range(len(stages.stages)):
+            self._memory(t)
+        self._saved()
+
+    @property
+    def lowest_peak(self) -> int:
+        """Bytes below which the program has no solution, whatever is recomputed."""
+        return self._floor * self.unit
+
+    # -- the pieces --------------------------------------------------------------------------
+
+    @cached_property
+    def _readers(self) -> dict[int, tuple[int, ...]]:
+        """Forward readers of each D node, ascending."""
+        loss = self.graph.loss
+        return {j: tuple(sorted({u for u in readers if u < loss}))
+                for j, readers in enumerate(self.graph.readers)}
+
+    def _units(self, n: int) -> int:
+        return -(-n // self.unit)
+
+    def _size(self, j: int) -> int:
+        return self._units(self.graph.d[j].size)
+
+    def _producer(self, j: int) -> int:
+        i = self.graph.producer[j]
+        assert i is not None
+        return i
+
+    def _add(self, terms: _Terms, sense: int, right: float, name: str) -> None:
+        """sum of terms <sense> right."""
+        self.problem.addConstraint(
+            pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, right))
+
+    def _variables(self) -> None:
+        for t, stage in enumerate(self.stages.stages):
+            for j in stage.carried:
+                self.S[t, j] = pulp.LpVariable(f"S_{t}_{j}", 0, 1, pulp.LpInteger)
+            for f in stage.recomputable:
+                self.R[t, f] = pulp.LpVariable(f"R_{t}_{f}", 0, 1, pulp.LpInteger)
+
+    def cost(self, f: int) -> float:
+        """What one recomputation of f costs in the objective."""
+        scale = TIME_SCALE / self.base_seconds if self.base_seconds > 0 else 0.0
+        return self.graph.c[f].time * scale + RECOMPUTE
+
+    def _objective(self) -> None:
+        terms: _Terms = [(r, self.cost(f)) for (_, f), r in self.R.items()]
+        saved = self._saved_terms()
+        total = sum(w for _, w in saved)
+        terms += [(s, TIE * w / total) for s, w in saved if total]
+        self.problem.setObjective(pulp.LpAffineExpression(terms))
+
+    def _feasibility(self) -> None:
+        stages = self.stages.stages
+        for t, stage in enumerate(stages):
+            need = set(stage.need)
+            for j in stage.carried:
+                i = self._producer(j)
+                # Needed by the stage's backward node: there, one way or the other. Elsewhere at
+                # most one way: a recomputation replaces what was carried.
+                sense = pulp.LpConstraintEQ if j in need else pulp.LpConstraintLE
+                self._add([(self.S[t, j], 1), (self.R[t, i], 1)], sense, 1, f"present_{t}_{j}")
+                if t + 1 < len(stages) and (t + 1, j) in self.S:
+                    # S[t+1, e] <= S[t, e] + R[t, t']
+                    self._add([(self.S[t + 1, j], 1), (self.S[t, j], -1), (self.R[t, i], -1)],
+                              pulp.LpConstraintLE, 0, f"retain_{t}_{j}")
+            for f in stage.recomputable:
+                for j in dict.fromkeys(self.graph.c[f].inputs):
+                    if j not in self.stages.free:
+                        # R[t, t'] <= R[t, t''] + S[t, e]
+                        i = self._producer(j)
+                        self._add([(self.R[t, f], 1), (self.R[t, i], -1), (self.S[t, j], -1)],
+                                  pulp.LpConstraintLE, 0, f"depend_{t}_{f}_{j}")
+
+    def _uses(self, t: int, f: int) -> _Terms | None:
+        """What reads the outputs of f within stage t; None when its backward node does."""
+        terms: _Terms = []
+        for j in self.graph.c[f].outputs:
+            if j in self.stages.stages[t].need:
+                return None
+            terms += [(self.R[t, u], -1.0) for u in self._readers[j] if (t, u) in self.R]
+        return terms
+
+    def _only_for_this_stage(self) -> None:
+        for t, f in self.R:
+            uses = self._uses(t, f)
+            if uses is not None:
+                self._add([(self.R[t, f], 1), *uses], pulp.LpConstraintLE, 0, f"lazy_{t}_{f}")
+
+    def _alive(self, t: int, j: int, k: int) -> Any:
+        """Variable (or 1, or None for never) for: d is alive when step k of stage t is about to
+        run, given that it was made or carried before."""
+        if j in self.stages.stages[t].need:
+            return 1
+        for u in self._readers[j]:
+            if u >= k and (t, u) in self.R:
+                return self._alive_at_reader(t, j, u)
+        return self.S.get((t + 1, j))
+
+    def _alive_at_reader(self, t: int, j: int, u: int) -> Any:
+        if (t, j, u) in self.A:
+            return self.A[t, j, u]
+        later = self._alive(t, j, u + 1)
+        if later is None:
+            # The last reader decides alone.
+            self.A[t, j, u] = self.R[t, u]
+            return self.R[t, u]
+        alive = pulp.LpVariable(f"A_{t}_{j}_{u}", 0, 1)
+        self.A[t, j, u] = alive
+        self._add([(alive, 1), (self.R[t, u], -1)], pulp.LpConstraintGE, 0, f"alive_{t}_{j}_{u}")
+        self._add([(alive, 1), (later, -1)], pulp.LpConstraintGE, 0, f"later_{t}_{j}_{u}")
+        return alive
+
+    def _memory(self, t: int) -> None:
+        """U[t, t'] + tmp R[t, t'] <= M_peak at each step of stage t, its backward node included.
+
+        Where a step does not run, the sum is what stays alive from the step before: the
+        inequality holds without a big M.
+        """
+        stage = self.stages.stages[t]
+        unit = self._units
+        carried = [(self.S[t, j], float(self._size(j))) for j in stage.carried]
+        self._peak(carried, unit(stage.idle), f"idle_{t}")
+        for k in stage.recomputable:
+            node = self.graph.c[k]
+            fixed = unit(stage.before)
+            terms: _Terms = []
+            for j in stage.carried:
+                if self._producer(j) >= k:
+                    terms.append((self.S[t, j], float(self._size(j))))
+                    continue
+                alive = self._alive(t, j, k)
+                if isinstance(alive, int):
+                    fixed += self._size(j)
+                elif alive is not None:
+                    terms.append((alive, float(self._size(j))))
+            own = sum(self._size(j) for j in node.outputs) + unit(node.overhead)
+            terms.append((self.R[t, k], float(own)))
+            self._peak(terms, fixed, f"peak_{t}_{k}")
+        terms = []
+        fixed = unit(stage.during)
+        for j in stage.carried:
+            if j in stage.need:
+                fixed += self._size(j)
+            elif (t + 1, j) in self.S:
+                terms.append((self.S[t + 1, j], float(self._size(j))))
+        self._peak(terms, fixed, f"peak_{t}_backward")
+
+    def _peak(self, terms: _Terms, fixed: int, name: str) -> None:
+        merged: dict[Any, float] = {}
+        for variable, weight in terms:
+            merged[variable] = merged.get(variable, 0.0) + weight
+        self._floor = max(self._floor, fixed)
+        if fixed + sum(merged.values()) <= self.budget(self.stages.floor):
+            return   # holds at every budget that can be met at all
+        self._add([*merged.items(), (self.m_peak, -1)], pulp.LpConstraintLE, -fixed, name)
+
+    def _saved_terms(self) -> _Terms:
+        return [(s, float(self._size(j))) for (t, j), s in self.S.items()
+                if t == 0 and j not in self.stages.outputs]
+
+    def _saved(self) -> None:
+        """M_save at the loss, and M_peak during the forward with all that in memory."""
+        self._add([*self._saved_terms(), (self.m_save, -1)], pulp.LpConstraintLE, 0, "save")
+        for i, (base, dead) in enumerate(zip(self.stages.forward_base, self.stages.forward_dead,
+                                             strict=True)):
+            last = i + 1 == len(self.stages.forward_base)
+            if last or base > self.stages.forward_base[i + 1]:
+                # A node that needs no more than the next one, with no more data saved, cannot bind.
+                terms = [(self.S[0, j], float(self._size(j))) for j in dead]
+                self._peak(terms, self._units(base), f"forward_{i}")
+
+    # -- in and out --------------------------------------------------------------------------
+
+    def budget(self, n: int) -> int:
+        """Bytes to units, rounded down."""
+        return n // self.unit
+
+    def order(self, values: dict[str, float]) -> tuple[int, ...]:
+        """The backward order of a solution, from the values of the variables by name."""
+        position = {stage.node: t for t, stage in enumerate(self.stages.stages)}
+        order: list[int] = []
+        for b in self.graph.backward:
+            t = position.get(b)
+            if t is not None:
+                order += [f for f in self.stages.stages[t].recomputable
+                          if values.get(f"R_{t}_{f}", 0.0) > 0.5]
+            order.append(b)
+        return tuple(order)
+
+    def values(self, order: Sequence[int]) -> dict[str, float]:
+        """The other way round: R and S of a backward order that recomputes right before its
+        stages' nodes; what a solver may start from."""
+        position = {stage.node: t for t, stage in enumerate(self.stages.stages)}
+        runs: list[set[int]] = [set() for _ in self.stages.stages]
+        pending: set[int] = set()
+        for i in order:
+            if i < self.graph.loss:
+                pending.add(i)
+            elif i in position:
+                runs[position[i]], pending = pending, set()
+        values = {f"R_{t}_{f}": float(f in runs[t]) for t, f in self.R}
+        carried_on: set[int] = set()
+        for t in range(len(runs) - 1, -1, -1):
+            read = set(self.stages.stages[t].need) | carried_on
+            for f in runs[t]:
+                read.update(self.graph.c[f].inputs)
+            made = {j for f in runs[t] for j in self.graph.c[f].outputs}
+            carried_on = {j for j in read - made if (t, j) in self.S}
+            for j in self.stages.stages[t].carried:
+                values[f"S_{t}_{j}"] = float(j in carried_on)
+        return values
