@@ -26,7 +26,7 @@ def replay(chain: Chain, ops: Sequence[Op]) -> Cost:
     operation lacks its input, when backwards are out of order, or when one is left out.
     """
     last = len(chain) - 1
-    drops = _deaths(ops)
+    drops = deaths(ops)
     cuts: set[int] = {0}
     options: dict[int, int] = {}
     waiting = last       # the block whose backward comes next
@@ -84,7 +84,7 @@ def _bytes(chain: Chain, cuts: Iterable[int]) -> int:
     return sum(chain.sizes[j] for j in alive)
 
 
-def _deaths(ops: Sequence[Op]) -> list[set[int]]:
+def deaths(ops: Sequence[Op]) -> list[set[int]]:
     """Per operation: the cuts that nobody reads after it before they are made again."""
     needed: set[int] = set()
     result: list[set[int]] = [set() for _ in ops]

@@ -16,7 +16,10 @@ from rkmate.rotor.replay import Cost, replay
 from rkmate.rotor.smallest import Smallest, smallest
 
 LEVELS = 128
-"""Budgets at which `Table.sequence` prepares a sequence in exact bytes."""
+"""Budgets at which `Table.sequence` prepares a sequence in exact bytes; fewer for chains of more
+than 160 blocks, where each takes tens of milliseconds."""
+ROWS = 48
+"""Sub-problems updated at once: their columns stay in the processor's cache."""
 
 
 class Table:
@@ -70,8 +73,9 @@ class Table:
             if fast is not None:
                 high = replay(self.chain, fast).peak_bytes - self.chain.input_bytes
             pool = [] if fast is None else [fast]
-            for k in range(LEVELS):
-                ops = self._rebuild.ops(low + (high - low) * k // LEVELS)
+            levels = max(32, min(LEVELS, 160 * LEVELS // len(self.chain)))
+            for k in range(levels):
+                ops = self._rebuild.ops(low + (high - low) * k // levels)
                 if ops is not None and (not pool or ops != pool[-1]):
                     pool.append(ops)
             self._pool = [(replay(self.chain, ops), ops) for ops in pool]
@@ -120,9 +124,16 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
         top = max(low, replay(chain, fastest(chain)).peak_bytes - chain.input_bytes)
     else:
         top = max(low, _top_without_keeping(chain, needs))
-    size = slot_bytes or max(1, -(-top // slots))
-    # Rounded up one by one, the sizes of the fastest sequence may add up to more than `slots`.
-    used = _slots_of_fastest(chain, needs, size) if keep else -(-top // size) + len(chain)
+    if slot_bytes is not None:
+        size, used = slot_bytes, _slots_needed(chain, needs, slot_bytes, top, keep=keep)
+    else:
+        # Rounded up one by one, sizes may add up to more than `slots`: make slots a little larger.
+        size = max(1, -(-top // slots))
+        for _ in range(6):
+            used = _slots_needed(chain, needs, size, top, keep=keep)
+            if used <= slots:
+                break
+            size = -(-size * used // slots)
     return Table(chain, needs, small, max(used, -(-low // size), 1), size, keep=keep)
 
 
@@ -132,8 +143,10 @@ def _top_without_keeping(chain: Chain, needs: Needs) -> int:
     return own + sum(int(chain.between[s, s + 1]) for s in range(len(chain)))
 
 
-def _slots_of_fastest(chain: Chain, needs: Needs, size: int) -> int:
-    """Slots in which `fastest` fits when each size is rounded up."""
+def _slots_needed(chain: Chain, needs: Needs, size: int, top: int, *, keep: bool) -> int:
+    """Slots above which nothing is gained, each size rounded up to slots of `size` bytes."""
+    if not keep:
+        return -(-top // size) + len(chain)
     used = result = 0
     n = len(chain)
     for op in fastest(chain)[:n]:
@@ -152,11 +165,13 @@ def _fill(chain: Chain, needs: Needs, slots: int, size: int, *,
     row = np.array([s * n - s * (s - 1) // 2 - (s + 1) for s in range(n)] + [0], dtype=np.int64)
     time = np.full((n * (n + 1) // 2, slots + 1), np.inf)
     first = np.full(len(time), slots + 1, dtype=np.int64)    # first finite column of each row
-    scratch = np.empty((n, slots + 1))
+    ideal = np.concatenate(([0.0], np.cumsum([o.seconds.min() for o in needs.options])))
+    scratch = np.empty((ROWS, slots + 1))
     for s in range(n - 1, -1, -1):
         start = int(row[s]) + s + 1
         mine = time[start:start + n - s]
         options = needs.options[s]
+        end = np.full(n - s, slots + 1, dtype=np.int64)
         for k, cost in enumerate(options.seconds):
             need = -(-needs.option_rows(s, k) // size)
             if need[0] <= slots:
@@ -164,7 +179,10 @@ def _fill(chain: Chain, needs: Needs, slots: int, size: int, *,
             if keep and s + 1 < n:
                 below = int(row[s + 1]) + s + 2
                 _relax(mine[1:], time[below:below + n - s - 1], first[below:below + n - s - 1],
-                       -(-int(options.keep[k]) // size), need[1:], cost, 0, scratch)
+                       -(-int(options.keep[k]) // size), need[1:], cost, 0, end[1:], scratch)
+        # From the column on where nothing is recomputed, splits have nothing to offer.
+        best = (ideal[s + 1:] - ideal[s]) * (1 + 1e-12)
+        end = slots + 1 - (mine <= best[:, None]).sum(axis=1)
         for i in range(s + 1, n):
             here = int(row[s]) + i
             first[here] = _first(time[here], slots)
@@ -172,7 +190,7 @@ def _fill(chain: Chain, needs: Needs, slots: int, size: int, *,
             alone = time[here] + (needs.elapsed[i] - needs.elapsed[s])
             _relax(mine[i - s:], time[below:below + n - i], first[below:below + n - i],
                    -(-int(needs.between[s, i]) // size), -(-needs.split_rows(s, i) // size),
-                   alone, int(first[here]), scratch)
+                   alone, int(first[here]), end[i - s:], scratch)
         first[int(row[s]) + n] = _first(time[int(row[s]) + n], slots)
     return row, time
 
@@ -182,19 +200,20 @@ def _first(line: Floats, slots: int) -> int:
 
 
 def _relax(into: Floats, rest: Floats, first: Ints, shift: int, need: Ints,
-           extra: Floats | float, start: int, scratch: Floats) -> None:
-    """``into[r, m] = min(into[r, m], rest[r, m - shift] + extra[m])`` where m >= need[r].
+           extra: Floats | float, start: int, end: Ints, scratch: Floats) -> None:
+    """``into[r, m] = min(into[r, m], rest[r, m - shift] + extra[m])`` where need[r] <= m < end[r].
 
     `first`: first finite column of each row of `rest`; `start`: of `extra`.
     """
-    columns = into.shape[1]
-    begin = max(start, shift + int(first.min()))
-    if begin >= columns:
-        return
-    total = scratch[:len(rest), :columns - begin]
-    added = extra[begin:] if isinstance(extra, np.ndarray) else extra
-    np.add(rest[:, begin - shift:columns - shift], added, out=total)
-    for r in np.flatnonzero(need > np.maximum(begin, shift + first)):
-        total[r, :need[r] - begin] = np.inf
-    np.minimum(into[:, begin:], total, out=into[:, begin:])
-
+    for low in range(0, len(rest), ROWS):
+        rows = slice(low, low + ROWS)
+        begin = max(start, shift + int(first[rows].min()))
+        stop = int(end[rows].max())
+        if begin >= stop:
+            continue
+        part = rest[rows, begin - shift:stop - shift]
+        total = scratch[:len(part), :stop - begin]
+        np.add(part, extra[begin:stop] if isinstance(extra, np.ndarray) else extra, out=total)
+        for r in np.flatnonzero(need[rows] > np.maximum(begin, shift + first[rows])):
+            total[r, :max(0, need[low + r] - begin)] = np.inf
+        np.minimum(into[rows, begin:stop], total, out=into[rows, begin:stop])
