@@ -1,0 +1,144 @@
+"""The exact evicted neighbourhood e*: evicted ancestors and evicted descendants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rkmate.dtr.node import Node
+from rkmate.dtr.pool import Columns, Pool
+
+
+class _Region:
+    """The evicted storages that one resident storage reaches through evicted ones, one way."""
+
+    __slots__ = ("inside", "edge", "cost")
+
+    def __init__(self) -> None:
+        self.inside: set[int] = set()
+        """Rows of the evicted storages."""
+        self.edge: set[int] = set()
+        """Rows of the resident storages at which the walk stopped."""
+        self.cost = 0
+        """Sum of the costs inside."""
+
+
+class EvictedRegions:
+    """The evicted neighbourhood of the paper's appendix C.2, cached as in appendix C.5.
+
+    Ancestors and descendants are kept apart. An eviction merges the evicted storage's own region
+    into those of the storages at its edge; a rematerialization walks the graph anew for the
+    storages at the edge of what came back. With ``ancestors_only`` the column holds the cost of
+    the evicted ancestors, which is what MSPS needs.
+    """
+
+    def __init__(self, columns: Columns, *, ancestors_only: bool = False) -> None:
+        self.accesses = 0
+        self._columns = columns
+        self._ancestors_only = ancestors_only
+        self._down: dict[int, _Region] = {}
+        self._up: dict[int, _Region] = {}
+
+    def appear(self, node: Node) -> None:
+        self._down[node.index] = _Region()
+        self._up[node.index] = _Region()
+
+    def link(self, node: Node) -> None:
+        # The caches follow when a rematerialization next walks this part of the graph.
+        return
+
+    def evict(self, node: Node) -> None:
+        row = node.index
+        down, up = self._down[row], self._up[row]
+        for edge in up.edge:
+            self._absorb(self._down[edge], node, down)
+            self._note(edge)
+        for edge in down.edge:
+            self._absorb(self._up[edge], node, up)
+            self._note(edge)
+        self._down[row] = _Region()
+        self._up[row] = _Region()
+
+    def materialize(self, nodes: Sequence[Node]) -> None:
+        below: set[int] = set()
+        above: set[int] = set()
+        for node in nodes:
+            self._down[node.index] = self._walk(node, down=True)
+            self._up[node.index] = self._walk(node, down=False)
+            above |= self._up[node.index].edge
+            below |= self._down[node.index].edge
+            self._note(node.index)
+        # A storage that another operation will evict or compute cannot be at an edge: edges are
+        # resident when the walk that found them ends.
+        for row in above:
+            self._down[row] = self._walk(self._node(row), down=True)
+            self._note(row)
+        for row in below:
+            self._up[row] = self._walk(self._node(row), down=False)
+            self._note(row)
+
+    def forget(self, node: Node) -> None:
+        row = node.index
+        down, up = self._down.pop(row), self._up.pop(row)
+        for edge in up.edge:
+            if edge in self._down:
+                self._down[edge].edge.discard(row)
+        for edge in down.edge:
+            if edge in self._up:
+                self._up[edge].edge.discard(row)
+        if not node.resident:
+            # Only a storage without live users is forgotten, so nothing lies below it, and the
+            # resident storages above it lose exactly its own cost.
+            for above in self._walk(node, down=False).edge:
+                region = self._down[above]
+                if row in region.inside:
+                    region.inside.discard(row)
+                    region.cost -= node.cost
+                    self._note(above)
+
+    def refresh(self, pool: Pool) -> None:
+        return
+
+    def _node(self, row: int) -> Node:
+        node = self._columns.nodes[row]
+        assert node is not None
+        return node
+
+    def _note(self, row: int) -> None:
+        cost = self._up[row].cost
+        if not self._ancestors_only:
+            cost += self._down[row].cost
+        self._columns.around[row] = cost
+
+    def _absorb(self, region: _Region, node: Node, inner: _Region) -> None:
+        new = inner.inside - region.inside
+        new.add(node.index)
+        self.accesses += len(new)
+        nodes = self._columns.nodes
+        for row in new:
+            member = nodes[row]
+            assert member is not None
+            region.cost += member.cost
+        region.inside |= new
+        region.edge.discard(node.index)
+        region.edge |= inner.edge
+
+    def _walk(self, base: Node, *, down: bool) -> _Region:
+        region = _Region()
+        inside, edge = region.inside, region.edge
+        cost = visits = 0
+        stack = [base]
+        while stack:
+            node = stack.pop()
+            for near in node.children if down else node.parents:
+                visits += 1
+                row = near.index
+                if near.resident:
+                    if near is not base:
+                        edge.add(row)
+                elif row not in inside:
+                    cost += near.cost
+                    inside.add(row)
+                    stack.append(near)
+        self.accesses += visits
+        region.cost = cost
+        return region

@@ -1,0 +1,57 @@
+"""One storage, as the eviction algorithm sees it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rkmate.dtr.neighbourhood.classes import EvictedClass
+
+
+class Node:
+    """A storage: what is evicted and rematerialized as a whole (paper, appendix C.1).
+
+    The simulator's and the online runtime's storages derive from it; heuristics and neighbourhoods
+    see nothing else. Edges lead from a storage to those computed from it, views included; a storage
+    is never its own neighbour.
+    """
+
+    __slots__ = (
+        "index",
+        "size",
+        "cost",
+        "last_access",
+        "resident",
+        "locks",
+        "pinned",
+        "parents",
+        "children",
+        "evicted_class",
+    )
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index = index
+        """Row of this storage in the pool's columns."""
+        self.size = size
+        """Bytes."""
+        self.cost = 0
+        """Time to compute it and every view ever made of it, in the log's unit (nanoseconds)."""
+        self.last_access: float = -math.inf
+        """Clock at the last operation that named it, in the same unit as ``cost``."""
+        self.resident = False
+        self.locks = 0
+        """How many pending operations need it to stay."""
+        self.pinned = False
+        """Never evicted again; holds one lock for ever."""
+        self.parents: set[Node] = set()
+        self.children: set[Node] = set()
+        self.evicted_class: EvictedClass | None = None
+
+    def evicted_neighbours(self) -> list[Node]:
+        """The parents and children that are not in memory."""
+        near = [node for node in self.parents if not node.resident]
+        near += [
+            node for node in self.children if not node.resident and node not in self.parents
+        ]
+        return near
