@@ -3,8 +3,20 @@
 Rockmate (ICML 2023), section 3.3 and appendix B.
 """
 
+from rkmate.ilp.cache import OptionCache, cache_folder
 from rkmate.ilp.grid import OptionSet, Solution, block_options, solve_block
 from rkmate.ilp.settings import OptionSettings
+from rkmate.ilp.solve_all import solve_options
 from rkmate.ilp.solver import Status
 
-__all__ = ["OptionSet", "OptionSettings", "Solution", "Status", "block_options", "solve_block"]
+__all__ = [
+    "OptionCache",
+    "OptionSet",
+    "OptionSettings",
+    "Solution",
+    "Status",
+    "block_options",
+    "cache_folder",
+    "solve_block",
+    "solve_options",
+]

@@ -6,6 +6,7 @@ greatest peak that make a difference, M_save between 0 and M_peak.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -92,8 +93,12 @@ def solve_block(graph: CDGraph, m_peak: int, m_save: int,
     return _Block(graph, settings or OptionSettings()).solve(m_peak, m_save)
 
 
-def block_options(graph: CDGraph, settings: OptionSettings | None = None) -> OptionSet:
-    """The options of a block over the whole grid of budgets, the answered pairs skipped."""
+def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
+                  stop: threading.Event | None = None) -> OptionSet:
+    """The options of a block over the whole grid of budgets, the answered pairs skipped.
+
+    `stop`: ends the work after the solve at hand when somebody sets it.
+    """
     settings = settings or OptionSettings()
     begin = time.perf_counter()
     stages = split_stages(graph)
@@ -110,7 +115,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None) -> Opt
         if front.answered(m_peak, m_save):
             continue
         left = settings.block_limit - (time.perf_counter() - begin)
-        if left <= 0:
+        if left <= 0 or (stop is not None and stop.is_set()):
             timed_out += 1
             continue
         solution = block.solve(m_peak, m_save, time_limit=min(settings.time_limit, left),

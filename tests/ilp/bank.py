@@ -41,8 +41,8 @@ def differentiate(ops: Sequence[Op], inputs: dict[str, int], outputs: Sequence[s
         return index[name]
 
     sizes = dict(inputs)
-    for name in inputs:
-        data(name, inputs[name])
+    for name, size in inputs.items():
+        data(name, size)
     c: list[CNode] = []
     for op in ops:
         made = tuple(data(n, s) for n, s in op.outputs.items())

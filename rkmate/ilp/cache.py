@@ -1,0 +1,126 @@
+"""Options on disk, so that a block that was solved once is never solved again.
+
+One JSON file per block. Its name is a hash of the block's structure and sizes, of the settings and
+of the package's version. Times are measured and never the same twice, so they are stored inside:
+an entry serves while the block's times are close to those that it was solved with, and every
+option is judged anew by the simulator with the block's own times and sizes. An entry can therefore
+be old, broken or edited without ever giving a wrong number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rkmate.errors import RkmateWarning, ScheduleError
+from rkmate.graph.cd import CDGraph
+from rkmate.ilp.front import undominated
+from rkmate.ilp.grid import OptionSet
+from rkmate.ilp.judge import judge
+from rkmate.ilp.settings import OptionSettings
+
+FORMAT = 1
+"""Grows when the content of an entry changes its meaning."""
+
+
+def cache_folder() -> Path:
+    """Where entries lie: ``RKMATE_CACHE_DIR``, else the platform's cache folder."""
+    named = os.environ.get("RKMATE_CACHE_DIR")
+    if named:
+        return Path(named)
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData" / "Local") / "rkmate" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rkmate"
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "rkmate"
+
+
+def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:
+    """Hash of all that the options of a block depend on, but for names and times."""
+    try:
+        package = version("rkmate")
+    except PackageNotFoundError:   # run from a source tree that was never installed
+        package = "source"
+    content = [
+        FORMAT, package, sorted(asdict(settings).items()),
+        [(d.size, d.kind) for d in graph.d],
+        [(c.phase, c.inputs, c.outputs, c.overhead, c.random) for c in graph.c],
+        graph.loss, graph.inputs, graph.outputs, graph.output_grads, graph.input_grads,
+        sorted(graph.exits.items()),
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class OptionCache:
+    """Entries in one folder. Safe under concurrent writers: a file appears whole or not at all."""
+
+    folder: Path
+    tolerance: float = 0.05
+    """An entry serves when the times of the nodes differ from its own by at most this fraction of
+    the block's whole time, summed over the nodes. 0: only for exactly the same times."""
+
+    def _path(self, graph: CDGraph, settings: OptionSettings) -> Path:
+        return self.folder / "options" / f"{fingerprint(graph, settings)}.json"
+
+    def load(self, graph: CDGraph, settings: OptionSettings) -> OptionSet | None:
+        """The stored options, judged for this graph; None when there are none that serve."""
+        try:
+            entry = json.loads(self._path(graph, settings).read_text(encoding="utf-8"))
+            if not self._close(graph, entry["times"]):
+                return None
+            orders = [_order(graph, order) for order in entry["backward"]]
+            options = undominated(judge(graph, order) for order in orders)
+            timed_out = int(entry["timed_out"])
+        except (OSError, ValueError, KeyError, TypeError, IndexError, ScheduleError):
+            return None   # not there, or broken: it will be replaced
+        if not options:
+            return None
+        return OptionSet(options, solves=0, timed_out=timed_out, seconds=0.0)
+
+    def _close(self, graph: CDGraph, times: Any) -> bool:
+        if len(times) != len(graph.c):
+            raise ValueError("times of another graph")
+        apart = sum(abs(c.time - float(t)) for c, t in zip(graph.c, times, strict=True))
+        return apart <= self.tolerance * sum(c.time for c in graph.c)
+
+    def store(self, graph: CDGraph, settings: OptionSettings, found: OptionSet) -> None:
+        """Write an entry, replacing what was there. Warns when the folder cannot be written."""
+        path = self._path(graph, settings)
+        entry = {"times": [c.time for c in graph.c], "timed_out": found.timed_out,
+                 "backward": [list(o.backward) for o in found.options]}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16],
+                                                 suffix=".part")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(entry, file)
+                os.replace(temporary, path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            warnings.warn(
+                f"the cache folder {self.folder} cannot be written ({error.strerror}): these "
+                "options will be solved again next time; RKMATE_CACHE_DIR names another folder",
+                RkmateWarning, stacklevel=2)
+
+
+def _order(graph: CDGraph, order: Any) -> tuple[int, ...]:
+    """A backward order from an entry. Raises `ValueError` when it is none of this graph."""
+    if any(type(i) is not int or not 0 <= i < len(graph.c) for i in order):
+        raise ValueError("a node that the graph does not have")
+    if [i for i in order if i >= graph.loss] != list(graph.backward):
+        raise ValueError("backward nodes run once each, in order")
+    return tuple(order)

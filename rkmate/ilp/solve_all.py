@@ -1,0 +1,94 @@
+"""The options of several blocks, side by side where there are cores, and from the cache.
+
+Threads, not processes: nearly all of the time is spent inside HiGHS, which runs without the
+interpreter's lock, and a thread needs no second import of the package.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from rkmate.graph.cd import CDGraph
+from rkmate.ilp.cache import OptionCache, cache_folder
+from rkmate.ilp.grid import OptionSet, block_options
+from rkmate.ilp.settings import OptionSettings
+
+
+def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = None, *,
+                  workers: int | None = None, cache: OptionCache | bool = True,
+                  on_progress: Callable[[int, int], None] | None = None) -> list[OptionSet]:
+    """The options of each graph, in order.
+
+    `workers`: how many blocks at a time; None takes the cores that this process may use. `cache`:
+    True for the cache folder of this machine, False for none. `on_progress` is called in the
+    calling thread with (blocks done, blocks in all). Raises what the first failing block raises;
+    on an interrupt the blocks at work stop first.
+    """
+    settings = settings or OptionSettings()
+    if isinstance(cache, bool):
+        store = OptionCache(cache_folder()) if cache else None
+    else:
+        store = cache
+    results: list[OptionSet | None] = [None] * len(graphs)
+    todo: list[int] = []
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(done, len(graphs))
+
+    for i, graph in enumerate(graphs):
+        results[i] = store.load(graph, settings) if store is not None else None
+        if results[i] is None:
+            todo.append(i)
+        else:
+            advance()
+    # The largest first: a long solve that starts last would leave the other cores idle.
+    todo.sort(key=lambda i: -len(graphs[i].c))
+    count = min(len(todo), workers if workers is not None else _cores())
+    finished: queue.SimpleQueue[tuple[int, OptionSet | BaseException]] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for i in todo:
+        waiting.put(i)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                i = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                finished.put((i, block_options(graphs[i], settings, stop=stop)))
+            except BaseException as error:  # noqa: BLE001  (handed to the caller)
+                finished.put((i, error))
+                return
+
+    threads = [threading.Thread(target=work, name=f"rkmate-options-{k}") for k in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in todo:
+            i, result = finished.get()
+            if isinstance(result, BaseException):
+                raise result
+            results[i] = result
+            if store is not None:
+                store.store(graphs[i], settings, result)
+            advance()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    return [r for r in results if r is not None]
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
