@@ -1,0 +1,24 @@
+"""The dynamic programs over a chain of blocks: rk-Rotor and Rotor. No torch."""
+
+from rkmate.rotor.chain import Backward, Block, Chain, Forward, ForwardPlain, Op, Option
+from rkmate.rotor.replay import Cost, replay
+from rkmate.rotor.rk_rotor import Table, fastest, minimum, solve
+from rkmate.rotor.rotor import RotorChain, rotor
+
+__all__ = [
+    "Backward",
+    "Block",
+    "Chain",
+    "Cost",
+    "Forward",
+    "ForwardPlain",
+    "Op",
+    "Option",
+    "RotorChain",
+    "Table",
+    "fastest",
+    "minimum",
+    "replay",
+    "rotor",
+    "solve",
+]

@@ -18,7 +18,7 @@ from rkmate.rotor.smallest import Smallest, smallest
 LEVELS = 128
 """Budgets at which `Table.sequence` prepares a sequence in exact bytes; fewer for chains of more
 than 160 blocks, where each takes tens of milliseconds."""
-ROWS = 48
+ROWS = 96
 """Sub-problems updated at once: their columns stay in the processor's cache."""
 
 
@@ -55,17 +55,21 @@ class Table:
         Never slower than `seconds` promises, and never slower than at a smaller budget: what it
         returns is the best of a fixed set of sequences, of which it takes those that fit.
         """
-        if budget_bytes < self.minimum_bytes:
-            return None
-        inside = [(cost, ops) for cost, ops in self._candidates()
+        inside = [(cost, ops) for cost, ops in self.candidates()
                   if cost.peak_bytes <= budget_bytes]
+        promised = self.promised(budget_bytes)
+        if promised is not None:
+            inside.append(promised)
+        return min(inside, key=lambda pair: pair[0].seconds)[1] if inside else None
+
+    def promised(self, budget_bytes: int) -> tuple[Cost, list[Op]] | None:
+        """A sequence that is as fast as `seconds` promises; None where the table has none."""
         slot = min((budget_bytes - self.chain.input_bytes) // self.slot_bytes, self.slots)
         ops = self._rebuild.ops(slot * self.slot_bytes)
-        if ops is not None:
-            inside.append((replay(self.chain, ops), ops))
-        return min(inside, key=lambda pair: pair[0].seconds)[1]
+        return None if ops is None else (replay(self.chain, ops), ops)
 
-    def _candidates(self) -> list[tuple[Cost, list[Op]]]:
+    def candidates(self) -> list[tuple[Cost, list[Op]]]:
+        """Sequences for budgets between the smallest and the largest, with their costs."""
         if self._pool is None:
             low = self.minimum_bytes - self.chain.input_bytes
             fast = fastest(self.chain) if self._keep else None

@@ -1,0 +1,93 @@
+"""Lower sets: ten graphs with known answers at every budget, and the limits that must hold."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rkmate.errors import ArgumentError, GraphError
+from rkmate.planners.dag import Dag, members
+from rkmate.planners.lower_sets import (
+    LowerSetProgram,
+    TooManyLowerSets,
+    all_lower_sets,
+    count_lower_sets,
+    lower_sets,
+    overhead,
+    peak,
+    pruned_lower_sets,
+)
+
+CASES = json.loads((Path(__file__).parent / "data" / "lower_sets.json").read_text())
+
+
+def read(graph: dict[str, Any]) -> Dag:
+    return Dag(tuple(graph["T"]), tuple(graph["M"]), tuple(map(tuple, graph["edges"])))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("family", ["exact", "pruned"])
+def test_known_answers_at_every_budget(name: str, family: str) -> None:
+    case = CASES[name]
+    dag = read(case["graph"])
+    known = case["exact" if family == "exact" else "approx"]
+    program = LowerSetProgram(dag, family)  # type: ignore[arg-type]
+    assert program.minimum_bytes() == known["min_feasible_B"]
+    assert program.solve(known["min_feasible_B"] - 1) is None
+    steps = known["by_budget"]
+    for budget in range(known["min_feasible_B"], steps[-1]["B_from"] + 3):
+        step = max((s for s in steps if s["B_from"] <= budget), key=lambda s: s["B_from"])
+        time, memory = program.solve(budget, "time"), program.solve(budget, "memory")
+        assert time is not None and memory is not None
+        assert (time.overhead, memory.overhead) == (step["TC_overhead"], step["MC_overhead"])
+        assert max(time.peak, memory.peak) <= budget
+        assert time.sets[-1] == (1 << len(dag)) - 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_families_and_equations(name: str) -> None:
+    case = CASES[name]
+    dag = read(case["graph"])
+    assert len(all_lower_sets(dag)) == count_lower_sets(dag) == case["n_lower_sets_incl_empty"]
+    assert len(pruned_lower_sets(dag)) == case["n_pruned_incl_empty_and_V"]
+    for step in case["exact"]["by_budget"]:
+        for kind in ("TC", "MC"):
+            sets = [sum(1 << v for v in s) for s in step[f"{kind}_seq"]]
+            assert overhead(dag, sets) == step[f"{kind}_overhead"]
+            assert peak(dag, sets) == step[f"{kind}_seq_peak"]
+
+
+def test_exact_refuses_what_it_cannot_enumerate() -> None:
+    wide = Dag((1.0,) * 40, (1,) * 40, ())
+    with pytest.raises(TooManyLowerSets, match=r"1,099,511,627,776 lower sets") as error:
+        lower_sets(wide, 10, "exact")
+    assert error.value.count == 2**40
+
+
+def test_hundreds_of_nodes_with_the_pruned_family() -> None:
+    draw = random.Random(3)
+    n = 568
+    edges = {(v - 1, v) for v in range(1, n)} | {(max(0, v - draw.randint(2, 9)), v)
+                                                 for v in range(9, n, 3)}
+    dag = Dag(tuple(10 if draw.random() < 0.3 else 1 for _ in range(n)),
+              tuple(draw.randint(1, 50) for _ in range(n)), tuple(sorted(edges)))
+    program = LowerSetProgram(dag)
+    least = program.minimum_bytes()
+    found = program.solve(least)
+    assert found is not None and found.peak <= least
+    assert program.solve(least - 1) is None
+
+
+def test_wrong_arguments() -> None:
+    dag = Dag((1.0,), (1,), ())
+    with pytest.raises(ArgumentError, match="family"):
+        LowerSetProgram(dag, "all")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="centric"):
+        LowerSetProgram(dag).solve(3, "both")  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="topological"):
+        Dag((1.0, 1.0), (1, 1), ((1, 0),))
+    assert members(0b1010) == [1, 3]
