@@ -63,6 +63,9 @@ class _Block:
     def solve(self, m_peak: int, m_save: int, *, time_limit: float | None = None,
               start: Option | None = None) -> Solution:
         model = self.model
+        if m_peak < model.lowest_peak or m_save < 0:
+            # The program leaves out the rows that hold at every budget from the floor up.
+            return Solution(Status.INFEASIBLE, None, float("inf"))
         answer = self.solver.solve(
             model.budget(m_peak), model.budget(m_save), gap=self.settings.gap,
             time_limit=self.settings.time_limit if time_limit is None else time_limit,

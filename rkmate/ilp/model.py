@@ -17,6 +17,7 @@ Variables (the paper's names where it has them):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -32,10 +33,18 @@ TIE = 0.1
 """Weight of the saved bytes in the objective: ties in time go to the one that saves least."""
 RECOMPUTE = 1e-3
 """Cost of any recomputation, so that a node whose time was measured as 0 is not run for nothing."""
+EXACT_UNITS = 200_000
+"""Memory is counted in the greatest common divisor of all sizes as long as the save-all peak is at
+most this many of it: nothing is rounded, and what fits exactly is found."""
 UNITS = 20_000
-"""Memory is counted in this many units of the save-all peak (bytes, if that is smaller)."""
+"""Otherwise in this fraction of the save-all peak."""
 
 _Terms = list[tuple[Any, float]]
+
+
+def _unit(graph: CDGraph, save_all_peak: int) -> int:
+    divisor = math.gcd(*(d.size for d in graph.d), *(c.overhead for c in graph.c)) or 1
+    return divisor if save_all_peak <= EXACT_UNITS * divisor else max(1, save_all_peak // UNITS)
 
 
 class BlockModel:
@@ -46,7 +55,7 @@ class BlockModel:
         """`save_all_peak`: bytes that the block needs when nothing is recomputed."""
         self.stages = stages
         self.graph: CDGraph = stages.graph
-        self.unit = max(1, save_all_peak // UNITS)
+        self.unit = _unit(self.graph, save_all_peak)
         """Bytes per unit of memory. Sizes round up, budgets round down."""
         self.base_seconds = sum(c.time for c in self.graph.c)
         self.problem = pulp.LpProblem(name, pulp.LpMinimize)
@@ -55,7 +64,7 @@ class BlockModel:
         self.S: dict[tuple[int, int], Any] = {}
         self.R: dict[tuple[int, int], Any] = {}
         self.A: dict[tuple[int, int, int], Any] = {}
-        self._floor = 0
+        self._floor = self._units(stages.floor)
         self._variables()
         self._objective()
         self._feasibility()
