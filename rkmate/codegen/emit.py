@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rkmate.codegen.naming import BlockNames, Expressions, source_key
+from rkmate.graph.text import BlockNames, Expressions, source_key
 from rkmate.graph.capture import Source
 from rkmate.graph.cut import PRELUDE
 from rkmate.graph.partition import Partition

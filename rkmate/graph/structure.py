@@ -8,6 +8,7 @@ cache) becomes a *skeleton*: a deep copy in which every tensor is a numbered slo
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,12 @@ class Structure:
             else:
                 leaves.append(copy.deepcopy(leaf, {_FILL: tensors}))
         return pytree.tree_unflatten(leaves, self.spec)
+
+    def index_of(self, name: str) -> int | None:
+        """The tensor under a key or attribute of the outermost container; None without one."""
+        value = pytree.tree_unflatten(list(self.leaves), self.spec)
+        found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        return found.index if isinstance(found, _Slot) else None
 
     def constants(self) -> tuple[Any, ...]:
         """The leaves that are not tensors, in order: what a call is specialised on."""

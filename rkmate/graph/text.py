@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -132,3 +133,40 @@ class Expressions:
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(self.argument(v) for v in value)}]"
         return literal(value)
+
+
+def block_text(program: Program, block: Block) -> str:
+    """A block in a stable text form: equal for identical blocks.
+
+    Operations with their arguments, shapes, dtypes, strides and wiring, under local names; the
+    names of the model's own modules are left out.
+    """
+    names = BlockNames(program, block, block.c)
+    expressions = Expressions(program, names)
+    graph = block.graph
+    lines = []
+    for k, j in enumerate(block.d):
+        value = program.owner[j].meta["val"]
+        shape = f"{_dtype(value)}{list(value.shape)} strides {list(value.stride())}" \
+            if isinstance(value, torch.Tensor) else "?"
+        lines.append(f"{names.of(j)}: {graph.d[k].kind} {graph.d[k].size} bytes, {shape}")
+    for i in block.c:
+        left = ", ".join(names.of(j) for j in program.cd.c[i].outputs)
+        lines.append(f"{left} = {expressions.call(program.operation[i])}")
+    for number, (source, name) in enumerate(expressions.sources.items()):
+        value = next(n for n, s in program.joint.sources.items() if s == source).meta["val"]
+        lines.append(f"{name}: {source.kind} {_dtype(value)}{list(value.shape)} {list(value.stride())}")
+        lines = [re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", f"${number}", line) for line in lines]
+    lines.append(f"loss before {graph.loss}; {graph.inputs} {graph.outputs} {graph.output_grads} "
+                 f"{graph.input_grads} {sorted(graph.exits.items())}")
+    return "\n".join(lines)
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return f"{value.device}:{str(value.dtype).removeprefix('torch.')}"
+
+
+def classes_of(program: Program, blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Class number of each block: identical blocks have the same (Rockmate, appendix A.5)."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(block_text(program, b), len(numbers)) for b in blocks)

@@ -1,0 +1,59 @@
+"""Budgets as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rkmate.errors import ArgumentError
+
+_UNITS = {"b": 1, "": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+          "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_HELP = 'bytes (an int), text such as "600MiB" or "1.5GB", or a float in (0, 1]: a fraction of the ' \
+        "model's own peak"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A checked budget: an absolute number of bytes or a fraction of the baseline's peak."""
+
+    bytes: int | None = None
+    fraction: float | None = None
+
+    def of(self, baseline: int) -> int:
+        """The bytes, given the peak without rematerialization."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.fraction is not None
+        return math.floor(self.fraction * baseline)
+
+
+def parse_budget(budget: Any) -> Budget:
+    """Check a budget. Raises `ArgumentError`."""
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise ArgumentError(f"budget is {budget!r}; it should be {_HELP}")
+    if isinstance(budget, int):
+        if budget <= 0:
+            raise ArgumentError(f"budget is {budget}; it should be a positive number of bytes")
+        return Budget(bytes=budget)
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ArgumentError(f"budget is {budget}; a float is a fraction of the model's own peak "
+                                "and should be in (0, 1]; for bytes, give an int")
+        return Budget(fraction=budget)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", budget.lower())
+    if match is None:
+        raise ArgumentError(f"budget is {budget!r}; it should be {_HELP}")
+    number, unit = float(match[1]), match[2]
+    if unit == "%":
+        return parse_budget(number / 100)
+    if unit not in _UNITS:
+        known = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise ArgumentError(f"budget is {budget!r}: the unit {match[2]!r} is unknown; use {known}")
+    result = math.floor(number * _UNITS[unit])
+    if result <= 0:
+        raise ArgumentError(f"budget is {budget!r}; it should be a positive number of bytes")
+    return Budget(bytes=result)

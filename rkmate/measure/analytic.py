@@ -1,0 +1,53 @@
+"""Costs without running: bytes moved and floating-point operations against machine rates.
+
+Deterministic: for tests, and for models that do not fit on the machine that plans. Temporary memory
+inside operations is not known this way and counts as none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from rkmate.graph.partition import Partition
+
+FLOPS_PER_SECOND = 1e11
+BYTES_PER_SECOND = 2e10
+SECONDS_PER_CALL = 5e-6
+
+
+def analytic_costs(partition: Partition) -> dict[int, tuple[float, int]]:
+    """C node -> (seconds, 0): the greater of arithmetic and memory traffic, plus a call."""
+    return {i: (_seconds(node), 0) for i, node in enumerate(partition.program.operation)}
+
+
+def _seconds(node: fx.Node) -> float:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    moved = sum(_bytes(n.meta["val"]) for n in node.all_input_nodes) + _bytes(node.meta["val"])
+    return SECONDS_PER_CALL + max(_flops(node, args, kwargs) / FLOPS_PER_SECOND,
+                                  moved / BYTES_PER_SECOND)
+
+
+def _flops(node: fx.Node, args: Any, kwargs: Any) -> float:
+    target = node.target
+    packet = getattr(target, "overloadpacket", None)
+    count = flop_registry.get(packet)
+    if count is not None:
+        return float(count(*args, **kwargs, out_val=node.meta["val"]))
+    return float(_numel(node.meta["val"]))
+
+
+def _numel(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return math.prod(value.shape)
+    return sum(_numel(v) for v in value) if isinstance(value, (tuple, list)) else 0
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return math.prod(value.shape) * value.element_size()
+    return sum(_bytes(v) for v in value) if isinstance(value, (tuple, list)) else 0

@@ -1,0 +1,224 @@
+"""Time and temporary memory of every operation, measured once per class of identical blocks.
+
+Real values flow through the chain block by block, so that integers stay valid indices and no more
+than one block is in memory: a model that only fits after rematerialization can be measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture import Source
+from rkmate.graph.cd import CDGraph
+from rkmate.graph.cut import PRELUDE
+from rkmate.graph.partition import Block, Partition
+from rkmate.graph.simplify import is_view
+from rkmate.measure.meter import PartsMeter
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """How long to measure."""
+
+    repeats: int = 5
+    """Timed runs of an operation; the median counts."""
+    enough_seconds: float = 0.1
+    """An operation that has been timed for this long is not repeated further."""
+
+
+Costs = dict[int, tuple[float, int]]
+"""C node -> (seconds, bytes of temporary memory)."""
+
+
+def with_costs(graph: CDGraph, c: Sequence[int], costs: Mapping[int, tuple[float, int]]) -> CDGraph:
+    """The graph with times and overheads; `c` names the whole graph's node behind each local one."""
+    nodes = tuple(replace(n, time=costs[i][0], overhead=costs[i][1])
+                  for n, i in zip(graph.c, c, strict=True))
+    return replace(graph, c=nodes)
+
+
+def measure(partition: Partition, classes: Sequence[int], sources: Mapping[Source, torch.Tensor],
+            settings: MeasureSettings = MeasureSettings(),
+            on_progress: Callable[[int, int], None] | None = None) -> Costs:
+    """Costs of every C node. `sources` gives the tensors that the caller holds."""
+    runner = _Runner(partition, sources, settings)
+    first = {k: b for b, k in reversed(list(enumerate(classes)))}
+    last_needed = max(first.values(), default=-1)
+    with torch.no_grad(), _keep_random_state(runner.device):
+        runner.prelude()
+        for block in partition.blocks:
+            if block.index > last_needed:
+                break
+            if on_progress is not None:
+                on_progress(block.index, last_needed + 1)
+            runner.block(block, timed=first[classes[block.index]] == block.index)
+    for block in partition.blocks:
+        model = partition.blocks[first[classes[block.index]]]
+        for i, k in zip(block.c, model.c, strict=True):
+            runner.costs[i] = runner.costs[k]
+    return runner.costs
+
+
+@contextmanager
+def _keep_random_state(device: torch.device) -> Any:
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+class _Runner:
+    """Interprets a partition's operations on real tensors."""
+
+    def __init__(self, partition: Partition, sources: Mapping[Source, torch.Tensor],
+                 settings: MeasureSettings) -> None:
+        self.partition = partition
+        self.program = partition.program
+        self.cd = self.program.cd
+        self.sources = sources
+        self.settings = settings
+        self.values: dict[int, torch.Tensor] = {}
+        self.costs: Costs = {}
+        self.known: dict[Any, float] = {}
+        self.overhead: dict[int, int] = {}
+        self.device = next((t.device for t in sources.values()), torch.device("cpu"))
+
+    def prelude(self) -> None:
+        """What is computed once at the start, and stays."""
+        for i in range(self.cd.loss):
+            if self.partition.block_of[i] == PRELUDE:
+                self.run_timed(i)
+
+    def block(self, block: Block, *, timed: bool) -> None:
+        """Run a block; with its backward, and twice, when its class has not been measured."""
+        if timed:
+            entering = dict(self.values)
+            meter = PartsMeter(self.device)
+            with meter.running():
+                self._forward(block, lambda i: self.run(i, meter), free=False)
+                self._backward(block, lambda i: self.run(i, meter))
+            for i, peak in meter.peaks().items():
+                kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs)
+                self.overhead[i] = max(0, peak - kept)
+            self.values = entering
+            del entering
+            self._forward(block, self.run_timed, free=False)
+            self._backward(block, self.run_timed)
+        else:
+            self._forward(block, self.run, free=True)
+        keep = self.partition.cuts[block.index + 1]
+        for j in list(self.values):
+            if j not in keep and self._ours(j):
+                del self.values[j]
+
+    def _forward(self, block: Block, run: Callable[[int], None], *, free: bool) -> None:
+        after = self.partition.cuts[block.index + 1]
+        nodes = block.c[:block.graph.loss]
+        last = {j: i for i in nodes for j in self.cd.c[i].inputs}
+        for i in nodes:
+            run(i)
+            for j in self.cd.c[i].inputs if free else ():
+                if last[j] == i and j not in after and self._ours(j):
+                    self.values.pop(j, None)
+
+    def _backward(self, block: Block, run: Callable[[int], None]) -> None:
+        after = self.partition.cuts[block.index + 1]
+        nodes = block.c[block.graph.loss:]
+        last = {j: i for i in nodes for j in self.cd.c[i].inputs}
+        for j in self.partition.grads[block.index + 1]:
+            self.values[j] = self._gradient(j)
+        for i in nodes:
+            run(i)
+            for j in self.cd.c[i].inputs:
+                if last[j] == i and j not in after and self._ours(j):
+                    self.values.pop(j, None)
+
+    def _ours(self, j: int) -> bool:
+        """Whether a storage belongs to a block, and not to the prelude."""
+        made = self.cd.producer[j]
+        return made is None or self.partition.block_of[made] != PRELUDE
+
+    def _gradient(self, j: int) -> torch.Tensor:
+        like = self.program.owner[j].meta["val"]
+        result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        return result.normal_(std=1e-2) if like.is_floating_point() or like.is_complex() \
+            else result.zero_()
+
+    def value(self, node: fx.Node) -> Any:
+        """A tensor, views derived from what holds their storage."""
+        where = self.program.storage[node]
+        if isinstance(where, Source):
+            if node.op in ("placeholder", "get_attr"):
+                return self.sources[where]
+        elif not is_view(node):
+            return self.values[where]
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return self._call(node.args[0])[node.args[1]]  # type: ignore[arg-type, index]
+        return self._call(node)
+
+    def _call(self, node: Any) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
+        return node.target(*args, **kwargs)
+
+    def run(self, i: int, meter: PartsMeter | None = None) -> None:
+        """Run a C node."""
+        call = self._prepared(i)[0]
+        if meter is None:
+            self._keep(i, call())
+        else:
+            with meter.part(i):
+                self._keep(i, call())
+
+    def run_timed(self, i: int) -> None:
+        """Run a C node and time it, unless an equal operation has been timed."""
+        call, key = self._prepared(i)
+        self._keep(i, call())
+        if key not in self.known:
+            self.known[key] = self._seconds(call)
+        self.costs[i] = (self.known[key], self.overhead.get(i, 0))
+
+    def _prepared(self, i: int) -> tuple[Callable[[], Any], Any]:
+        node = self.program.operation[i]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
+        return functools.partial(node.target, *args, **kwargs), _signature(node, args, kwargs)
+
+    def _keep(self, i: int, result: Any) -> None:
+        for j in self.cd.c[i].outputs:
+            position = self.program.position[j]
+            self.values[j] = result if position is None else result[position]
+
+    def _seconds(self, call: Callable[[], Any]) -> float:
+        times: list[float] = []
+        cuda = self.device.type == "cuda"
+        while len(times) < self.settings.repeats and sum(times) < self.settings.enough_seconds:
+            if cuda:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                call()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) / 1e3)
+            else:
+                begin = time.perf_counter()
+                result = call()
+                times.append(time.perf_counter() - begin)
+                del result
+        return statistics.median(times)
+
+
+def _signature(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def freeze(a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return (tuple(a.shape), a.stride(), a.dtype)
+        if isinstance(a, (list, tuple)):
+            return tuple(freeze(x) for x in a)
+        return repr(a)
+    return (node.target, freeze(args), tuple((k, freeze(v)) for k, v in sorted(kwargs.items())))

@@ -1,0 +1,286 @@
+"""The order of the stages: capture, simplify, cut, measure, options, chain, schedule.
+
+Only this file knows it. Each stage takes what the stage above returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rkmate.errors import ArgumentError
+from rkmate.graph.capture import Capture, Source, capture
+from rkmate.graph.cd import CDGraph
+from rkmate.graph.cut import PRELUDE, CutSettings
+from rkmate.graph.lower import lower
+from rkmate.graph.partition import Partition, partition
+from rkmate.graph.simplify import simplify
+from rkmate.graph.structure import take_apart
+from rkmate.graph.text import block_text, classes_of
+from rkmate.ilp import OptionSet, OptionSettings, solve_options
+from rkmate.measure.analytic import analytic_costs
+from rkmate.measure.costs import Costs, MeasureSettings, measure, with_costs
+from rkmate.plan import BlockInfo
+from rkmate.progress import Progress
+from rkmate.rotor.chain import Block as ChainBlock
+from rkmate.rotor.chain import Chain
+from rkmate.schedule.simulate import simulate
+from rkmate.schedule.steps import from_order
+
+CostSource = Literal["measured", "analytic"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the stages work; the defaults are the paper's where it names them."""
+
+    costs: CostSource = "measured"
+    cut: CutSettings = CutSettings()
+    measure: MeasureSettings = MeasureSettings()
+    options: OptionSettings = OptionSettings()
+    slots: int = 500
+    """Memory slots of the dynamic program."""
+
+
+@dataclass
+class Prepared:
+    """A model's graph with costs: what all budgets share."""
+
+    capture: Capture
+    partition: Partition
+    classes: tuple[int, ...]
+    costs: Costs
+    settings: Settings
+    fingerprint: str
+    device: torch.device
+    infos: tuple[BlockInfo, ...]
+    nodes: Mapping[str, int]
+    stage_seconds: dict[str, float]
+    progress: Progress
+
+    @cached_property
+    def graph(self) -> CDGraph:
+        """The whole graph with costs."""
+        cd = self.partition.program.cd
+        return with_costs(cd, range(len(cd.c)), self.costs)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """D nodes that are never forgotten: the user holds the outputs, and autograd the gradient
+        of a scalar that a backward starts from."""
+        scalars = (j for j in self.partition.program.cd.output_grads
+                   if self.partition.program.cd.d[j].size <= 16)
+        return (*self.partition.program.held, *scalars)
+
+    @cached_property
+    def reserve_at_loss(self) -> int:
+        """Bytes left for a loss that the caller computes from large outputs.
+
+        Log-softmax, the gradient that enters it and the one that leaves it: three times the outputs.
+        """
+        return 3 * sum(self.graph.d[j].size for j in self.graph.output_grads
+                       if self.graph.d[j].size > 64)
+
+    @cached_property
+    def block_graphs(self) -> tuple[CDGraph, ...]:
+        """Each block's own graph, with costs."""
+        return tuple(with_costs(b.graph, b.c, self.costs) for b in self.partition.blocks)
+
+    @cached_property
+    def option_sets(self) -> tuple[OptionSet, ...]:
+        """Per class, the options of its blocks."""
+        first = {k: b for b, k in reversed(list(enumerate(self.classes)))}
+        graphs = [self.block_graphs[first[k]] for k in range(len(first))]
+        with self.timed("options"), self.progress.stage("solving blocks", len(graphs)) as tick:
+            sets = solve_options(graphs, self.settings.options,
+                                 on_progress=lambda done, total: tick(done))
+        return tuple(sets)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The chain of blocks for the dynamic program."""
+        p, cd = self.partition, self.graph
+        ours = set(cd.outputs)
+        sizes = {j: 0 if j in ours else cd.d[j].size for cut in p.cuts for j in cut}
+        plain = {k: _plain_forward(self.block_graphs[b]) for k, b in
+                 reversed([(k, b) for b, k in enumerate(self.classes)])}
+        blocks = tuple(ChainBlock(*plain[k], self.option_sets[k].options) for k in self.classes)
+        grads = tuple(sum(cd.d[j].size for j in g) for g in p.grads)
+        return Chain(blocks, p.cuts, sizes, grads).verify()
+
+    @cached_property
+    def constant_bytes(self) -> int:
+        """What stands beside the chain: the prelude's values, and what the user holds."""
+        p, cd = self.partition, self.graph
+        prelude = {j for i in cd.forward if p.block_of[i] == PRELUDE for j in cd.c[i].outputs
+                   if any(p.block_of[r] != PRELUDE for r in cd.readers[j])}
+        return sum(cd.d[j].size for j in prelude | set(cd.outputs))
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Record how long a stage takes."""
+        start = time.perf_counter()
+        yield
+        self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings,
+            progress: Progress, wanted: tuple[bool, ...] | None = None,
+            costs: Sequence[tuple[float, int]] | None = None) -> Prepared:
+    """Capture, simplify, cut and measure. `costs`: of a saved plan, instead of measuring."""
+    check_model(model)
+    seconds: dict[str, float] = {}
+    start = time.perf_counter()
+    with progress.stage("capturing", None):
+        captured = capture(model, args, kwargs)
+    if not any(captured.differentiable):
+        raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
+                            "requires a gradient, so there is nothing to train")
+    joint = simplify(captured, wanted or wanted_outputs(captured))
+    program = lower(joint)
+    seconds["capture"] = time.perf_counter() - start
+    start = time.perf_counter()
+    parts = partition(program, settings.cut)
+    classes = classes_of(parts.program, parts.blocks)
+    seconds["cut"] = time.perf_counter() - start
+    tensors, _ = take_apart((args, kwargs), result=False)
+    device = _device(model, tensors)
+    start = time.perf_counter()
+    if costs is not None:
+        known = dict(enumerate(costs))
+    elif settings.costs == "analytic":
+        known = analytic_costs(parts)
+    else:
+        sources = held_tensors(captured, model, tensors)
+        with progress.stage("measuring", len(parts.blocks)) as tick:
+            known = measure(parts, classes, sources, settings.measure,
+                            on_progress=lambda done, total: tick(done))
+    seconds["measure"] = time.perf_counter() - start
+    cd = parts.program.cd
+    nodes = {"captured": joint.nodes_before, "computations": len(cd.c), "forward": cd.loss,
+             "storages": len(cd.d), "blocks": len(parts.blocks), "unique": len(set(classes)),
+             "separators": parts.separators}
+    return Prepared(captured, parts, classes, known, settings, _fingerprint(parts), device,
+                    _infos(parts, classes), nodes, seconds, progress)
+
+
+def check_model(model: Any) -> None:
+    """Raise `ArgumentError` for what cannot be a model to train."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is {type(model).__name__}; it should be a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ArgumentError("model is a TorchScript module, which cannot be captured; wrap the "
+                            "original module")
+
+
+def wanted_outputs(captured: Capture) -> tuple[bool, ...]:
+    """Which outputs the loss will use: the one named ``loss``, else scalars, else all.
+
+    A model that returns its loss beside other tensors (logits, a cache) is trained by the loss.
+    """
+    meta = [n.meta["val"] if n is not None else None for n in captured.outputs]
+    able = captured.differentiable
+    named = captured.result.index_of("loss")
+    if named is not None and able[named] and meta[named].dim() == 0:
+        return tuple(i == named for i in range(len(able)))
+    scalars = [ok and m is not None and m.dim() == 0 for ok, m in zip(able, meta, strict=True)]
+    return tuple(scalars) if any(scalars) else able
+
+
+def held_tensors(captured: Capture, model: nn.Module,
+                 tensors: Sequence[torch.Tensor]) -> dict[Source, torch.Tensor]:
+    """The tensors that the caller holds, by source."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    result: dict[Source, torch.Tensor] = {}
+    for source in captured.sources.values():
+        if source.kind == "param":
+            result[source] = params[str(source.key)].detach()
+        elif source.kind == "buffer":
+            result[source] = buffers[str(source.key)].detach()
+        elif source.kind == "constant":
+            result[source] = captured.constants[str(source.key)]
+        elif source.kind == "input":
+            result[source] = tensors[int(source.key)].detach()
+    return result
+
+
+def _device(model: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.device:
+    devices = {t.device for t in (*model.parameters(), *tensors)}
+    accelerators = {d for d in devices if d.type != "cpu"}
+    if len(accelerators) > 1:
+        raise ArgumentError(f"the model and its inputs stand on several devices: "
+                            f"{', '.join(map(str, sorted(devices, key=str)))}; a plan is for one")
+    if any(d.type == "meta" for d in devices):
+        raise ArgumentError("the model has parameters on the meta device: give it memory first "
+                            "(model.to_empty)")
+    return next(iter(accelerators or devices))
+
+
+def _plain_forward(graph: CDGraph) -> tuple[float, int]:
+    """Time and peak of a forward that keeps nothing but its outputs."""
+    n = graph.loss
+    forward = CDGraph(graph.d, graph.c[:n], n, (*graph.inputs, *graph.output_grads), graph.outputs)
+    result = simulate(forward, from_order(forward, range(n), n))
+    return result.seconds, result.peak
+
+
+def _fingerprint(parts: Partition) -> str:
+    digest = hashlib.sha256()
+    for block in parts.blocks:
+        digest.update(block_text(parts.program, block).encode())
+    cd = parts.program.cd
+    digest.update(repr([(c.inputs, c.outputs) for c in cd.c]).encode())
+    digest.update(repr((parts.block_of, parts.segments, sorted(cd.exits.items()))).encode())
+    return digest.hexdigest()
+
+
+def _label(number: int) -> str:
+    """A, B, ..., Z, AA, AB, ..."""
+    text = ""
+    number += 1
+    while number:
+        number, rest = divmod(number - 1, 26)
+        text = chr(65 + rest) + text
+    return text
+
+
+def _infos(parts: Partition, classes: Sequence[int]) -> tuple[BlockInfo, ...]:
+    infos = []
+    for block, k in zip(parts.blocks, classes, strict=True):
+        paths: Counter[str] = Counter()
+        for i in block.c[:block.graph.loss]:
+            stack = parts.program.operation[i].meta.get("nn_module_stack") or {}
+            path = next((p for p, _ in reversed(list(stack.values())) if p), "")
+            paths[module_path(path)] += 1
+        named = [p.split(".") for p in paths if p]
+        common: list[str] = []
+        for column in zip(*named, strict=False):
+            if len(set(column)) > 1:
+                break
+            common.append(column[0])
+        path = ".".join(common) or (paths.most_common(1)[0][0] if paths else "")
+        loss = block.graph.loss
+        infos.append(BlockInfo(_label(k), path, loss, len(block.c) - loss, 0))
+    return tuple(infos)
+
+
+def module_path(path: str) -> str:
+    """A path inside the user's model, without the tracer's own wrapping."""
+    return path.removeprefix("model.") if path != "model" else ""
+
+
+def with_option_counts(prepared: Prepared) -> tuple[BlockInfo, ...]:
+    """The blocks' descriptions, once their options are known."""
+    return tuple(replace(info, options=len(prepared.option_sets[k].options))
+                 for info, k in zip(prepared.infos, prepared.classes, strict=True))
+

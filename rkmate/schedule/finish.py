@@ -1,0 +1,117 @@
+"""The finishing pass: spend the memory that a schedule leaves unused.
+
+A planner's model of memory is coarser than the simulator's (slots, persistence, options), so its
+schedule often has bytes to spare. Each recomputation whose outputs could have stayed since their
+last use is dropped, dearest per byte first. The result only ever gets faster, and stays within the
+budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rkmate.graph.cd import CDGraph
+from rkmate.schedule.simulate import simulate
+from rkmate.schedule.steps import Compute, Forget, Loss, Schedule, from_order
+
+_ROUNDS = 8
+
+
+def finish(graph: CDGraph, schedule: Schedule, budget: int, *, held: Iterable[int] = (),
+           reserve_at_loss: int = 0) -> Schedule:
+    """A schedule at least as fast as `schedule`, whose simulated peak is within `budget` bytes.
+
+    `schedule` itself must be within the budget.
+    """
+    held = tuple(held)
+    best = _without_waste(graph, schedule, held)
+    for _ in range(_ROUNDS):
+        dropped = _keep_more(graph, best, budget, held, reserve_at_loss)
+        if not dropped:
+            return best
+        order, loss_at = _drop(best, dropped)
+        shorter = _without_waste(graph, from_order(graph, order, loss_at, held), held)
+        if simulate(graph, shorter, held=held, reserve_at_loss=reserve_at_loss).peak > budget:
+            return best
+        best = shorter
+    return best
+
+
+def _drop(schedule: Schedule, places: set[int]) -> tuple[list[int], int]:
+    """The order without the computations at some step indices, and where the loss stands then."""
+    order: list[int] = []
+    loss_at = 0
+    for k, step in enumerate(schedule.steps):
+        if isinstance(step, Loss):
+            loss_at = len(order)
+        elif isinstance(step, Compute) and k not in places:
+            order.append(step.c)
+    return order, loss_at
+
+
+def _without_waste(graph: CDGraph, schedule: Schedule, held: tuple[int, ...]) -> Schedule:
+    """Drop repeated computations none of whose outputs is read before it is made anew."""
+    while True:
+        seen: set[int] = set()
+        wasted: set[int] = set()
+        steps = schedule.steps
+        for k, step in enumerate(steps):
+            if not isinstance(step, Compute):
+                continue
+            if step.c in seen:
+                gone = set()
+                for later in steps[k + 1:]:
+                    if not isinstance(later, Forget):
+                        break
+                    gone.add(later.d)
+                if all(j in gone for j in graph.c[step.c].outputs):
+                    wasted.add(k)
+            seen.add(step.c)
+        if not wasted:
+            return schedule
+        order, loss_at = _drop(schedule, wasted)
+        schedule = from_order(graph, order, loss_at, held)
+
+
+def _keep_more(graph: CDGraph, schedule: Schedule, budget: int, held: tuple[int, ...],
+               reserve_at_loss: int) -> set[int]:
+    """Step indices of recomputations that can go together within the budget."""
+    steps = schedule.steps
+    memory = list(simulate(graph, schedule, held=held, reserve_at_loss=reserve_at_loss).timeline)
+    last_use: dict[int, int] = {}
+    candidates: list[tuple[float, int, list[tuple[int, int, int]]]] = []
+    seen: set[int] = set()
+    for k, step in enumerate(steps):
+        if not isinstance(step, Compute):
+            continue
+        node = graph.c[step.c]
+        if step.c in seen:
+            gone = set()
+            for later in steps[k + 1:]:
+                if not isinstance(later, Forget):
+                    break
+                gone.add(later.d)
+            gaps = [(last_use[j], k, graph.d[j].size) for j in node.outputs if j not in gone]
+            area = sum(size * (b - a) for a, b, size in gaps)
+            candidates.append((-node.time / (area + 1), k, gaps))
+        seen.add(step.c)
+        for j in (*node.inputs, *node.outputs):
+            last_use[j] = k
+    dropped: set[int] = set()
+    for _, k, gaps in sorted(candidates):
+        added: dict[int, int] = {}
+        fits = True
+        for a, b, size in gaps:
+            for p in range(a + 1, b):
+                added[p] = added.get(p, 0) + size
+                if memory[p] + added[p] > budget:
+                    fits = False
+                    break
+            if not fits:
+                break
+        if fits:
+            dropped.add(k)
+            for p, size in added.items():
+                memory[p] += size
+            # Keeping an output longer leaves no gap for another recomputation of it to claim.
+    return dropped

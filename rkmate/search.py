@@ -1,0 +1,156 @@
+"""From a prepared model and a budget to a plan (Rockmate, algorithm 1, last two phases)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rkmate.budget import Budget
+from rkmate.errors import InfeasibleBudget
+from rkmate.graph.cut import PRELUDE
+from rkmate.pipeline import Prepared, with_option_counts
+from rkmate.plan import Plan, Run
+from rkmate.rotor import minimum, solve
+from rkmate.rotor.chain import Backward, Forward, ForwardPlain, Op
+from rkmate.rotor.rk_rotor import Table
+from rkmate.schedule.finish import finish
+from rkmate.schedule.simulate import Simulation, simulate
+from rkmate.schedule.steps import Schedule, from_order
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and what the simulator says of it."""
+
+    schedule: Schedule
+    ops: tuple[Op, ...]
+    peak: int
+    seconds: float
+
+
+class Searcher:
+    """Plans for one prepared model: one dynamic program serves every budget."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self._found: dict[int, Candidate] = {}
+
+    @cached_property
+    def baseline(self) -> Candidate:
+        """The step without rematerialization."""
+        g = self.prepared.graph
+        return self._judge(from_order(g, range(len(g.c)), g.loss, self.prepared.held), ())
+
+    @cached_property
+    def table(self) -> Table:
+        """The dynamic program's table."""
+        chain = self.prepared.chain
+        with self.prepared.timed("chain"):
+            return solve(chain, self.prepared.settings.slots)
+
+    @cached_property
+    def smallest(self) -> Candidate:
+        """The schedule with the smallest peak that the planner knows."""
+        with self.prepared.timed("chain"):
+            _, ops = minimum(self.prepared.chain)
+        least = self._expand(ops)
+        return min(least, self.baseline, key=lambda c: (c.peak, c.seconds))
+
+    def plan(self, budget: Budget, planner: str) -> Plan:
+        """The fastest schedule found within the budget. Raises `InfeasibleBudget`."""
+        limit = budget.of(self.baseline.peak)
+        if self.baseline.peak <= limit:
+            return self._plan(self.baseline, limit, planner, "nothing needs to be forgotten")
+        if self.smallest.peak > limit:
+            raise InfeasibleBudget(
+                f"no schedule fits in {limit:,} bytes; the smallest budget that this model can be "
+                f"trained in is {self.smallest.peak:,} bytes "
+                f"({self.smallest.peak / self.baseline.peak:.0%} of its own peak of "
+                f"{self.baseline.peak:,} bytes)", self.smallest.peak)
+        with self.prepared.timed("search"):
+            best = self._best(limit)
+        return self._plan(best, limit, planner, "")
+
+    def _best(self, limit: int) -> Candidate:
+        """Try several memory limits of the dynamic program: its own count is never below the
+        simulator's, so more than the budget may be asked of it as long as the simulator agrees."""
+        p = self.prepared
+        fits = [self.smallest]
+        # What the chain's model counts too much grows with the limit: search upwards from a sure one.
+        base = max(0, limit - p.constant_bytes)
+        low, high = base, max(base, limit) + (limit // 2)
+        seen: set[tuple[Op, ...]] = set()
+        for step in range(12):
+            memory = base if step == 0 else (low + high) // 2
+            ops = self.table.sequence(memory)
+            if ops is None:
+                low = memory
+                continue
+            candidate = self._expand(ops)
+            if candidate.peak <= limit:
+                low = memory
+                if candidate.ops not in seen:
+                    fits.append(candidate)
+                    seen.add(candidate.ops)
+            else:
+                high = memory
+            if high - low <= self.table.slot_bytes:
+                break
+        finished = [self._finish(c, limit) for c in sorted(fits, key=lambda c: c.seconds)[:4]]
+        return min(finished, key=lambda c: c.seconds)
+
+    def _finish(self, candidate: Candidate, limit: int) -> Candidate:
+        p = self.prepared
+        schedule = finish(p.graph, candidate.schedule, limit, held=p.held,
+                          reserve_at_loss=p.reserve_at_loss)
+        return self._judge(schedule, candidate.ops)
+
+    def _expand(self, ops: Sequence[Op]) -> Candidate:
+        """The flat schedule of a sequence of block operations."""
+        p = self.prepared
+        graph, blocks = p.graph, p.partition.blocks
+        order = [i for i in graph.forward if p.partition.block_of[i] == PRELUDE]
+        loss_at: int | None = None
+        for op in ops:
+            c = blocks[op.block].c
+            if isinstance(op, ForwardPlain):
+                order += c[:blocks[op.block].graph.loss]
+                continue
+            option = p.option_sets[p.classes[op.block]].options[op.option]
+            if isinstance(op, Forward):
+                order += [c[i] for i in option.forward]
+            else:
+                if loss_at is None:
+                    loss_at = len(order)
+                order += [c[i] for i in option.backward]
+        assert loss_at is not None
+        return self._judge(from_order(graph, order, loss_at, p.held), tuple(ops))
+
+    def _judge(self, schedule: Schedule, ops: tuple[Op, ...]) -> Candidate:
+        result = self.simulate(schedule)
+        return Candidate(schedule, ops, result.peak, result.seconds)
+
+    def simulate(self, schedule: Schedule) -> Simulation:
+        """The simulator's verdict on a schedule of this model."""
+        p = self.prepared
+        return simulate(p.graph, schedule, held=p.held, reserve_at_loss=p.reserve_at_loss)
+
+    def _plan(self, best: Candidate, limit: int, planner: str, note: str) -> Plan:
+        p = self.prepared
+        runs = []
+        for op in best.ops:
+            option = None if isinstance(op, ForwardPlain) else op.option
+            saved = None if option is None else \
+                p.option_sets[p.classes[op.block]].options[option].saved_bytes
+            runs.append(Run(op.block, "backward" if isinstance(op, Backward) else "forward", option,
+                            saved))
+        infos = with_option_counts(p) if best.ops else p.infos
+        return Plan(
+            planner=planner, budget_bytes=limit, peak_bytes=best.peak,
+            baseline_peak_bytes=self.baseline.peak, step_seconds=best.seconds,
+            baseline_seconds=self.baseline.seconds,
+            minimum_bytes=self.smallest.peak if best.ops else None,
+            blocks=infos, runs=tuple(runs), schedule=best.schedule, fingerprint=p.fingerprint,
+            costs=tuple(p.costs[i] for i in range(len(p.graph.c))), note=note,
+            stage_seconds=dict(p.stage_seconds), nodes=dict(p.nodes))

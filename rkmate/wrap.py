@@ -1,0 +1,122 @@
+"""The public face: `wrap`, `plan`, `tradeoff`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from rkmate.budget import Budget, parse_budget
+from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
+from rkmate.module import NewShape, PlannedModule, Planning
+from rkmate.pipeline import Settings, check_model, prepare
+from rkmate.plan import Plan
+from rkmate.progress import Progress
+from rkmate.search import Searcher
+
+PLANNERS = ("rockmate",)
+
+
+def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+         budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
+         plan: Plan | None = None, costs: str = "measured", verify: bool = True,
+         on_new_shape: NewShape = "plan", settings: Settings | None = None) -> PlannedModule:
+    """An equivalent module that trains inside a memory budget.
+
+    Args:
+        model: the module to train, with the train flags that it will be trained with.
+        args, kwargs: sample inputs of its forward, of the size that it will be trained with.
+        budget: bytes (int), text ("600MiB", "1.5GB"), or a float in (0, 1], a fraction of the
+            model's own peak. It bounds what a training step allocates above what stands before it,
+            parameter gradients left out.
+        planner: how the schedule is found.
+        progress: show progress on a terminal.
+        plan: a plan made before (`Plan.load`), instead of a budget.
+        costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing.
+        verify: measure the first training step, and warn when it is over its prediction.
+        on_new_shape: what a call with other shapes, dtypes or constants does: ``"plan"`` makes a
+            plan for it with the same budget, ``"original"`` runs the original module, ``"error"``
+            raises.
+        settings: of the stages.
+
+    Returns:
+        A module with the same parameters, buffers, outputs and gradients; ``.plan`` and
+        ``.source`` show what it does.
+
+    Raises:
+        InfeasibleBudget: no schedule fits; ``.minimum_bytes`` is the smallest budget.
+        CaptureError: the model has no static graph; the message names the operation and the line.
+        ArgumentError: an argument is wrong.
+        PlanError: `plan` does not belong to this model.
+    """
+    check_model(model)
+    args, kwargs = _inputs(args, kwargs)
+    planning = _planning(budget, plan, planner, costs, settings, progress)
+    if on_new_shape not in ("plan", "original", "error"):
+        raise ArgumentError(f'on_new_shape is {on_new_shape!r}; it should be "plan", "original" or '
+                            '"error"')
+    return PlannedModule(model, args, kwargs, planning, plan, verify, on_new_shape)
+
+
+def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+         budget: int | float | str, planner: str = "rockmate", progress: bool = True,
+         costs: str = "measured", settings: Settings | None = None) -> Plan:
+    """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
+    check_model(model)
+    args, kwargs = _inputs(args, kwargs)
+    planning = _planning(budget, None, planner, costs, settings, progress)
+    prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
+    assert planning.budget is not None
+    return Searcher(prepared).plan(planning.budget, planner)
+
+
+def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+             budgets: Sequence[int | float | str] | None = None, planner: str = "rockmate",
+             progress: bool = True, costs: str = "measured",
+             settings: Settings | None = None) -> tuple[Plan, ...]:
+    """Plans along the curve of time against memory, from the largest budget to the smallest.
+
+    One capture, one measurement and one set of options serve all of them. Without `budgets`: from
+    the model's own peak to the smallest feasible budget, in ten steps. Budgets that cannot be met
+    are left out of an automatic curve, and raise `InfeasibleBudget` when they were asked for.
+    """
+    check_model(model)
+    args, kwargs = _inputs(args, kwargs)
+    wanted = None if budgets is None else [parse_budget(b) for b in budgets]
+    planning = _planning(1.0, None, planner, costs, settings, progress)
+    searcher = Searcher(prepare(model, args, kwargs, planning.settings, Progress(progress)))
+    if wanted is None:
+        low, high = searcher.smallest.peak, searcher.baseline.peak
+        wanted = [Budget(bytes=low + (high - low) * k // 9) for k in range(9, -1, -1)]
+    return tuple(searcher.plan(b, planner) for b in wanted)
+
+
+def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(args, (tuple, list)):
+        raise ArgumentError(f"args is {type(args).__name__}; it should be a tuple with the sample "
+                            "positional arguments: (x,) for one tensor")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ArgumentError(f"kwargs is {type(kwargs).__name__}; it should be a mapping of argument "
+                            "names to sample values")
+    return tuple(args), dict(kwargs or {})
+
+
+def _planning(budget: Any, plan: Plan | None, planner: str, costs: str, settings: Settings | None,
+              progress: bool) -> Planning:
+    if (budget is None) == (plan is None):
+        raise ArgumentError("give a budget or a plan, and not both")
+    if plan is not None and not isinstance(plan, Plan):
+        raise ArgumentError(f"plan is {type(plan).__name__}; it should be a rkmate.Plan")
+    if planner not in PLANNERS:
+        raise ArgumentError(f"planner is {planner!r}; it should be one of {', '.join(PLANNERS)}")
+    if costs not in ("measured", "analytic"):
+        raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
+    from dataclasses import replace
+
+    checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
+    base = settings or Settings()
+    return Planning(checked, planner, replace(base, costs=costs), progress)  # type: ignore[arg-type]
+
+
+__all__ = ["InfeasibleBudget", "PlanError", "plan", "tradeoff", "wrap"]
