@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rkmate.graph.cd import CDGraph
 from rkmate.ilp.front import Front, peak, seconds, undominated
-from rkmate.ilp.heuristic import keep_nothing
+from rkmate.ilp.heuristic import greedy, keep_nothing
 from rkmate.ilp.judge import judge, without_waste
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
 from rkmate.ilp.settings import OptionSettings
@@ -109,37 +109,58 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
     if not stages.stages or save_all.saved_bytes == 0:
         # The backward reads nothing that could be forgotten.
         return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
-    block = _Block(graph, settings)
-    nothing = judge(graph, without_waste(graph, keep_nothing(stages)))
-    front = Front(settings.gap * block.model.base_seconds, [save_all, nothing])
+    def left() -> float:
+        """Seconds that this block still has."""
+        return 0.0 if stop is not None and stop.is_set() else (
+            settings.block_limit - (time.perf_counter() - begin))
+
+    front = Front(settings.gap * sum(c.time for c in graph.c))
+    front.options += [save_all, judge(graph, without_waste(graph, keep_nothing(stages)))]
     front.proofs.append((peak(save_all), save_all.saved_bytes, seconds(save_all)))
+    for order in greedy(stages):
+        if left() <= 0:
+            break
+        front.options.append(judge(graph, without_waste(graph, order)))
+    block = _Block(graph, settings)
     solves = timed_out = 0
-    for m_peak, m_save in budgets(block.model.lowest_peak, save_all, settings.grid):
+    pairs = budgets(block.model.lowest_peak, save_all, settings.grid)
+    hurried = False
+    while pairs:
+        if not hurried and left() < settings.block_limit / 2:
+            # Too little time for the whole grid: what is left of it evenly covers the budgets.
+            hurried = True
+            pairs = coarse_to_fine(pairs)
+        m_peak, m_save = pairs.pop(0)
         if front.answered(m_peak, m_save):
             continue
-        left = settings.block_limit - (time.perf_counter() - begin)
-        if left <= 0 or (stop is not None and stop.is_set()):
+        if left() <= 0:
             timed_out += 1
             continue
-        solution = block.solve(m_peak, m_save, time_limit=min(settings.time_limit, left),
+        solution = block.solve(m_peak, m_save, time_limit=min(settings.time_limit, left()),
                                start=front.best(m_peak, m_save))
         solves += 1
-        front.proofs.append((m_peak, m_save, solution.bound_seconds))
         timed_out += solution.status in (Status.FEASIBLE, Status.TIMED_OUT)
+        front.proofs.append((m_peak, m_save, solution.bound_seconds))
         if solution.option is not None:
             front.options.append(solution.option)
     return OptionSet(undominated(front.options), solves, timed_out, time.perf_counter() - begin)
 
 
 def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[int, int]]:
-    """Pairs (M_peak, M_save) in bytes, loosest first: the answer to a loose pair often answers the
+    """Pairs (M_peak, M_save) in bytes, loosest first: the answer to a loose pair often answers
     tighter ones as well."""
     rows, columns = grid
-    top = peak(save_all)
-    peaks = [lowest + (top - lowest) * k // max(1, rows - 1) for k in range(rows)]
-    peaks[-1] = max(top, lowest)
+    top = max(peak(save_all), lowest)
+    peaks = [lowest + (top - lowest) * k // max(1, rows - 1) for k in range(rows - 1)] + [top]
     pairs = []
     for m_peak in reversed(peaks):
         limit = min(m_peak, save_all.saved_bytes)
         pairs += [(m_peak, limit * k // max(1, columns - 1)) for k in reversed(range(columns))]
     return pairs
+
+
+def coarse_to_fine(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same pairs, every other one before those between them, and so on."""
+    if len(pairs) < 3:
+        return pairs
+    return coarse_to_fine(pairs[::2]) + pairs[1::2]

@@ -1,17 +1,17 @@
 """Options without a solver: keep a set of data, recompute the rest when it is first missing.
 
-They answer what needs no proof (save everything, keep nothing), give the solver something to start
-from, and are all there is for a block that the time limit is too short for.
+They answer what needs no proof (keep nothing), give the solver something to start from, and are all
+there is for a block that the time limit is too short for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator
 
 from rkmate.ilp.stages import Stages
 
 
-def recompute_missing(stages: Stages, keep: Collection[int], *, again: bool = False,
+def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = False,
                       ) -> tuple[int, ...]:
     """The backward order when of all forward data only `keep` (and what is free) is saved.
 
@@ -19,9 +19,8 @@ def recompute_missing(stages: Stages, keep: Collection[int], *, again: bool = Fa
     `again`, it goes at the end of its stage: less memory, more time.
     """
     graph = stages.graph
-    producer = graph.producer
-    available = {j for j in keep} | stages.free
-    at_loss = frozenset(available)
+    at_loss = stages.free.union(keep)
+    available = set(at_loss)
     stage_of = {stage.node: stage for stage in stages.stages}
     order: list[int] = []
     for b in graph.backward:
@@ -29,14 +28,7 @@ def recompute_missing(stages: Stages, keep: Collection[int], *, again: bool = Fa
         if stage is not None:
             if again:
                 available = set(at_loss)
-            runs: set[int] = set()
-            stack = [j for j in stage.need if j not in available]
-            while stack:
-                i = producer[stack.pop()]
-                assert i is not None
-                if i not in runs:
-                    runs.add(i)
-                    stack += [j for j in graph.c[i].inputs if j not in available]
+            runs = _missing_nodes(stages, stage.need, available)
             for i in runs:
                 available.update(graph.c[i].outputs)
             order += sorted(runs)
@@ -44,6 +36,70 @@ def recompute_missing(stages: Stages, keep: Collection[int], *, again: bool = Fa
     return tuple(order)
 
 
+def _missing_nodes(stages: Stages, wanted: Iterable[int], available: Iterable[int],
+                   known: Iterable[int] = ()) -> set[int]:
+    """The forward nodes, beyond `known`, that must run to bring `wanted` into memory."""
+    there = available if isinstance(available, (set, frozenset)) else set(available)
+    runs = set(known)
+    found: set[int] = set()
+    stack = [j for j in wanted if j not in there]
+    while stack:
+        i = stages.graph.producer[stack.pop()]
+        assert i is not None, "forward data that is not free has a producer"
+        if i not in runs:
+            runs.add(i)
+            found.add(i)
+            stack += [j for j in stages.graph.c[i].inputs if j not in there]
+    return found
+
+
 def keep_nothing(stages: Stages) -> tuple[int, ...]:
     """Recompute everything that is not there for free; outputs are, as long as they are needed."""
     return recompute_missing(stages, stages.outputs)
+
+
+def greedy(stages: Stages) -> Iterator[tuple[int, ...]]:
+    """Backward orders that save less and less, from saving everything to saving nothing.
+
+    Each step drops the data that frees most bytes per second of recomputation, or puts what it is
+    made of in its place. Each set gives two orders: recomputed data stays until its last use, or
+    only for one stage.
+    """
+    if not stages.stages:
+        return
+    graph = stages.graph
+    keep = {j for stage in stages.stages for j in stage.need} | stages.outputs
+    runs: set[int] = set()
+    while True:
+        best: tuple[float, int, set[int], set[int]] | None = None
+        for j in sorted(keep - stages.outputs):
+            for instead in _instead(stages, j, keep):
+                size = stages.size(j) - graph.bytes(instead)
+                if size <= 0:
+                    continue
+                rest = (keep - {j}) | instead | stages.free
+                extra = _missing_nodes(stages, [j], rest, runs) if _read(stages, j, runs) else set()
+                seconds = sum(graph.c[i].time for i in extra)
+                if best is None or seconds / size < best[0]:
+                    best = seconds / size, j, set(instead), extra
+        if best is None:
+            return
+        _, j, instead_of_it, extra = best
+        keep = (keep - {j}) | instead_of_it
+        runs |= extra
+        yield recompute_missing(stages, keep)
+        yield recompute_missing(stages, keep, again=True)
+
+
+def _instead(stages: Stages, j: int, keep: set[int]) -> list[frozenset[int]]:
+    """What may be kept in place of `j`: nothing, or the missing inputs of the node that makes it."""
+    producer = stages.graph.producer[j]
+    assert producer is not None, "forward data that is not free has a producer"
+    inputs = frozenset(stages.graph.c[producer].inputs) - stages.free - keep
+    return [frozenset(), inputs] if inputs else [frozenset()]
+
+
+def _read(stages: Stages, j: int, runs: set[int]) -> bool:
+    """Whether the backward, or a node that runs again, reads `j`."""
+    loss = stages.graph.loss
+    return any(i >= loss or i in runs for i in stages.graph.readers[j])
