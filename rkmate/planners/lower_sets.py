@@ -134,13 +134,19 @@ class LowerSetProgram:
     O(F^2) pairs of the F lower sets, each with the undominated (time, memory) pairs of its prefix.
     """
 
-    def __init__(self, dag: Dag, family: Family = "pruned", most: int = MOST_SETS) -> None:
+    def __init__(self, dag: Dag, family: Family = "pruned", most: int = MOST_SETS,
+                 time_steps: int | None = None) -> None:
+        """`most`: lower sets of the exact family. `time_steps`: times count in whole steps of this
+        fraction of T(V), so that few different sums exist; None: as they are."""
         if family not in ("exact", "pruned"):
             raise ArgumentError(f"family must be 'exact' or 'pruned', got {family!r}")
         self.dag = dag
         self.sets = all_lower_sets(dag, most) if family == "exact" else pruned_lower_sets(dag)
         n, f = len(dag), len(self.sets)
         times = np.array(dag.times, dtype=float)
+        if time_steps is not None and times.any():
+            step = times.sum() / time_steps
+            times = np.round(times / step) * step
         sizes = np.array(dag.sizes, dtype=float)      # exact below 2**53
         inside = np.array([[s >> v & 1 for v in range(n)] for s in self.sets], dtype=float)
         edge = np.array([b for s in self.sets for b in _bits(dag.boundary(s), n)]).reshape(f, n)

@@ -27,6 +27,8 @@ class Problem:
     """For each block: the C node of `graph` that each of its local C nodes is."""
     held: tuple[int, ...] = ()
     """D nodes that the user holds (outputs of the model): never forgotten."""
+    reserve_at_loss: int = 0
+    """Bytes that the loss, computed outside of the graph, allocates for itself."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -37,7 +39,8 @@ class Problem:
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """The judge's word on a schedule."""
-        return simulate(self.graph, schedule, held=self.held)
+        return simulate(self.graph, schedule, held=self.held,
+                        reserve_at_loss=self.reserve_at_loss)
 
     def schedule(self, order: Sequence[int], loss_at: int) -> Schedule:
         """The schedule that runs an order and forgets as early as possible."""

@@ -1,0 +1,126 @@
+"""From a sequence of lower sets to an order of computations (Kusumoto et al. 2019, section 3).
+
+The canonical strategy keeps the boundary of each lower set in the forward. When the backward
+reaches a block, it computes the block's other nodes again. What of them is forgotten when is left
+to liveness: the schedule forgets every value after its last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rkmate.graph.cd import CDGraph
+from rkmate.planners.dag import Dag, members
+from rkmate.schedule.simulate import simulate
+from rkmate.schedule.steps import Compute, Forget, Schedule, Step, from_order
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A canonical strategy, ready to run."""
+
+    order: tuple[int, ...]
+    """C nodes."""
+    loss_at: int
+    """How many of them run before the loss."""
+    part: tuple[int, ...]
+    """For each entry of `order`, which forward or backward of a block it belongs to, counted up."""
+
+
+def cached(dag: Dag, sets: Sequence[int]) -> int:
+    """U_k: the nodes kept in the forward, the union of all boundaries."""
+    result = 0
+    for lower in sets:
+        result |= dag.boundary(lower)
+    return result
+
+
+def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
+              keep_last: bool = False, by_blocks: bool = True) -> Canonical:
+    """The order of computations of a sequence of lower sets.
+
+    `dag` is the forward of `graph`, node for node (`rkmate.planners.dag.forward_dag`). `keep_last`:
+    the last block's values stay for its backward, which comes next, instead of being computed
+    twice in a row. `by_blocks`: the forward runs block after block, as in the paper; otherwise in
+    the graph's order, so that random numbers are drawn as without a plan. Nodes of a block that no
+    backward reads, directly or through others, are not computed again.
+    """
+    kept = cached(dag, sets)
+    if keep_last:
+        kept |= sets[-1] & ~(sets[-2] if len(sets) > 1 else 0)
+    block = [0] * len(dag)
+    blocks = []
+    before = 0
+    for k, lower in enumerate(sets):
+        blocks.append(members(lower & ~before))
+        for v in blocks[-1]:
+            block[v] = k
+        before = lower
+    there = set(members(kept))
+    order = [v for nodes in blocks for v in nodes] if by_blocks else list(graph.forward)
+    part = [block[v] for v in order]
+    wanted = _wanted(graph, there)
+    now = len(blocks)
+    for b in graph.backward:
+        missing = _missing(graph, b, there)
+        while missing:
+            k = max(block[v] for v in missing)
+            again = [v for v in blocks[k] if v not in there and v in wanted]
+            now += 1
+            order += again
+            part += [now] * len(again)
+            there.update(again)
+            missing = _missing(graph, b, there)
+        order.append(b)
+        part.append(now)
+    return Canonical(tuple(order), graph.loss, tuple(part))
+
+
+def without_liveness(graph: CDGraph, strategy: Canonical, held: Iterable[int] = ()) -> Schedule:
+    """The schedule that forgets at the end of each block's forward and backward only."""
+    steps: list[Step] = []
+    waiting: list[Step] = []
+    k = 0
+    for step in from_order(graph, strategy.order, strategy.loss_at, held).steps:
+        if isinstance(step, Forget):
+            waiting.append(step)
+            continue
+        if isinstance(step, Compute):
+            if k and strategy.part[k] != strategy.part[k - 1]:
+                steps += waiting
+                waiting = []
+            k += 1
+        steps.append(step)
+    return Schedule((*steps, *waiting))
+
+
+def plain_peak(dag: Dag, sets: Sequence[int], *, liveness: bool = True) -> int:
+    """Simulated peak, in bytes, of a strategy on a plain graph and its backward
+    (`Dag.training_graph`), with liveness analysis or without. Equation (2) is an upper bound."""
+    graph = dag.training_graph()
+    strategy = canonical(graph, dag, sets)
+    if liveness:
+        return simulate(graph, from_order(graph, strategy.order, strategy.loss_at)).peak
+    return simulate(graph, without_liveness(graph, strategy)).peak
+
+
+def _missing(graph: CDGraph, c: int, there: set[int]) -> set[int]:
+    """Forward nodes that must run again before C node `c` can."""
+    result: set[int] = set()
+    todo = [c]
+    while todo:
+        for j in graph.c[todo.pop()].inputs:
+            made = graph.producer[j]
+            if made is not None and made < graph.loss and made not in there and made not in result:
+                result.add(made)
+                todo.append(made)
+    return result
+
+
+def _wanted(graph: CDGraph, there: set[int]) -> set[int]:
+    """Forward nodes not kept that some backward node needs, directly or through others."""
+    seen = set(there)
+    for b in graph.backward:
+        seen |= _missing(graph, b, seen)
+    return seen - there

@@ -1,0 +1,145 @@
+"""Checkmate on a whole graph: optimal rematerialization by integer programming, with a bound.
+
+Jain et al., MLSys 2020, sections 4 and 5.2. The optimum over all schedules that run first runs in
+the graph's order and forward nodes again at any stage, each at most once a stage. Above
+`SMALL` nodes forward nodes are run again after the loss only: otherwise the program, quadratic in
+the number of nodes, is out of reach.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rkmate.errors import ScheduleError
+from rkmate.graph.cd import CDGraph, CNode, DNode
+from rkmate.planners.checkmate_model import CheckmateModel, Recompute, rerunnable
+from rkmate.planners.highs import Answer, Highs
+from rkmate.planners.protocol import Outcome, Problem
+from rkmate.schedule.simulate import simulate
+from rkmate.schedule.steps import Schedule, from_order
+
+SMALL = 48
+"""Up to this many C nodes, forward nodes may run again before the loss, too."""
+MOST_DECISIONS = 120_000
+"""More possible recomputations than this are not handed to the solver."""
+TIME_LIMIT = 60.0
+"""Seconds of solving, where the caller names no limit."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Result of one program."""
+
+    schedule: Schedule | None
+    status: str
+    """optimal, feasible (the time was over), infeasible, timeout."""
+    seconds: float
+    """Time of all computations; inf without a schedule."""
+    bound: float
+    """Lower bound of it, in seconds."""
+
+    @property
+    def gap(self) -> float:
+        """How far the schedule can be from the optimum, relative to its own time."""
+        if not math.isfinite(self.seconds):
+            return math.inf
+        return max(0.0, self.seconds - self.bound) / self.seconds if self.seconds else 0.0
+
+
+class Checkmate:
+    """The program of one graph, for any budget in bytes."""
+
+    def __init__(self, graph: CDGraph, recompute: Recompute = "any", held: Iterable[int] = (),
+                 reserve_at_loss: int = 0) -> None:
+        with warnings.catch_warnings():
+            # PuLP 3.3 announces a new way to make variables that its older versions lack.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.model = CheckmateModel(graph, recompute, held, reserve_at_loss)
+            self.highs = Highs(self.model.program)
+
+    def solve(self, budget: int, *, time_limit: float = TIME_LIMIT,
+              gap: float = 0.0) -> Solution:
+        """The fastest schedule within a budget. Raises `SolverError` when HiGHS itself fails."""
+        model = self.model
+        start = time.perf_counter()
+        margin = 0.0
+        while True:
+            self.highs.fix("budget", budget * (1 - margin) / model.byte)
+            left = time_limit - (time.perf_counter() - start)
+            answer = self.highs.solve(left, gap=gap)
+            bound = model.base_seconds + max(0.0, answer.bound) * model.second
+            if answer.status in ("infeasible", "timeout"):
+                return Solution(None, answer.status, math.inf, bound)
+            order, loss_at = model.order(answer.values)
+            schedule = from_order(model.graph, order, loss_at, model.held)
+            result = simulate(model.graph, schedule, held=model.held,
+                              reserve_at_loss=model.reserve)
+            if result.peak <= budget:
+                return Solution(schedule, answer.status, result.seconds, bound)
+            # The solver's tolerances let some bytes too many through.
+            if margin > 1e-3 or left <= 0:
+                raise ScheduleError(f"the program's schedule needs {result.peak} bytes, the budget "
+                                    f"is {budget}")
+            margin = margin * 10 or 1e-7
+
+    def relaxed(self, budget: int, *, time_limit: float = TIME_LIMIT) -> Answer:
+        """The linear relaxation within a budget, in the model's units."""
+        self.highs.fix("budget", budget / self.model.byte)
+        return self.highs.solve(time_limit, relax=True)
+
+
+def plain_graph(reads: Iterable[Iterable[int]], times: Iterable[float],
+                sizes: Iterable[int]) -> CDGraph:
+    """A DAG of nodes with one value each, all of which may run again (Checkmate, section 4.1).
+
+    `reads`: for each node, in topological order, the nodes whose values it reads.
+    """
+    names = list(reads)
+    return CDGraph(
+        tuple(DNode(f"v{k}", size) for k, size in enumerate(sizes)),
+        tuple(CNode(f"v{k}", "forward", tuple(inputs), (k,), t)
+              for k, (inputs, t) in enumerate(zip(names, times, strict=True))),
+        len(names)).verify()
+
+
+def recompute_of(graph: CDGraph) -> Recompute:
+    """When forward nodes of a graph of this size may run again."""
+    return "any" if len(graph.c) <= SMALL else "after-loss"
+
+
+def program_of(problem: Problem) -> Checkmate:
+    """The one program of a captured model; it serves every budget."""
+    return problem.once("checkmate program", lambda: Checkmate(
+        problem.graph, recompute_of(problem.graph), problem.held, problem.reserve_at_loss))
+
+
+@dataclass(frozen=True)
+class CheckmatePlanner:
+    """The integer program as a planner; bound and gap stand in the outcome."""
+
+    name: str = "checkmate"
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`."""
+        decisions = problem.once("decisions", lambda: sum(map(len, rerunnable(
+            problem.graph, recompute_of(problem.graph)))))
+        if decisions > MOST_DECISIONS:
+            return Outcome(None, "timeout", math.inf, note=(
+                f"{decisions:,} possible recomputations; the program takes up to "
+                f"{MOST_DECISIONS:,}"))
+        program = program_of(problem)
+        limit = TIME_LIMIT if time_limit is None else time_limit
+        solution = program.solve(budget, time_limit=limit)
+        restricted = recompute_of(problem.graph) == "after-loss"
+        kind = "recomputation after the loss only; " if restricted else ""
+        if solution.schedule is None:
+            if solution.status == "infeasible":
+                return Outcome(None, "infeasible", math.inf, math.inf, f"{kind}proven")
+            return Outcome(None, "timeout", math.inf, solution.bound,
+                           f"{kind}nothing found within {limit:g} s")
+        return Outcome(solution.schedule, "ok", solution.seconds, solution.bound,
+                       f"{kind}{solution.status}, gap {solution.gap:.2%}")

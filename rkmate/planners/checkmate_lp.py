@@ -1,0 +1,116 @@
+"""Checkmate's linear relaxation, rounded (Jain et al., MLSys 2020, section 5: two-phase rounding).
+
+Phase one rounds S, which values stay from stage to stage, at thresholds. Phase two finds the fewest
+runs R that make it executable. A rounded schedule may need more memory than its relaxation had, so
+relaxations at several budgets are rounded and the simulator picks what fits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rkmate.planners.checkmate import (
+    MOST_DECISIONS,
+    TIME_LIMIT,
+    Checkmate,
+    program_of,
+    recompute_of,
+)
+from rkmate.planners.checkmate_model import CheckmateModel, rerunnable
+from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged
+
+THRESHOLDS = (0.5, 0.25, 0.75, 0.05, 0.95)
+BUDGETS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.32, 0.25, 0.18, 0.12)
+"""Budgets of the relaxations, as fractions of the peak without recomputation."""
+
+
+def round_relaxation(model: CheckmateModel, values: Mapping[str, float],
+                     threshold: float) -> tuple[list[int], int]:
+    """The order of C nodes that keeps what the relaxation keeps to at least `threshold`."""
+    graph = model.graph
+    n = len(graph.c)
+    stay = [{j for j, v in stage.items() if values.get(v.name, 0.0) >= threshold}
+            for stage in model.S] + [set()]
+    there: set[int] = set()
+    order: list[int] = []
+    loss_at = n
+    for t in range(n):
+        if t == graph.loss:
+            order += _runs(graph.outputs, there, model)
+            there |= {j for i in order for j in graph.c[i].outputs if j in graph.outputs}
+            loss_at = len(order)
+        node = graph.c[t]
+        made_here = set(node.outputs)
+        wanted = (*node.inputs, *sorted(stay[t + 1] - made_here))
+        before = _runs(wanted, there, model, last=t)
+        made = {j for i in before for j in graph.c[i].outputs} | made_here
+        order += [*before, t]
+        there = {j for j in there | made if j in stay[t + 1]}
+    return order, loss_at if graph.loss < n else len(order)
+
+
+def _runs(wanted: tuple[int, ...], there: set[int], model: CheckmateModel,
+          last: int | None = None) -> list[int]:
+    """Forward nodes that must run to have some values, in the graph's order."""
+    graph = model.graph
+    runs: set[int] = set()
+    todo = list(wanted)
+    while todo:
+        j = todo.pop()
+        made = graph.producer[j]
+        if (made is None or made >= graph.loss or made == last or j in there or j in model.held
+                or made in runs):
+            continue
+        runs.add(made)
+        todo += graph.c[made].inputs
+    return sorted(runs)
+
+
+@dataclass(frozen=True)
+class CheckmateRounded:
+    """Roundings of relaxations at a fixed set of budgets; the fastest that fits is taken."""
+
+    name: str = "checkmate-lp"
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`. The bound is not that of the budget: None."""
+        graph = problem.graph
+        decisions = problem.once("decisions", lambda: sum(map(len, rerunnable(
+            graph, recompute_of(graph)))))
+        if decisions > MOST_DECISIONS:
+            return Outcome(None, "timeout", float("inf"), note=(
+                f"{decisions:,} possible recomputations; the relaxation takes up to "
+                f"{MOST_DECISIONS:,}"))
+        limit = TIME_LIMIT if time_limit is None else time_limit
+        candidates, unsolved = problem.once(self.name, lambda: self._candidates(problem, limit))
+        note = f"{unsolved} relaxations not solved in {limit:g} s" if unsolved else ""
+        outcome = best(candidates, budget, note)
+        if outcome.schedule is None and unsolved:
+            return Outcome(None, "timeout", float("inf"), note=note)
+        return outcome
+
+    def _candidates(self, problem: Problem, limit: float) -> tuple[list[Candidate], int]:
+        start = time.perf_counter()
+        graph = problem.graph
+        program: Checkmate = program_of(problem)
+        result = [judged(problem, range(len(graph.c)), graph.loss, "nothing recomputed")]
+        top = result[0].peak
+        unsolved = 0
+        for part in BUDGETS:
+            left = limit - (time.perf_counter() - start)
+            if left <= 0:
+                unsolved += 1
+                continue
+            answer = program.relaxed(int(top * part), time_limit=left)
+            if answer.status == "infeasible":
+                break       # so are all smaller budgets
+            if not answer.values:
+                unsolved += 1
+                continue
+            for threshold in THRESHOLDS:
+                order, loss_at = round_relaxation(program.model, answer.values, threshold)
+                result.append(judged(problem, order, loss_at,
+                                     f"relaxation at {part:.0%}, rounded at {threshold}"))
+        return result, unsolved

@@ -1,0 +1,189 @@
+"""Checkmate's integer program on a whole CD graph (Jain et al., MLSys 2020, section 4).
+
+Stage t ends with the first run of C node t; before it, earlier forward nodes may run again, each at
+most once, in the graph's order. The constraints carry the paper's equation names where it has them.
+What the paper leaves out and a captured graph has: several outputs of one node, temporary memory,
+the loss between forward and backward, gradients that run once. Backward nodes are never run again.
+
+Only R is integer: with R decided, the retention of a value is forced to 1 from where it is made (or
+the stage's start) to where it is read, and may be 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import pulp
+
+from rkmate.graph.cd import CDGraph
+
+Recompute = Literal["any", "after-loss"]
+
+UNITS = 1e5
+"""Memory is counted in this fraction of the graph's total, times in the same of the step's."""
+
+
+def rerunnable(graph: CDGraph, recompute: Recompute) -> list[list[int]]:
+    """For each stage the C nodes that may run again in it: forward nodes before it that a first run
+    from this stage on depends on."""
+    n = len(graph.c)
+    ancestors: set[int] = set()
+    result: list[list[int]] = [[] for _ in range(n)]
+    for t in range(n - 1, -1, -1):
+        todo = [t]
+        while todo:
+            for j in graph.c[todo.pop()].inputs:
+                made = graph.producer[j]
+                if made is not None and made < graph.loss and made not in ancestors:
+                    ancestors.add(made)
+                    todo.append(made)
+        if recompute == "any" or t >= graph.loss:
+            result[t] = sorted(i for i in ancestors if i < t)
+    return result
+
+
+class CheckmateModel:
+    """The program; the budget is a variable with equal bounds, so one model serves all budgets."""
+
+    def __init__(self, graph: CDGraph, recompute: Recompute = "any",
+                 held: Iterable[int] = (), reserve_at_loss: int = 0) -> None:
+        self.graph = graph
+        self.reserve = reserve_at_loss
+        self.held = set(held)
+        n = len(graph.c)
+        self.base_seconds = sum(c.time for c in graph.c)
+        self.second = (self.base_seconds or 1.0) / UNITS
+        self.byte = max(1.0, sum(d.size for d in graph.d) / UNITS)
+        self.again = rerunnable(graph, recompute)
+        self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
+        self.R: dict[tuple[int, int], pulp.LpVariable] = {
+            (t, i): pulp.LpVariable(f"R_{t}_{i}", cat="Binary")
+            for t in range(n) for i in self.again[t]}
+        self._rows = 0
+        # (1a) time of everything that runs again.
+        self.program.setObjective(pulp.LpAffineExpression(
+            [(r, graph.c[i].time / self.second) for (_, i), r in self.R.items()]))
+        top = sum(d.size for d in graph.d) * 2 + sum(c.overhead for c in graph.c)
+        self.budget = pulp.LpVariable("budget", 0, top / self.byte + 1)
+        self._fixed = self._gradients()
+        self._free = [made is not None and made < graph.loss and j not in self.held
+                      and j not in graph.inputs for j, made in enumerate(graph.producer)]
+        self._now: dict[int, pulp.LpVariable | int] = {}      # retention of each value, so far
+        self._used = pulp.LpAffineExpression()                # U of the paper, so far
+        self.S: list[dict[int, pulp.LpVariable]] = []
+        """For each stage, which values are there at its start, as variables."""
+        self._last_use = self._last_uses()
+        for t in range(n):
+            self._stage(t)
+        if graph.loss == n:
+            self._loss()
+
+    def _gradients(self) -> list[int]:
+        """Bytes at each stage's start that no decision changes: gradients, and held values."""
+        graph, n = self.graph, len(self.graph.c)
+        result = [0] * (n + 1)
+        for j, node in enumerate(graph.d):
+            made = graph.producer[j]
+            if j in graph.output_grads:
+                first, last = graph.loss, max(graph.readers[j], default=graph.loss - 1)
+            elif made is None:
+                continue
+            elif made >= graph.loss:
+                first, last = made + 1, max([*graph.readers[j], graph.exits.get(j, -1)], default=-1)
+            elif j in self.held:
+                first, last = made + 1, n
+            else:
+                continue
+            if j in graph.input_grads or j in self.held:
+                last = n
+            for t in range(first, min(last, n) + 1):
+                result[t] += node.size
+        return result
+
+    def _last_uses(self) -> list[int]:
+        """The last stage in which a value can be read."""
+        result = [-1] * len(self.graph.d)
+        for t, nodes in enumerate(self.again):
+            for i in (*nodes, t):
+                for j in self.graph.c[i].inputs:
+                    result[j] = t
+        return result
+
+    def _variable(self, name: str) -> pulp.LpVariable:
+        return pulp.LpVariable(name, 0, 1)
+
+    def _require(self, left: pulp.LpAffineExpression, name: str) -> None:
+        """left <= 0."""
+        self._rows += 1
+        self.program.addConstraint(pulp.LpConstraint(left, pulp.LpConstraintLE, f"{name}_{self._rows}"))
+
+    def _loss(self) -> None:
+        """Outputs are there when the loss is computed; their gradients arrive."""
+        graph = self.graph
+        for j in graph.outputs:
+            if self._free[j]:
+                self._require(pulp.LpAffineExpression({}, 1) - self._now[j], "loss")
+        extra = max(graph.bytes(graph.output_grads), self.reserve)
+        held = sum(graph.d[j].size for j in self.held
+                   if (made := graph.producer[j]) is not None and made < graph.loss)
+        self._require(self._used + (extra + held) / self.byte - self.budget, "loss_memory")
+
+    def _stage(self, t: int) -> None:
+        graph = self.graph
+        if t == graph.loss:
+            self._loss()
+        self.S.append({j: v for j, v in self._now.items() if isinstance(v, pulp.LpVariable)})
+        steps = [*self.again[t], t]
+        uses: dict[int, list[int]] = {}
+        for i in steps:
+            for j in dict.fromkeys((*graph.c[i].inputs, *graph.c[i].outputs)):
+                if self._free[j]:
+                    uses.setdefault(j, []).append(i)
+        changed = False
+        for i in steps:
+            node = graph.c[i]
+            runs: pulp.LpVariable | int = 1 if i == t else self.R[t, i]
+            # (1b) inputs are there when a node runs.
+            for j in node.inputs:
+                if self._free[j]:
+                    self._require(pulp.LpAffineExpression(runs) - self._now.get(j, 0), "input")
+            # (1d, 7) memory during the step: what is there, its outputs, its temporaries.
+            own = (graph.bytes(node.outputs) + node.overhead) / self.byte
+            if own or changed:
+                self._require(self._used + own * pulp.LpAffineExpression(runs)
+                              + self._fixed[t] / self.byte - self.budget, "memory")
+            change = pulp.LpAffineExpression()
+            for j in dict.fromkeys((*node.inputs, *node.outputs)):
+                if not self._free[j]:
+                    continue
+                before = self._now.get(j, 0)
+                after: pulp.LpVariable | int = 0
+                needed = (self._last_use[j] > t or j in graph.outputs and t < graph.loss
+                          or uses[j][-1] != i)
+                if needed:
+                    after = self._variable(f"S_{t}_{j}_{i}")
+                    # (1c) a value stays, or its node runs.
+                    stays = pulp.LpAffineExpression(after) - before
+                    self._require(stays - runs if j in node.outputs else stays, "stay")
+                self._now[j] = after
+                change += (graph.d[j].size / self.byte) * (pulp.LpAffineExpression(after) - before)
+            if len(change):
+                # (5) U, as a variable of its own: otherwise every row would name every value.
+                used = pulp.LpVariable(f"U_{t}_{i}", 0)
+                self._rows += 1
+                self.program.addConstraint(pulp.LpConstraint(
+                    self._used + change - used, pulp.LpConstraintEQ, f"used_{self._rows}"))
+                self._used = pulp.LpAffineExpression(used)
+                changed = True
+
+    def order(self, values: Mapping[str, float]) -> tuple[list[int], int]:
+        """The order of C nodes that a solution stands for, and where the loss stands in it."""
+        order: list[int] = []
+        loss_at = 0
+        for t in range(len(self.graph.c)):
+            if t == self.graph.loss:
+                loss_at = len(order)
+            order += [i for i in self.again[t] if values.get(self.R[t, i].name, 0.0) > 0.5]
+            order.append(t)
+        return order, loss_at if self.graph.loss < len(self.graph.c) else len(order)

@@ -1,0 +1,86 @@
+"""Every planner on random captured models: executable, within the budget, never better than the
+optimum, never slower with more memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from rkmate.errors import ArgumentError
+from rkmate.planners.protocol import Outcome, Problem
+from rkmate.planners.registry import PLANNERS, planner
+from rkmate.schedule.simulate import simulate
+from rkmate.schedule.steps import save_all
+from tests.planners.problems import problems, stack
+
+FRACTIONS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
+
+
+def check(problem: Problem, outcome: Outcome, budget: int) -> None:
+    if outcome.schedule is None:
+        assert outcome.status != "ok" and outcome.seconds == math.inf
+        return
+    result = simulate(problem.graph, outcome.schedule, held=problem.held)
+    assert outcome.status == "ok"
+    assert result.peak <= budget
+    assert result.seconds == pytest.approx(outcome.seconds)
+    if outcome.bound is not None:
+        assert outcome.bound <= outcome.seconds * (1 + 1e-6)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems())
+def test_all_planners_on_random_models(problem: Problem) -> None:
+    graph = problem.graph
+    top = simulate(graph, save_all(graph), held=()).peak
+    before = dict.fromkeys(PLANNERS, math.inf)
+    for fraction in reversed(FRACTIONS):
+        budget = math.ceil(top * fraction)
+        outcomes = {name: p.plan(problem, budget, time_limit=20.0) for name, p in PLANNERS.items()}
+        optimum = outcomes["checkmate"]
+        assert optimum.status != "timeout"
+        for name, outcome in outcomes.items():
+            check(problem, outcome, budget)
+            assert outcome.seconds >= optimum.seconds - 1e-6, name
+            assert outcome.seconds <= before[name] + 1e-6, name
+            before[name] = outcome.seconds
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_residual_stack(name: str) -> None:
+    problem = stack(5)
+    top = simulate(problem.graph, save_all(problem.graph), held=()).peak
+    before = math.inf
+    found = 0
+    for fraction in reversed(FRACTIONS):
+        budget = math.ceil(top * 1.1 * fraction)
+        outcome = PLANNERS[name].plan(problem, budget, time_limit=5.0)
+        check(problem, outcome, budget)
+        if name not in ("checkmate", "auto"):      # these may be cut short by their time limit
+            assert outcome.seconds <= before + 1e-6
+        before = outcome.seconds
+        found += outcome.schedule is not None
+    assert found >= 1
+
+
+def test_unknown_planner() -> None:
+    with pytest.raises(ArgumentError, match="rockmate, rotor"):
+        planner("best")
+    assert planner("rotor").name == "rotor"
+
+
+def test_registry_names_its_planners() -> None:
+    assert [p.name for p in PLANNERS.values()] == list(PLANNERS)
+
+
+def test_auto_says_what_it_took() -> None:
+    problem = stack(3)
+    top = simulate(problem.graph, save_all(problem.graph), held=()).peak
+    roomy = planner("auto").plan(problem, 2 * top)
+    assert roomy.note.startswith("save-all: 1.000")
+    tight = planner("auto").plan(problem, int(top * 0.7), time_limit=20)
+    assert tight.schedule is not None and "against" in tight.note
+    none = planner("auto").plan(problem, 1, time_limit=5)
+    assert none.status == "infeasible" and "none of" in none.note
