@@ -52,13 +52,14 @@ class OptionSet:
 class _Block:
     """A block's program, and what comes back from it judged by the simulator."""
 
-    def __init__(self, graph: CDGraph, settings: OptionSettings) -> None:
+    def __init__(self, graph: CDGraph, settings: OptionSettings,
+                 stop: threading.Event | None = None) -> None:
         self.graph = graph
         self.settings = settings
         self.stages: Stages = split_stages(graph)
         self.save_all = judge(graph, graph.backward)
         self.model = BlockModel(self.stages, peak(self.save_all), eager=settings.eager)
-        self.solver: Solver = make_solver(settings.solver, self.model)
+        self.solver: Solver = make_solver(settings.solver, self.model, stop)
 
     def solve(self, m_peak: int, m_save: int, *, time_limit: float | None = None,
               start: Option | None = None) -> Solution:
@@ -100,7 +101,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
                   stop: threading.Event | None = None) -> OptionSet:
     """The options of a block over the whole grid of budgets, the answered pairs skipped.
 
-    `stop`: ends the work after the solve at hand when somebody sets it.
+    `stop`: ends the work early when somebody sets it, as if the time were over.
     """
     settings = settings or OptionSettings()
     begin = time.perf_counter()
@@ -121,7 +122,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         if left() <= 0:
             break
         front.options.append(judge(graph, without_waste(graph, order)))
-    block = _Block(graph, settings)
+    block = _Block(graph, settings, stop)
     solves = timed_out = 0
     pairs = budgets(block.model.lowest_peak, save_all, settings.grid)
     hurried = False

@@ -11,10 +11,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from rkmate.errors import ArgumentError
 from rkmate.graph.cd import CDGraph
-from rkmate.ilp.cache import OptionCache, cache_folder
+from rkmate.ilp.cache import OptionCache, cache_folder, fingerprint
 from rkmate.ilp.grid import OptionSet, block_options
 from rkmate.ilp.settings import OptionSettings
+
+_Finished = tuple[int, OptionSet | BaseException]
 
 
 def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = None, *,
@@ -28,6 +31,8 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
     on an interrupt the blocks at work stop first.
     """
     settings = settings or OptionSettings()
+    if workers is not None and workers < 1:
+        raise ArgumentError(f"workers is {workers}; it should be at least 1")
     if isinstance(cache, bool):
         store = OptionCache(cache_folder()) if cache else None
     else:
@@ -36,22 +41,26 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
     todo: list[int] = []
     done = 0
 
-    def advance() -> None:
+    def advance(i: int) -> None:
         nonlocal done
-        done += 1
+        done += first.count(i)
         if on_progress is not None:
             on_progress(done, len(graphs))
 
-    for i, graph in enumerate(graphs):
-        results[i] = store.load(graph, settings) if store is not None else None
+    # Graphs that are equal but for names share one solve.
+    same: dict[tuple[str, tuple[float, ...]], int] = {}
+    first = [same.setdefault((fingerprint(g, settings), tuple(c.time for c in g.c)), i)
+             for i, g in enumerate(graphs)]
+    for i in sorted(same.values()):
+        results[i] = store.load(graphs[i], settings) if store is not None else None
         if results[i] is None:
             todo.append(i)
         else:
-            advance()
+            advance(i)
     # The largest first: a long solve that starts last would leave the other cores idle.
     todo.sort(key=lambda i: -len(graphs[i].c))
     count = min(len(todo), workers if workers is not None else _cores())
-    finished: queue.SimpleQueue[tuple[int, OptionSet | BaseException]] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for i in todo:
         waiting.put(i)
@@ -74,18 +83,27 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
         thread.start()
     try:
         for _ in todo:
-            i, result = finished.get()
+            i, result = _next(finished)
             if isinstance(result, BaseException):
                 raise result
             results[i] = result
             if store is not None:
                 store.store(graphs[i], settings, result)
-            advance()
+            advance(i)
     finally:
         stop.set()
         for thread in threads:
             thread.join()
-    return [r for r in results if r is not None]
+    return [found for i in first if (found := results[i]) is not None]
+
+
+def _next(finished: queue.SimpleQueue[_Finished]) -> _Finished:
+    """Wait in short pieces: on Windows nothing else lets Ctrl-C through."""
+    while True:
+        try:
+            return finished.get(timeout=0.5)
+        except queue.Empty:
+            continue
 
 
 def _cores() -> int:

@@ -51,10 +51,14 @@ class Solver(Protocol):
         block's own time. `start`: values of some variables of a known solution."""
 
 
-def make_solver(name: str, model: BlockModel) -> Solver:
-    """A solver by its PuLP name. Raises `ArgumentError` when it is unknown or not installed."""
+def make_solver(name: str, model: BlockModel, stop: threading.Event | None = None) -> Solver:
+    """A solver by its PuLP name. Raises `ArgumentError` when it is unknown or not installed.
+
+    `stop`: ends a solve early when somebody sets it, as if its time were over; only HiGHS looks at
+    it while it runs.
+    """
     if name == "HiGHS":
-        return HighsSolver(model)
+        return HighsSolver(model, stop)
     available = pulp.listSolvers(onlyAvailable=True)
     if name not in available:
         raise ArgumentError(
@@ -65,7 +69,7 @@ def make_solver(name: str, model: BlockModel) -> Solver:
 class HighsSolver:
     """HiGHS through highspy. One thread, so that blocks can be solved side by side."""
 
-    def __init__(self, model: BlockModel) -> None:
+    def __init__(self, model: BlockModel, stop: threading.Event | None = None) -> None:
         adapter = pulp.HiGHS(msg=False, threads=1)
         if not adapter.available():
             raise ArgumentError("solver is 'HiGHS', but highspy cannot be imported; install highspy")
@@ -74,6 +78,12 @@ class HighsSolver:
         self._highs: Any = model.problem.solverModel
         self._index: dict[str, int] = {v.name: v.index for v in model.problem.variables()}
         self._model = model
+        self._stop = stop or threading.Event()
+        self._highs.cbMipInterrupt.subscribe(self._interrupt)
+
+    def _interrupt(self, event: Any) -> None:
+        if self._stop.is_set():
+            event.interrupt()
 
     def solve(self, m_peak: int, m_save: int, *, time_limit: float, gap: float,
               start: dict[str, float] | None = None) -> Answer:
@@ -128,7 +138,7 @@ class HighsSolver:
         try:
             side.join()
         except BaseException:
-            self._highs.cancelSolve()
+            self._stop.set()
             side.join()
             raise
 
