@@ -59,8 +59,8 @@ class BlockModel:
         """Bytes per unit of memory. Sizes round up, budgets round down."""
         self.base_seconds = sum(c.time for c in self.graph.c)
         self.problem = pulp.LpProblem(name, pulp.LpMinimize)
-        self.m_peak = pulp.LpVariable("M_peak", 0, None)
-        self.m_save = pulp.LpVariable("M_save", 0, None)
+        self.m_peak = self._variable("M_peak", None)
+        self.m_save = self._variable("M_save", None)
         self.S: dict[tuple[int, int], Any] = {}
         self.R: dict[tuple[int, int], Any] = {}
         self.A: dict[tuple[int, int, int], Any] = {}
@@ -99,6 +99,13 @@ class BlockModel:
         assert i is not None
         return i
 
+    def _variable(self, name: str, upper: float | None,
+                  category: str = pulp.LpContinuous) -> Any:
+        # PuLP 4 makes variables through their problem; older versions only by themselves.
+        if hasattr(self.problem, "add_variable"):
+            return self.problem.add_variable(name, 0, upper, category)
+        return pulp.LpVariable(name, 0, upper, category)
+
     def _add(self, terms: _Terms, sense: int, right: float, name: str) -> None:
         """sum of terms <sense> right."""
         self.problem.addConstraint(
@@ -107,9 +114,9 @@ class BlockModel:
     def _variables(self) -> None:
         for t, stage in enumerate(self.stages.stages):
             for j in stage.carried:
-                self.S[t, j] = pulp.LpVariable(f"S_{t}_{j}", 0, 1, pulp.LpInteger)
+                self.S[t, j] = self._variable(f"S_{t}_{j}", 1, pulp.LpInteger)
             for f in stage.recomputable:
-                self.R[t, f] = pulp.LpVariable(f"R_{t}_{f}", 0, 1, pulp.LpInteger)
+                self.R[t, f] = self._variable(f"R_{t}_{f}", 1, pulp.LpInteger)
 
     def cost(self, f: int) -> float:
         """What one recomputation of f costs in the objective."""
@@ -178,7 +185,7 @@ class BlockModel:
             # The last reader decides alone.
             self.A[t, j, u] = self.R[t, u]
             return self.R[t, u]
-        alive = pulp.LpVariable(f"A_{t}_{j}_{u}", 0, 1)
+        alive = self._variable(f"A_{t}_{j}_{u}", 1)
         self.A[t, j, u] = alive
         self._add([(alive, 1), (self.R[t, u], -1)], pulp.LpConstraintGE, 0, f"alive_{t}_{j}_{u}")
         self._add([(alive, 1), (later, -1)], pulp.LpConstraintGE, 0, f"later_{t}_{j}_{u}")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rkmate.graph.cd import CDGraph, CNode, DNode
 from rkmate.ilp import OptionSettings, Status, block_options, solve_block
 from rkmate.ilp.front import peak, seconds
 from rkmate.ilp.grid import budgets
@@ -84,22 +85,22 @@ def test_coarse_units_of_memory_never_exceed_a_budget(seed: int) -> None:
 def test_recomputing_early_may_pay() -> None:
     """A large value is there in the first stage; the small one made of it is read in the last.
 
-    Carrying the small value is cheaper than carrying the large one or making it twice; only a
-    program that may recompute ahead of need finds that.
+    Between them there is no room for the large one. Carrying the small one is cheaper than making
+    the large one twice; only a program that may recompute ahead of need finds that.
     """
-    from rkmate.graph.cd import CDGraph, CNode, DNode
-
-    big, small, g0, g1, g2 = range(1, 6)
+    big, small, g0, g1, g2, g3 = range(1, 7)
     graph = CDGraph(
         (DNode("x", 0), DNode("big", 8), DNode("small", 1), DNode("g0", 1, "grad"),
-         DNode("g1", 4, "grad"), DNode("g2", 1, "grad")),
-        (CNode("make", "forward", (0,), (big,), 5.0), CNode("shrink", "forward", (big,), (small,), 1.0),
+         DNode("g1", 1, "grad"), DNode("g2", 1, "grad"), DNode("g3", 1, "grad")),
+        (CNode("make", "forward", (0,), (big,), 5.0),
+         CNode("shrink", "forward", (big,), (small,), 1.0),
          CNode("b0", "backward", (g0, big), (g1,), 1.0),
-         CNode("b1", "backward", (g1, small), (g2,), 1.0, overhead=4)),
-        2, inputs=(0,), output_grads=(g0,), input_grads=(g2,)).verify()
-    early = solve_block(graph, 14, 0, EXACT).option
-    late = solve_block(graph, 14, 0, replace(EXACT, eager=False)).option
+         CNode("hungry", "backward", (g1,), (g2,), 1.0, overhead=10),
+         CNode("b1", "backward", (g2, small), (g3,), 1.0)),
+        2, inputs=(0,), output_grads=(g0,), input_grads=(g3,)).verify()
+    early = solve_block(graph, 13, 0, EXACT).option
+    late = solve_block(graph, 13, 0, replace(EXACT, eager=False)).option
     assert early is not None
-    assert early.backward == (0, 1, 2, 3)
+    assert early.backward == (0, 1, 2, 3, 4)
     assert late is not None
-    assert seconds(late) > seconds(early)
+    assert late.backward == (0, 2, 3, 0, 1, 4)

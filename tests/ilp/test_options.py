@@ -16,7 +16,7 @@ from rkmate.ilp.stages import split_stages
 from rkmate.rotor.chain import Option
 from rkmate.schedule.simulate import simulate
 from rkmate.schedule.steps import Loss, from_order
-from tests.ilp.bank import attention_half, chain, differentiate, mlp_half
+from tests.ilp.bank import Op, attention_half, chain, differentiate, mlp_half
 
 
 def check(graph: CDGraph, found: OptionSet) -> None:
@@ -115,12 +115,11 @@ def test_zero_times_and_sizes() -> None:
         inputs=(0,), outputs=(3,), output_grads=(4,), input_grads=(5,)).verify()
     found = block_options(graph)
     check(graph, found)
-    assert {o.saved_bytes for o in found.options} == {0, 4}
+    assert [o.saved_bytes for o in found.options] == [0], "recomputing for nothing beats saving"
 
 
 def test_outputs_count_as_saved_by_nobody() -> None:
     """tanh's backward reads its output, which is the block's output."""
-    from tests.ilp.bank import Op
     graph = differentiate([Op("tanh", ["x"], {"y": 8}, 1.0, ["y"])], {"x": 8}, ["y"])
     option = block_options(graph).options[0]
     assert option.saved_bytes == 0

@@ -11,10 +11,16 @@ from pathlib import Path
 
 import pytest
 
-import rkmate.ilp.solve_all as solve_all
 from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.cd import CDGraph
-from rkmate.ilp import OptionCache, OptionSettings, block_options, cache_folder, solve_options
+from rkmate.ilp import (
+    OptionCache,
+    OptionSettings,
+    block_options,
+    cache_folder,
+    solve_all,
+    solve_options,
+)
 from rkmate.ilp.cache import fingerprint
 from rkmate.ilp.grid import OptionSet
 from tests.ilp.bank import chain, mlp_half

@@ -12,6 +12,8 @@ from rkmate.ilp.grid import _Block
 from rkmate.ilp.judge import judge
 from tests.ilp.bank import mlp_half
 
+# PuLP's bundled CBC is on its way out of PuLP; it serves here as the second opinion.
+pytestmark = pytest.mark.filterwarnings("ignore:PULP_CBC_CMD:DeprecationWarning")
 others = [name for name in pulp.listSolvers(onlyAvailable=True) if name != "HiGHS"]
 
 
