@@ -37,14 +37,18 @@ def cached(dag: Dag, sets: Sequence[int]) -> int:
 
 
 def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
-              keep_last: bool = False, by_blocks: bool = True) -> Canonical:
+              keep_last: bool = False, by_blocks: bool = True,
+              origin: Sequence[int] | None = None) -> Canonical:
     """The order of computations of a sequence of lower sets.
 
     `dag` is the forward of `graph`, node for node (`rkmate.planners.dag.forward_dag`). `keep_last`:
     the last block's values stay for its backward, which comes next, instead of being computed
     twice in a row. `by_blocks`: the forward runs block after block, as in the paper; otherwise in
-    the graph's order, so that random numbers are drawn as without a plan. Nodes of a block that no
-    backward reads, directly or through others, are not computed again.
+    the graph's order, so that random numbers are drawn as without a plan. `origin`: for each backward
+    node, in order, the forward node whose block it belongs to, and the backward, too, runs block
+    after block; without it, it runs in the graph's order, and a block's backward begins where a node
+    reads values no later than the block's. Nodes of a block that no backward reads,
+    directly or through others, are not computed again.
     """
     kept = cached(dag, sets)
     if keep_last:
@@ -61,19 +65,28 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
     order = [v for nodes in blocks for v in nodes] if by_blocks else list(graph.forward)
     part = [block[v] for v in order]
     wanted = _wanted(graph, there)
-    now = len(blocks)
-    for b in graph.backward:
+    place = len(blocks)      # the block whose backward runs
+    backward = list(graph.backward)
+    if origin is not None:
+        backward.sort(key=lambda b: -block[origin[b - graph.loss]])
+    for b in backward:
+        if origin is not None:
+            here = block[origin[b - graph.loss]]
+        else:
+            here = max((block[made] for j in graph.c[b].inputs
+                        if (made := graph.producer[j]) is not None and made < graph.loss),
+                       default=place)
+        place = min(place, here)
         missing = _missing(graph, b, there)
         while missing:
             k = max(block[v] for v in missing)
             again = [v for v in blocks[k] if v not in there and v in wanted]
-            now += 1
             order += again
-            part += [now] * len(again)
+            part += [2 * len(blocks) - place] * len(again)
             there.update(again)
             missing = _missing(graph, b, there)
         order.append(b)
-        part.append(now)
+        part.append(2 * len(blocks) - place)
     return Canonical(tuple(order), graph.loss, tuple(part))
 
 
@@ -99,7 +112,7 @@ def plain_peak(dag: Dag, sets: Sequence[int], *, liveness: bool = True) -> int:
     """Simulated peak, in bytes, of a strategy on a plain graph and its backward
     (`Dag.training_graph`), with liveness analysis or without. Equation (2) is an upper bound."""
     graph = dag.training_graph()
-    strategy = canonical(graph, dag, sets)
+    strategy = canonical(graph, dag, sets, origin=range(len(dag) - 1, -1, -1))
     if liveness:
         return simulate(graph, from_order(graph, strategy.order, strategy.loss_at)).peak
     return simulate(graph, without_liveness(graph, strategy)).peak

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rkmate.errors import ScheduleError
 from rkmate.graph.cd import CDGraph, CNode, DNode
 from rkmate.planners.checkmate_model import CheckmateModel, Recompute, rerunnable
 from rkmate.planners.highs import Answer, Highs
-from rkmate.planners.protocol import Outcome, Problem
+from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible
 from rkmate.schedule.simulate import simulate
 from rkmate.schedule.steps import Schedule, from_order
 
@@ -61,16 +61,20 @@ class Checkmate:
             self.model = CheckmateModel(graph, recompute, held, reserve_at_loss)
             self.highs = Highs(self.model.program)
 
-    def solve(self, budget: int, *, time_limit: float = TIME_LIMIT,
-              gap: float = 0.0) -> Solution:
-        """The fastest schedule within a budget. Raises `SolverError` when HiGHS itself fails."""
+    def solve(self, budget: int, *, time_limit: float = TIME_LIMIT, gap: float = 0.0,
+              known: Schedule | None = None) -> Solution:
+        """The fastest schedule within a budget. Raises `SolverError` when HiGHS itself fails.
+
+        `known`: a schedule within the budget to start from.
+        """
         model = self.model
         start = time.perf_counter()
+        values = model.start(known) if known is not None else None
         margin = 0.0
         while True:
             self.highs.fix("budget", budget * (1 - margin) / model.byte)
             left = time_limit - (time.perf_counter() - start)
-            answer = self.highs.solve(left, gap=gap)
+            answer = self.highs.solve(left, gap=gap, start=values)
             bound = model.base_seconds + max(0.0, answer.bound) * model.second
             if answer.status in ("infeasible", "timeout"):
                 return Solution(None, answer.status, math.inf, bound)
@@ -122,6 +126,8 @@ class CheckmatePlanner:
     """The integer program as a planner; bound and gap stand in the outcome."""
 
     name: str = "checkmate"
+    starts: Sequence[Planner] = ()
+    """Quick planners whose schedules the solver starts from."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
@@ -133,9 +139,17 @@ class CheckmatePlanner:
                 f"{MOST_DECISIONS:,}"))
         program = program_of(problem)
         limit = TIME_LIMIT if time_limit is None else time_limit
-        solution = program.solve(budget, time_limit=limit)
+        start = time.perf_counter()
+        quick = min((p.plan(problem, budget, time_limit=limit / 4) for p in self.starts),
+                    key=lambda outcome: outcome.seconds, default=infeasible())
+        left = limit - (time.perf_counter() - start)
+        solution = program.solve(budget, time_limit=left, known=quick.schedule)
         restricted = recompute_of(problem.graph) == "after-loss"
         kind = "recomputation after the loss only; " if restricted else ""
+        if quick.schedule is not None and not solution.seconds <= quick.seconds:
+            # The solver ran out of time, or the schedule is not of the program's kind.
+            return Outcome(quick.schedule, "ok", quick.seconds, min(solution.bound, quick.seconds),
+                           f"{kind}{solution.status}; the schedule that it started from is better")
         if solution.schedule is None:
             if solution.status == "infeasible":
                 return Outcome(None, "infeasible", math.inf, math.inf, f"{kind}proven")

@@ -17,6 +17,7 @@ from typing import Literal
 import pulp
 
 from rkmate.graph.cd import CDGraph
+from rkmate.schedule.steps import Schedule
 
 Recompute = Literal["any", "after-loss"]
 
@@ -187,3 +188,17 @@ class CheckmateModel:
             order += [i for i in self.again[t] if values.get(self.R[t, i].name, 0.0) > 0.5]
             order.append(t)
         return order, loss_at if self.graph.loss < len(self.graph.c) else len(order)
+
+    def start(self, schedule: Schedule) -> dict[str, float] | None:
+        """R of a schedule; None when it is not of this program's kind."""
+        result = dict.fromkeys((r.name for r in self.R.values()), 0.0)
+        t = 0
+        for i in schedule.order:
+            if i == t:
+                t += 1
+            elif (t, i) in self.R:
+                result[self.R[t, i].name] = 1.0
+            elif t >= len(self.again) or i > t or (not self.again[t] and i < self.graph.loss):
+                return None
+            # What is left runs again for nothing: no first run to come depends on it.
+        return result

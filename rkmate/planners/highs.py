@@ -6,9 +6,11 @@ The program is handed over once; `solve` may be called again after bounds of a v
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import pulp
 
 from rkmate.errors import ArgumentError, SolverError
@@ -47,15 +49,24 @@ class Highs:
         if name in self._index:
             self._highs.changeColBounds(self._index[name], value, value)
 
-    def solve(self, time_limit: float, *, gap: float = 0.0, relax: bool = False) -> Answer:
-        """Minimize. `time_limit` in seconds, `gap` relative; `relax`: forget integrality."""
+    def solve(self, time_limit: float, *, gap: float = 0.0, relax: bool = False,
+              start: Mapping[str, float] | None = None) -> Answer:
+        """Minimize. `time_limit` in seconds, `gap` relative; `relax`: forget integrality; `start`:
+        values of the integer variables of a known solution."""
         import highspy
 
         highs = self._highs
         highs.clearSolver()
-        highs.setOptionValue("time_limit", max(0.01, float(time_limit)))
+        # The limit of a linear program counts from the first run on, that of an integer one does not.
+        spent = highs.getRunTime() if relax else 0.0
+        highs.setOptionValue("time_limit", spent + max(0.01, float(time_limit)))
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("solve_relaxation", relax)
+        if start:
+            known_values = [(self._index[k], v) for k, v in start.items() if k in self._index]
+            highs.setSolution(len(known_values),
+                              np.array([i for i, _ in known_values], dtype=np.int32),
+                              np.array([v for _, v in known_values], dtype=np.float64))
         # On the main thread the run would hold back Ctrl-C until the time limit.
         side = threading.Thread(target=highs.run, daemon=True)
         side.start()

@@ -14,20 +14,21 @@ from rkmate.planners.lower_set_planner import LowerSetPlanner
 from rkmate.planners.protocol import Planner
 from rkmate.planners.sequential import Sequential
 
+_ROCKMATE, _DTR, _LOWER_SETS = ChainProgram("rockmate"), DtrOffline(), LowerSetPlanner("lower-sets")
 _SINGLE: tuple[Planner, ...] = (
-    ChainProgram("rockmate"),
+    _ROCKMATE,
     ChainProgram("rotor"),
     ChainProgram("revolve"),
     Sequential(),
     Chen(),
-    CheckmatePlanner(),
+    CheckmatePlanner(starts=(_ROCKMATE, _DTR, _LOWER_SETS)),
     CheckmateRounded(),
-    LowerSetPlanner("lower-sets"),
+    _LOWER_SETS,
     LowerSetPlanner("lower-sets-memory", centric="memory"),
     LowerSetPlanner("lower-sets-exact", family="exact"),
     LowerSetPlanner("lower-sets-exact-memory", family="exact", centric="memory"),
     LowerSetPlanner("lower-sets-no-liveness", liveness=False),
-    DtrOffline(),
+    _DTR,
     SaveAll(),
     RecomputeAll(),
 )

@@ -50,16 +50,15 @@ def test_all_planners_on_random_models(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_residual_stack(name: str) -> None:
-    problem = stack(5)
+    problem = stack(2 if name in ("checkmate", "auto") else 5)
     top = simulate(problem.graph, save_all(problem.graph), held=()).peak
     before = math.inf
     found = 0
     for fraction in reversed(FRACTIONS):
         budget = math.ceil(top * 1.1 * fraction)
-        outcome = PLANNERS[name].plan(problem, budget, time_limit=5.0)
+        outcome = PLANNERS[name].plan(problem, budget, time_limit=30.0)
         check(problem, outcome, budget)
-        if name not in ("checkmate", "auto"):      # these may be cut short by their time limit
-            assert outcome.seconds <= before + 1e-6
+        assert outcome.seconds <= before + 1e-6
         before = outcome.seconds
         found += outcome.schedule is not None
     assert found >= 1

@@ -1,0 +1,149 @@
+"""The strategies themselves on small inputs: segments, split points, canonical orders, DTR."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rkmate.errors import ArgumentError, GraphError
+from rkmate.graph.cd import CNode, DNode
+from rkmate.planners.canonical import cached, canonical, plain_peak, without_liveness
+from rkmate.planners.chain_programs import one_option, revolve, rotor
+from rkmate.planners.checkmate import Checkmate, plain_graph
+from rkmate.planners.checkmate_lp import round_relaxation
+from rkmate.planners.chen import memory_segments, split_points, sqrt_segments
+from rkmate.planners.dag import Dag, forward_dag
+from rkmate.planners.dtr_offline import dtr_order
+from rkmate.planners.ends import recompute_all, save_all
+from rkmate.planners.lower_sets import LowerSetProgram
+from rkmate.planners.protocol import Problem, expand
+from rkmate.planners.registry import planner
+from rkmate.planners.sequential import segments, sequential
+from rkmate.rotor.chain import Backward, Forward, ForwardPlain
+from rkmate.rotor.replay import replay
+from rkmate.schedule.simulate import simulate
+from rkmate.schedule.steps import Loss, from_order
+from tests.planners.problems import problem_of, stack, training_graph
+
+LOWER_SETS = json.loads((Path(__file__).parent / "data" / "lower_sets.json").read_text())
+
+
+def chain_dag(n: int) -> Dag:
+    return Dag((1.0,) * n, (1,) * n, tuple((v, v + 1) for v in range(n - 1)))
+
+
+def test_segments_are_those_of_checkpoint_sequential() -> None:
+    assert segments(10, 3) == [range(3), range(3, 6), range(6, 10)]
+    assert segments(4, 1) == [range(4)]
+    with pytest.raises(ArgumentError, match="1 to 4"):
+        segments(4, 5)
+    assert sequential([range(1), range(1, 2)]) == [
+        ForwardPlain(0), Forward(1, 0), Backward(1, 0), Forward(0, 0), Backward(0, 0)]
+
+
+def test_ends_of_the_scale() -> None:
+    chain = stack(4).chain
+    assert replay(chain, save_all(chain)).peak_bytes > replay(chain, recompute_all(chain)).peak_bytes
+    ran = [op.block for op in recompute_all(chain)]
+    assert ran.count(0) == len(chain) + 1      # a forward for each block, and the backward
+
+
+def test_revolve_is_rotor_without_saving() -> None:
+    chain = stack(6).chain
+    with_saving, without = rotor(chain), revolve(chain)
+    top = replay(chain, save_all(one_option(chain))).peak_bytes
+    for budget in range(without.minimum_bytes, top, 7):
+        a, b = with_saving.sequence(budget), without.sequence(budget)
+        assert a is not None and b is not None
+        assert replay(one_option(chain), a).seconds <= replay(one_option(chain), b).seconds
+
+
+def test_split_points_avoid_skip_connections() -> None:
+    # 0 -> 1 -> 2 -> 3 -> 4 with a skip connection from 1 to 3.
+    dag = Dag((1.0,) * 5, (1,) * 5, ((0, 1), (1, 2), (1, 3), (2, 3), (3, 4)))
+    assert split_points(dag) == [0, 1, 3]
+    assert sqrt_segments(chain_dag(10))[:3] == [0b111, 0b111111, 0b111111111]
+    assert memory_segments(chain_dag(6), 4) == [0b1111, 0b111111]
+
+
+@pytest.mark.parametrize("name", LOWER_SETS)
+def test_canonical_strategies_run(name: str) -> None:
+    """Liveness saves memory, and equation (2) bounds what the strategy really needs."""
+    graph = LOWER_SETS[name]["graph"]
+    dag = Dag(tuple(graph["T"]), tuple(graph["M"]), tuple(map(tuple, graph["edges"])))
+    program = LowerSetProgram(dag, "exact")
+    training = dag.training_graph()
+    for more in (0, 3, 8, 20):
+        solution = program.solve(program.minimum_bytes() + more)
+        assert solution is not None
+        live = plain_peak(dag, solution.sets)
+        kept = plain_peak(dag, solution.sets, liveness=False)
+        assert live <= kept <= solution.peak
+        strategy = canonical(training, dag, solution.sets)
+        result = simulate(training, without_liveness(training, strategy))
+        # The program counts recomputing all that is not cached; some of it no backward reads.
+        assert result.seconds <= dag.time((1 << len(dag)) - 1) + solution.overhead
+        again = from_order(training, strategy.order, strategy.loss_at).recomputed()
+        assert set(again) <= set(range(len(dag))) - {
+            v for v in range(len(dag)) if cached(dag, solution.sets) >> v & 1}
+        assert set(again.values()) <= {1}
+
+
+def test_forward_of_a_captured_graph() -> None:
+    problem = stack(1)
+    dag = forward_dag(problem.graph, problem.held)
+    assert dag.edges == ((0, 1), (0, 4), (1, 2), (2, 3), (3, 4))
+    assert dag.sizes[4] == problem.graph.c[4].overhead * 0 + sum(
+        problem.graph.d[j].size for j in problem.graph.c[4].outputs if j not in problem.held)
+
+
+def test_policy_is_deterministic_and_fits() -> None:
+    graph = stack(6).graph
+    top = simulate(graph, from_order(graph, range(len(graph.c)), graph.loss)).peak
+    found = dtr_order(graph, int(top * 0.6))
+    assert found is not None and found == dtr_order(graph, int(top * 0.6))
+    result = simulate(graph, from_order(graph, *found))
+    assert result.peak <= top * 0.6
+    assert len(found[0]) > len(graph.c)
+    assert dtr_order(graph, 1) is None
+
+
+def test_expand_puts_constants_first_and_the_loss_before_the_first_backward() -> None:
+    graph = training_graph([[], [0], [1]], [2, 2, 2], [1, 1, 1], [0] * 3, [0] * 3, [False] * 3)
+    problem = problem_of(graph, [1, 2])
+    ops = save_all(problem.chain)
+    assert expand(problem, ops) == ([0, 1, 2, 3, 4, 5], 3)
+    d = (*graph.d, DNode("mask", 3))
+    constant = CNode("mask", "forward", (), (len(graph.d),))
+    moved = replace(graph, d=d, c=(constant, *graph.c), loss=graph.loss + 1,
+                    exits={j: i + 1 for j, i in graph.exits.items()})
+    later = tuple(tuple(c + 1 for c in block) for block in problem.block_c)
+    wider = Problem(moved.verify(), problem.chain, later, problem.held)
+    order, loss_at = expand(wider, ops)
+    assert (order, loss_at) == ([0, 1, 2, 3, 4, 5, 6], 4)
+    steps = wider.schedule(order, loss_at).steps
+    assert sum(isinstance(step, Loss) for step in steps) == 1
+    with pytest.raises(GraphError, match="no block"):
+        expand(Problem(graph, problem.chain, problem.block_c[:2]), ops[:2])
+
+
+def test_rounding_keeps_what_it_is_told() -> None:
+    graph = plain_graph([[], [0], [1], [0, 2]], [1, 1, 1, 1], [1, 1, 1, 1])
+    program = Checkmate(graph)
+    answer = program.relaxed(3)
+    assert answer.status == "optimal"
+    for threshold in (0.05, 0.5, 0.95):
+        order, loss_at = round_relaxation(program.model, answer.values, threshold)
+        assert simulate(graph, from_order(graph, order, loss_at)).seconds >= 4
+    nothing, _ = round_relaxation(program.model, {}, 0.5)
+    assert nothing.count(0) == 4       # node 0 again for 1, 2 and 3
+
+
+def test_exact_family_says_when_it_is_too_large() -> None:
+    n = 24
+    graph = training_graph([[] for _ in range(n)], [2] * n, [1] * n, [0] * n, [0] * n, [False] * n)
+    outcome = planner("lower-sets-exact").plan(problem_of(graph, [1]), 10**6)
+    assert outcome.status == "infeasible" and "16,777,216 lower sets" in outcome.note
