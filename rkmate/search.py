@@ -14,7 +14,7 @@ from rkmate.plan import Plan, Run
 from rkmate.rotor import minimum, solve
 from rkmate.rotor.chain import Backward, Forward, ForwardPlain, Op
 from rkmate.rotor.rk_rotor import Table
-from rkmate.schedule.finish import finish
+from rkmate.schedule.finish import finish, without_waste
 from rkmate.schedule.simulate import Simulation, simulate
 from rkmate.schedule.steps import Schedule, from_order
 
@@ -125,7 +125,8 @@ class Searcher:
                     loss_at = len(order)
                 order += [c[i] for i in option.backward]
         assert loss_at is not None
-        return self._judge(from_order(graph, order, loss_at, p.held), tuple(ops))
+        schedule = without_waste(graph, from_order(graph, order, loss_at, p.held), p.held)
+        return self._judge(schedule, tuple(ops))
 
     def _judge(self, schedule: Schedule, ops: tuple[Op, ...]) -> Candidate:
         result = self.simulate(schedule)

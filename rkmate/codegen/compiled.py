@@ -85,8 +85,8 @@ class Compiled:
         flat = connect(call, self._receive, outputs, self._non_differentiable, params, inputs)
         return self.result.fill(flat)
 
-    def _receive(self, call: Call, grads: Sequence[torch.Tensor | None]) -> None:
-        """Put the gradients of the outputs into the environment."""
+    def _receive(self, call: Call, grads: list[torch.Tensor | None]) -> None:
+        """Move the gradients of the outputs into the environment; empties the list."""
         from rkmate.errors import BackwardError
 
         unplanned = [i for i, g in enumerate(grads)
@@ -95,7 +95,7 @@ class Compiled:
             raise BackwardError(
                 f"the loss uses output {unplanned[0]}, for which no backward was planned")
         for i, name in self._tangents:
-            grad = grads[i]
+            grad, grads[i] = grads[i], None
             shape, dtype, _ = self._meta[i]  # type: ignore[misc]
             if grad is None:
                 grad = torch.zeros(shape, dtype=dtype, device=self.device)

@@ -92,6 +92,7 @@ class Emitter:
         self.summary = summary
         self.again = schedule.recomputed()
         self.ran: set[int] = set()
+        self.held = set(self.program.held)
         self.functions: dict[str, str] = {}
         self.used_sources: dict[str, None] = {}
         self.names: dict[int, BlockNames] = {}
@@ -181,7 +182,9 @@ class Emitter:
                 for j in self.cd.c[step.c].inputs:
                     if j not in made and j not in take and j not in read:
                         read.append(j)
-                dropped = set()
+                # The user holds the first value of an output; another run's copy goes at once.
+                dropped = {j for j in self.cd.c[step.c].outputs
+                           if step.c in self.ran and j in self.held}
                 for later in steps[k + 1:]:
                     if not isinstance(later, Forget):
                         break
@@ -273,9 +276,8 @@ class Emitter:
 
     def _forget_at_loss(self) -> list[str]:
         written = {self.program.d_of(n) for _, n in self.program.overwritten}
-        held = set(self.program.held)
         keys = [self._key(j) for j in self.loss_forgets
-                if j not in written and j not in held and j not in self.cd.output_grads]
+                if j not in written and j not in self.held and j not in self.cd.output_grads]
         return [f"env.drop({tuple(keys)!r})"] if keys else []
 
     def _environment_expression(self, node: object) -> str:

@@ -159,11 +159,15 @@ class _Outputs(torch.autograd.Function):
         ctx.mark_non_differentiable(*(result[i] for i in fixed))
         return result
 
+    # The gradients come as one list, which the run time empties: they die inside the backward.
+    boxed_grads_call = True
+
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         _no_double_backward()
-        ctx.receive(ctx.call, grads)
+        box = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
         del grads
+        ctx.receive(ctx.call, box)
         result = ctx.call.run(0)
         return (None, None, None, None, None if ctx.first else _TOKEN, *result)
 
@@ -177,7 +181,7 @@ def _no_double_backward() -> None:
                             "higher-order gradients on the original module, or with rkmate.dtr")
 
 
-def connect(call: Call, receive: Callable[[Call, Sequence[torch.Tensor | None]], None],
+def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], None],
             outputs: list[torch.Tensor], fixed: Sequence[int],
             params: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Hang the segments of the backward into autograd's graph; returns the module's outputs.

@@ -34,7 +34,7 @@ class Partition:
     """Block of each C node; `PRELUDE` for what is computed once at the start."""
     blocks: tuple[Block, ...]
     cuts: tuple[frozenset[int], ...]
-    """D nodes that the forward carries into block i (and, last, out of the last block)."""
+    """D nodes that the forward carries into block i, for it or later ones to read."""
     grads: tuple[frozenset[int], ...]
     """D nodes that the backward carries out of block i (and, last, into the last block)."""
     segments: tuple[int, ...]
@@ -125,7 +125,6 @@ def _crossings(cd: CDGraph, of: tuple[int, ...], count: int) -> tuple[tuple[froz
                                                                       tuple[frozenset[int], ...]]:
     cuts: list[set[int]] = [set() for _ in range(count + 1)]
     grads: list[set[int]] = [set() for _ in range(count + 1)]
-    staying = set(cd.outputs)
     final = set(cd.input_grads)
     for j in range(len(cd.d)):
         made = cd.producer[j]
@@ -135,8 +134,6 @@ def _crossings(cd: CDGraph, of: tuple[int, ...], count: int) -> tuple[tuple[froz
             if of[made] == PRELUDE:
                 continue
             last = max([of[made], *(of[r] for r in cd.readers[j] if r < cd.loss)])
-            if j in staying:
-                last = count
             for b in range(of[made] + 1, last + 1):
                 cuts[b].add(j)
         else:
@@ -168,7 +165,7 @@ def _block(cd: CDGraph, b: int, of: tuple[int, ...], cuts: tuple[frozenset[int],
         nodes,
         tuple(replace(cd.c[i], inputs=tuple(local[j] for j in cd.c[i].inputs),
                       outputs=tuple(local[j] for j in cd.c[i].outputs)) for i in c),
-        loss, inputs, tuple(local[j] for j in sorted(cuts[b + 1]) if j in made),
+        loss, inputs, tuple(local[j] for j in sorted(cuts[b + 1] | held) if j in made),
         tuple(local[j] for j in incoming), tuple(local[j] for j in outgoing), exits)
     return Block(b, tuple(c), tuple(d), graph.verify())
 

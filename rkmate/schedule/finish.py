@@ -24,13 +24,13 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, held: Iterable[in
     `schedule` itself must be within the budget.
     """
     held = tuple(held)
-    best = _without_waste(graph, schedule, held)
+    best = without_waste(graph, schedule, held)
     for _ in range(_ROUNDS):
         dropped = _keep_more(graph, best, budget, held, reserve_at_loss)
         if not dropped:
             return best
         order, loss_at = _drop(best, dropped)
-        shorter = _without_waste(graph, from_order(graph, order, loss_at, held), held)
+        shorter = without_waste(graph, from_order(graph, order, loss_at, held), held)
         if simulate(graph, shorter, held=held, reserve_at_loss=reserve_at_loss).peak > budget:
             return best
         best = shorter
@@ -49,8 +49,11 @@ def _drop(schedule: Schedule, places: set[int]) -> tuple[list[int], int]:
     return order, loss_at
 
 
-def _without_waste(graph: CDGraph, schedule: Schedule, held: tuple[int, ...]) -> Schedule:
-    """Drop repeated computations none of whose outputs is read before it is made anew."""
+def without_waste(graph: CDGraph, schedule: Schedule, held: tuple[int, ...]) -> Schedule:
+    """Drop repeated computations none of whose outputs is read before it is made anew.
+
+    What the user holds is never made anew: it is there.
+    """
     while True:
         seen: set[int] = set()
         wasted: set[int] = set()
@@ -64,7 +67,7 @@ def _without_waste(graph: CDGraph, schedule: Schedule, held: tuple[int, ...]) ->
                     if not isinstance(later, Forget):
                         break
                     gone.add(later.d)
-                if all(j in gone for j in graph.c[step.c].outputs):
+                if all(j in gone or j in held for j in graph.c[step.c].outputs):
                     wasted.add(k)
             seen.add(step.c)
         if not wasted:
@@ -91,7 +94,8 @@ def _keep_more(graph: CDGraph, schedule: Schedule, budget: int, held: tuple[int,
                 if not isinstance(later, Forget):
                     break
                 gone.add(later.d)
-            gaps = [(last_use[j], k, graph.d[j].size) for j in node.outputs if j not in gone]
+            gaps = [(last_use[j], k, graph.d[j].size) for j in node.outputs
+                    if j not in gone and j not in held]
             area = sum(size * (b - a) for a, b, size in gaps)
             candidates.append((-node.time / (area + 1), k, gaps))
         seen.add(step.c)

@@ -14,6 +14,9 @@ from rkmate.graph.cd import CDGraph
 from rkmate.schedule.steps import Compute, Forget, Loss, Schedule
 
 
+_SCALARS = 256
+
+
 @dataclass(frozen=True)
 class Simulation:
     """What a schedule costs."""
@@ -34,7 +37,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
              held: Iterable[int] = ()) -> Simulation:
     """Replay a schedule. Raises `ScheduleError` when it is not executable or incomplete.
 
-    `reserve_at_loss`: bytes that the loss, computed outside, allocates for itself. `held`: D nodes
+    `reserve_at_loss`: bytes that the loss, computed outside, allocates for itself; of them, a few
+    (the loss itself, the number one that its backward starts from) stay to the end. `held`: D nodes
     that the user holds (forgetting one is an error).
     """
     held = set(held)
@@ -80,6 +84,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 raise ScheduleError(f"step {k}: the loss comes twice or without {names or 'need'}")
             seen_loss = True
             saved = live
+            live += min(reserve_at_loss, _SCALARS)
             for j in graph.output_grads:
                 alive.add(j)
                 live += graph.d[j].size
