@@ -135,7 +135,7 @@ _MARK = "rkmate part "
 
 @contextlib.contextmanager
 def _profiler() -> Iterator[Any]:
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         raise MeterError("another profiler is running, and there can be only one: measure outside it")
     profiler = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
     with _quiet():

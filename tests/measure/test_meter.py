@@ -1,0 +1,218 @@
+"""The meter against allocations whose sizes are known."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from rkmate.errors import ArgumentError
+from rkmate.measure.meter import MeterError, Peak, measure_peak, tracking
+
+KB = 1024
+
+
+def zeros(kb: int) -> torch.Tensor:
+    return torch.empty(kb * KB, dtype=torch.uint8)
+
+
+def test_an_allocation_that_stays() -> None:
+    measured = measure_peak(lambda: zeros(3))
+    assert measured.peak == measured.net == 3 * KB
+    assert measured.result.numel() == 3 * KB
+    assert measured.seconds > 0
+    assert measured.timeline == ()
+
+
+def test_nothing_allocated() -> None:
+    assert measure_peak(lambda: 7) == Peak(0, 0, pytest.approx(0, abs=10), 7)
+
+
+def test_peak_is_not_the_sum() -> None:
+    def fn() -> torch.Tensor:
+        a = zeros(5)
+        del a
+        b, c = zeros(2), zeros(4)
+        del b
+        return c
+
+    measured = measure_peak(fn)
+    assert (measured.peak, measured.net) == (6 * KB, 4 * KB)
+
+
+def test_temporary_memory_inside_an_operation() -> None:
+    x = torch.randn(64, 64).t()              # the operation needs a contiguous copy
+    measured = measure_peak(lambda: torch.cumsum(x.contiguous().view(-1), 0))
+    assert (measured.peak, measured.net) == (2 * x.nbytes, x.nbytes)
+
+    def operation_with_hidden_copy() -> torch.Tensor:
+        return torch.logsumexp(x, dim=1)     # exponentials of all of x
+
+    hidden = measure_peak(operation_with_hidden_copy)
+    assert hidden.net == 64 * 4
+    assert hidden.peak >= x.nbytes
+
+
+def test_timeline_ends_at_net_and_reaches_the_peak() -> None:
+    def fn() -> torch.Tensor:
+        a = zeros(8)
+        b = zeros(1)
+        del a
+        return b
+
+    measured = measure_peak(fn, timeline=True)
+    assert [level for _, level in measured.timeline] == [8 * KB, 9 * KB, KB]
+    times = [t for t, _ in measured.timeline]
+    assert times == sorted(times) and times[0] >= 0
+
+
+def test_blocks_from_before_count_under_tracking() -> None:
+    with tracking():
+        old = [zeros(100)]
+        measured = measure_peak(lambda: (old.clear(), zeros(10))[1])
+        assert (measured.peak, measured.net) == (0, -90 * KB)
+
+
+def test_blocks_from_before_do_not_count_without_tracking() -> None:
+    old = [zeros(100)]
+    measured = measure_peak(lambda: (old.clear(), zeros(10))[1])
+    assert (measured.peak, measured.net) == (10 * KB, 10 * KB)
+
+
+def test_tracking_nests_and_ends() -> None:
+    with tracking():
+        with tracking():
+            pass
+        old = [zeros(100)]
+        assert measure_peak(old.clear).net == -100 * KB
+    late = [zeros(100)]
+    assert measure_peak(late.clear).net == 0
+
+
+def test_an_address_used_again_after_a_measurement() -> None:
+    """The allocator remembers sizes from one measurement to the next, when they may be wrong."""
+    for size in range(1, 40):
+        held = [measure_peak(lambda size=size: zeros(100 + size)).result]
+        held.clear()                         # not seen by the allocator's book-keeping
+        held = [zeros(50)]                   # may take the same address
+        assert measure_peak(lambda held=held: (held.clear(), zeros(1))[1]).net == KB
+
+
+def test_backward_is_included() -> None:
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
+    x = torch.randn(16, 32)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    first = measure_peak(step)
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert first.net == gradients
+    again = measure_peak(step)               # accumulates: gradients are there
+    assert again.net == 0
+    hidden, out = 16 * 64 * 4, 16 * 32 * 4
+    assert again.peak >= hidden + out
+
+
+class _Reentrant(torch.autograd.Function):
+    """A backward inside a backward: after sixty levels the engine moves to threads of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        if ctx.depth == 0:
+            _Reentrant.kept.append(zeros(300))
+            _Reentrant.thread = threading.get_ident()
+        else:
+            with torch.enable_grad():
+                x = torch.zeros(1, requires_grad=True)
+                _Reentrant.apply(x, ctx.depth - 1).sum().backward()
+        return grad.clone(), None
+
+    kept: ClassVar[list[torch.Tensor]] = []
+    thread = 0
+
+
+def test_threads_of_the_autograd_engine() -> None:
+    x = torch.zeros(1, requires_grad=True)
+    measured = measure_peak(lambda: _Reentrant.apply(x, 80).sum().backward())
+    assert _Reentrant.thread != threading.get_ident()
+    assert measured.net >= 300 * KB
+    _Reentrant.kept.clear()
+
+
+def test_inside_a_profiler() -> None:
+    with torch.autograd.profiler.profile(), pytest.raises(MeterError, match="a profiler is running"):
+        measure_peak(lambda: None)
+    assert measure_peak(lambda: zeros(1)).peak == KB
+
+
+def test_inside_a_profiler_of_another_thread() -> None:
+    errors: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            measure_peak(lambda: None)
+        except MeterError as error:
+            errors.append(error)
+
+    with torch.autograd.profiler.profile():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+
+
+def test_inside_itself() -> None:
+    with pytest.raises(MeterError, match="measured already"):
+        measure_peak(lambda: measure_peak(lambda: None))
+    assert measure_peak(lambda: zeros(1)).peak == KB
+
+
+def test_an_error_passes_and_leaves_nothing_running() -> None:
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        measure_peak(fail)
+    assert measure_peak(lambda: zeros(1)).peak == KB
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(ArgumentError, match="meta"):
+        measure_peak(lambda: None, "meta")
+
+
+def test_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    old = [zeros(10)]
+    measure_peak(old.clear)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.gpu
+def test_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    old = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda")]
+
+    def fn() -> torch.Tensor:
+        a = torch.empty(4 << 20, dtype=torch.uint8, device="cuda")
+        b = torch.empty(2 << 20, dtype=torch.uint8, device="cuda")
+        del a
+        old.clear()
+        return b
+
+    measured = measure_peak(fn, "cuda")
+    assert (measured.peak, measured.net) == (6 << 20, 1 << 20)
+    old.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+    del measured
+    with_levels = measure_peak(fn, torch.device("cuda"), timeline=True)
+    assert [level >> 20 for _, level in with_levels.timeline] == [4, 6, 2, 1]
+    assert (with_levels.peak, with_levels.net) == (6 << 20, 1 << 20)
