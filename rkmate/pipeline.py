@@ -5,6 +5,7 @@ Only this file knows it. Each stage takes what the stage above returns.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,9 +28,10 @@ from rkmate.graph.partition import Partition, partition
 from rkmate.graph.simplify import simplify
 from rkmate.graph.structure import take_apart
 from rkmate.graph.text import block_text, classes_of
-from rkmate.ilp import OptionSet, OptionSettings, solve_options
+from rkmate.ilp import OptionSet, OptionSettings, cache_folder, solve_options
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, MeasureSettings, measure, with_costs
+from rkmate.measure.remembered import CostMemory
 from rkmate.plan import BlockInfo
 from rkmate.progress import Progress
 from rkmate.rotor.chain import Block as ChainBlock
@@ -150,7 +153,8 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     seconds["capture"] = time.perf_counter() - start
     start = time.perf_counter()
     parts = partition(program, settings.cut)
-    classes = classes_of(parts.program, parts.blocks)
+    texts = [block_text(parts.program, b) for b in parts.blocks]
+    classes = classes_of(texts)
     seconds["cut"] = time.perf_counter() - start
     tensors, _ = take_apart((args, kwargs), result=False)
     device = _device(model, tensors)
@@ -162,14 +166,14 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     else:
         sources = held_tensors(captured, model, tensors)
         with progress.stage("measuring", len(parts.blocks)) as tick:
-            known = measure(parts, classes, sources, settings.measure,
+            known = measure(parts, texts, sources, _cost_memory(), settings.measure,
                             on_progress=lambda done, total: tick(done))
     seconds["measure"] = time.perf_counter() - start
     cd = parts.program.cd
     nodes = {"captured": joint.nodes_before, "computations": len(cd.c), "forward": cd.loss,
              "storages": len(cd.d), "blocks": len(parts.blocks), "unique": len(set(classes)),
              "separators": parts.separators}
-    return Prepared(captured, parts, classes, known, settings, _fingerprint(parts), device,
+    return Prepared(captured, parts, classes, known, settings, _fingerprint(parts, texts), device,
                     _infos(parts, classes), nodes, seconds, progress)
 
 
@@ -234,10 +238,19 @@ def _plain_forward(graph: CDGraph) -> tuple[float, int]:
     return result.seconds, result.peak
 
 
-def _fingerprint(parts: Partition) -> str:
+@functools.lru_cache(maxsize=4)
+def _memory_of(folder: Path) -> CostMemory:
+    return CostMemory(folder)
+
+
+def _cost_memory() -> CostMemory:
+    return _memory_of(cache_folder())
+
+
+def _fingerprint(parts: Partition, texts: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for block in parts.blocks:
-        digest.update(block_text(parts.program, block).encode())
+    for text in texts:
+        digest.update(text.encode())
     cd = parts.program.cd
     digest.update(repr([(c.inputs, c.outputs) for c in cd.c]).encode())
     digest.update(repr((parts.block_of, parts.segments, sorted(cd.exits.items()))).encode())

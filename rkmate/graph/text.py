@@ -166,7 +166,7 @@ def _dtype(value: torch.Tensor) -> str:
     return f"{value.device}:{str(value.dtype).removeprefix('torch.')}"
 
 
-def classes_of(program: Program, blocks: Sequence[Block]) -> tuple[int, ...]:
+def classes_of(texts: Sequence[str]) -> tuple[int, ...]:
     """Class number of each block: identical blocks have the same (Rockmate, appendix A.5)."""
     numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(block_text(program, b), len(numbers)) for b in blocks)
+    return tuple(numbers.setdefault(t, len(numbers)) for t in texts)

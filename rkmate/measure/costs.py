@@ -23,6 +23,7 @@ from rkmate.graph.cut import PRELUDE
 from rkmate.graph.partition import Block, Partition
 from rkmate.graph.simplify import is_view
 from rkmate.measure.meter import PartsMeter
+from rkmate.measure.remembered import CostMemory
 
 
 @dataclass(frozen=True)
@@ -46,26 +47,50 @@ def with_costs(graph: CDGraph, c: Sequence[int], costs: Mapping[int, tuple[float
     return replace(graph, c=nodes)
 
 
-def measure(partition: Partition, classes: Sequence[int], sources: Mapping[Source, torch.Tensor],
-            settings: MeasureSettings = MeasureSettings(),
+def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source, torch.Tensor],
+            memory: CostMemory, settings: MeasureSettings = MeasureSettings(),
             on_progress: Callable[[int, int], None] | None = None) -> Costs:
-    """Costs of every C node. `sources` gives the tensors that the caller holds."""
-    runner = _Runner(partition, sources, settings)
-    first = {k: b for b, k in reversed(list(enumerate(classes)))}
-    last_needed = max(first.values(), default=-1)
-    with torch.no_grad(), _keep_random_state(runner.device):
-        runner.prelude()
-        for block in partition.blocks:
-            if block.index > last_needed:
-                break
-            if on_progress is not None:
-                on_progress(block.index, last_needed + 1)
-            runner.block(block, timed=first[classes[block.index]] == block.index)
-    for block in partition.blocks:
-        model = partition.blocks[first[classes[block.index]]]
-        for i, k in zip(block.c, model.c, strict=True):
-            runner.costs[i] = runner.costs[k]
-    return runner.costs
+    """Costs of every C node.
+
+    `texts`: each block's text; blocks with the same text are identical and measured once. `sources`
+    gives the tensors that the caller holds. What `memory` knows is not measured again.
+    """
+    device = next((t.device for t in sources.values() if t.device.type != "cpu"),
+                  torch.device("cpu"))
+    prelude = tuple(i for i, b in enumerate(partition.block_of) if b == PRELUDE)
+    # The prelude depends on the whole graph: its key is the text of all blocks.
+    beginning = f"prelude of {len(prelude)} before\n" + "\n".join(texts)
+    costs: Costs = {}
+
+    def fill(c: Sequence[int], numbers: Sequence[tuple[float, int]]) -> None:
+        costs.update(zip(c, numbers, strict=True))
+
+    unknown: dict[str, int] = {}
+    for block, text in zip(partition.blocks, texts, strict=True):
+        if memory.get(text, device, len(block.c)) is None:
+            unknown.setdefault(text, block.index)
+    known_beginning = memory.get(beginning, device, len(prelude))
+    if unknown or known_beginning is None:
+        runner = _Runner(partition, sources, settings, device)
+        last = max(unknown.values(), default=-1)
+        with torch.no_grad(), _keep_random_state(device):
+            runner.prelude(prelude)
+            memory.put(beginning, device, tuple(runner.costs[i] for i in prelude))
+            for block in partition.blocks[:last + 1]:
+                if on_progress is not None:
+                    on_progress(block.index, last + 1)
+                timed = unknown.get(texts[block.index]) == block.index
+                runner.block(block, timed=timed)
+                if timed:
+                    memory.put(texts[block.index], device, tuple(runner.costs[i] for i in block.c))
+    found = memory.get(beginning, device, len(prelude))
+    assert found is not None
+    fill(prelude, found)
+    for block, text in zip(partition.blocks, texts, strict=True):
+        numbers = memory.get(text, device, len(block.c))
+        assert numbers is not None
+        fill(block.c, numbers)
+    return costs
 
 
 @contextmanager
@@ -79,7 +104,7 @@ class _Runner:
     """Interprets a partition's operations on real tensors."""
 
     def __init__(self, partition: Partition, sources: Mapping[Source, torch.Tensor],
-                 settings: MeasureSettings) -> None:
+                 settings: MeasureSettings, device: torch.device) -> None:
         self.partition = partition
         self.program = partition.program
         self.cd = self.program.cd
@@ -89,13 +114,12 @@ class _Runner:
         self.costs: Costs = {}
         self.known: dict[Any, float] = {}
         self.overhead: dict[int, int] = {}
-        self.device = next((t.device for t in sources.values()), torch.device("cpu"))
+        self.device = device
 
-    def prelude(self) -> None:
+    def prelude(self, nodes: Sequence[int]) -> None:
         """What is computed once at the start, and stays."""
-        for i in range(self.cd.loss):
-            if self.partition.block_of[i] == PRELUDE:
-                self.run_timed(i)
+        for i in nodes:
+            self.run_timed(i)
 
     def block(self, block: Block, *, timed: bool) -> None:
         """Run a block; with its backward, and twice, when its class has not been measured."""

@@ -1,0 +1,79 @@
+"""Measured costs, remembered: the same block on the same machine is measured once.
+
+Two plans of one model then rest on the same numbers, so a budget that one of them names as feasible
+is feasible for the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+Numbers = tuple[tuple[float, int], ...]
+"""Per C node of a block: seconds, and bytes of temporary memory."""
+
+
+class CostMemory:
+    """Costs of blocks by their text, in memory and in a folder.
+
+    Safe under concurrent writers: files are replaced whole. A broken entry counts as none, and is
+    written anew.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = None if folder is None else folder / "costs"
+        self._known: dict[str, Numbers] = {}
+
+    def get(self, text: str, device: torch.device, count: int) -> Numbers | None:
+        """The costs of a block of `count` C nodes, or None when it was never measured."""
+        key = _key(text, device)
+        if key not in self._known and self._folder is not None:
+            found = _read(self._folder / f"{key}.json", count)
+            if found is not None:
+                self._known[key] = found
+        return self._known.get(key)
+
+    def put(self, text: str, device: torch.device, numbers: Numbers) -> None:
+        """Remember the costs of a block."""
+        key = _key(text, device)
+        self._known[key] = numbers
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._folder, suffix=".tmp")
+            with os.fdopen(handle, "w") as file:
+                json.dump(numbers, file)
+            os.replace(name, self._folder / f"{key}.json")
+        except OSError:
+            return          # a folder that cannot be written costs time later, nothing else
+
+
+def _key(text: str, device: torch.device) -> str:
+    return hashlib.sha256("\n".join([text, *_machine(device).values()]).encode()).hexdigest()
+
+
+def _machine(device: torch.device) -> Mapping[str, str]:
+    """What the times depend on beside the block."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    return {"device": f"{device.type} {name}", "torch": torch.__version__,
+            "threads": str(torch.get_num_threads()), "machine": platform.machine(),
+            "matmul": torch.get_float32_matmul_precision(),
+            "deterministic": str(torch.are_deterministic_algorithms_enabled())}
+
+
+def _read(path: Path, count: int) -> Numbers | None:
+    try:
+        content = json.loads(path.read_text())
+        numbers = tuple((float(t), int(o)) for t, o in content)
+    except (OSError, ValueError, TypeError):
+        return None
+    good = len(numbers) == count and all(t >= 0 and o >= 0 for t, o in numbers)
+    return numbers if good else None
