@@ -11,14 +11,20 @@ import time
 from dataclasses import dataclass
 
 from rkmate.graph.cd import CDGraph
+from rkmate.ilp.eviction import candidates
 from rkmate.ilp.front import Front, peak, seconds, undominated
-from rkmate.ilp.heuristic import greedy, keep_nothing
+from rkmate.ilp.heuristic import keep_nothing
 from rkmate.ilp.judge import judge, without_waste
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.solver import Solver, Status, make_solver
 from rkmate.ilp.stages import Stages, split_stages
 from rkmate.rotor.chain import Option
+
+HEURISTIC_SHARE = 0.4
+"""Part of a block's time that the heuristics may take at most."""
+MODEL_ENTRIES = 400_000
+"""Programs with more coefficients than this are not built: nothing would come of them in seconds."""
 
 
 @dataclass(frozen=True)
@@ -110,31 +116,36 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
     if not stages.stages:
         # The backward reads nothing that could be forgotten.
         return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
-    def left() -> float:
-        """Seconds that this block still has."""
+    def left(share: float = 1.0) -> float:
+        """Seconds that are left of a share of this block's time."""
         return 0.0 if stop is not None and stop.is_set() else (
-            settings.block_limit - (time.perf_counter() - begin))
+            settings.block_limit * share - (time.perf_counter() - begin))
 
     front = Front(settings.gap * sum(c.time for c in graph.c))
     front.options += [save_all, judge(graph, without_waste(graph, keep_nothing(stages)))]
     front.proofs.append((peak(save_all), save_all.saved_bytes, seconds(save_all)))
-    for order in greedy(stages):
-        if left() <= 0:
+    for order in candidates(stages):
+        if left(HEURISTIC_SHARE) <= 0:
             break
         front.options.append(judge(graph, without_waste(graph, order)))
-    block = _Block(graph, settings, stop)
+    front.options = list(undominated(front.options))
+    lowest = min(map(peak, front.options))
+    block: _Block | None = None
+    if BlockModel.entries(stages) <= MODEL_ENTRIES and left() > 0:
+        block = _Block(graph, settings, stop)
+        lowest = block.model.lowest_peak
+    everything = pairs = budgets(lowest, save_all, settings.grid)
     solves = timed_out = 0
-    pairs = budgets(block.model.lowest_peak, save_all, settings.grid)
     hurried = False
     while pairs:
-        if not hurried and left() < settings.block_limit / 2:
+        if not hurried and left(0.5) <= 0:
             # Too little time for the whole grid: what is left of it evenly covers the budgets.
             hurried = True
             pairs = coarse_to_fine(pairs)
-        m_peak, m_save = pairs.pop(0)
+        (m_peak, m_save), *pairs = pairs
         if front.answered(m_peak, m_save):
             continue
-        if left() <= 0:
+        if block is None or left() <= 0:
             timed_out += 1
             continue
         solution = block.solve(m_peak, m_save, time_limit=min(settings.time_limit, left()),
@@ -144,7 +155,12 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         front.proofs.append((m_peak, m_save, solution.bound_seconds))
         if solution.option is not None:
             front.options.append(solution.option)
-    return OptionSet(undominated(front.options), solves, timed_out, time.perf_counter() - begin)
+    # An option that is the answer to no pair of the grid would only slow the chain down.
+    answers = {front.best(*pair) for pair in everything} - {None}
+    extremes = [save_all, min(front.options, key=lambda o: (o.saved_bytes, seconds(o))),
+                min(front.options, key=lambda o: (peak(o), seconds(o)))]
+    return OptionSet(undominated([*extremes, *(o for o in answers if o is not None)]), solves,
+                     timed_out, time.perf_counter() - begin)
 
 
 def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[int, int]]:

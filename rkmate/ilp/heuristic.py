@@ -28,7 +28,7 @@ def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = Fals
         if stage is not None:
             if again:
                 available = set(at_loss)
-            runs = _missing_nodes(stages, stage.need, available)
+            runs = missing_nodes(stages, stage.need, available)
             for i in runs:
                 available.update(graph.c[i].outputs)
             order += sorted(runs)
@@ -36,7 +36,7 @@ def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = Fals
     return tuple(order)
 
 
-def _missing_nodes(stages: Stages, wanted: Iterable[int], available: Iterable[int],
+def missing_nodes(stages: Stages, wanted: Iterable[int], available: Iterable[int],
                    known: Iterable[int] = ()) -> set[int]:
     """The forward nodes, beyond `known`, that must run to bring `wanted` into memory."""
     there = available if isinstance(available, (set, frozenset)) else set(available)
@@ -58,18 +58,18 @@ def keep_nothing(stages: Stages) -> tuple[int, ...]:
     return recompute_missing(stages, stages.outputs)
 
 
-def greedy(stages: Stages) -> Iterator[tuple[int, ...]]:
-    """Backward orders that save less and less, from saving everything to saving nothing.
+def greedy_sets(stages: Stages) -> Iterator[frozenset[int]]:
+    """Sets of data to save, smaller and smaller, from what the backward reads down to nothing.
 
     Each step drops the data that frees most bytes per second of recomputation, or puts what it is
-    made of in its place. Each set gives two orders: recomputed data stays until its last use, or
-    only for one stage.
+    made of in its place. Outputs are in every set: they are there at the loss.
     """
     if not stages.stages:
         return
     graph = stages.graph
     keep = {j for stage in stages.stages for j in stage.need} | stages.outputs
     runs: set[int] = set()
+    yield frozenset(keep)
     while True:
         best: tuple[float, int, set[int], set[int]] | None = None
         for j in sorted(keep - stages.outputs):
@@ -78,7 +78,7 @@ def greedy(stages: Stages) -> Iterator[tuple[int, ...]]:
                 if size <= 0:
                     continue
                 rest = (keep - {j}) | instead | stages.free
-                extra = _missing_nodes(stages, [j], rest, runs) if _read(stages, j, runs) else set()
+                extra = missing_nodes(stages, [j], rest, runs) if _read(stages, j, runs) else set()
                 seconds = sum(graph.c[i].time for i in extra)
                 if best is None or seconds / size < best[0]:
                     best = seconds / size, j, set(instead), extra
@@ -87,8 +87,7 @@ def greedy(stages: Stages) -> Iterator[tuple[int, ...]]:
         _, j, instead_of_it, extra = best
         keep = (keep - {j}) | instead_of_it
         runs |= extra
-        yield recompute_missing(stages, keep)
-        yield recompute_missing(stages, keep, again=True)
+        yield frozenset(keep)
 
 
 def _instead(stages: Stages, j: int, keep: set[int]) -> list[frozenset[int]]:

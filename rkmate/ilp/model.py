@@ -74,6 +74,11 @@ class BlockModel:
             self._memory(t)
         self._saved()
 
+    @staticmethod
+    def entries(stages: Stages) -> int:
+        """About how many coefficients the program would have: what building it costs."""
+        return sum(len(s.recomputable) * len(s.carried) for s in stages.stages)
+
     @property
     def lowest_peak(self) -> int:
         """Bytes below which the program has no solution, whatever is recomputed."""

@@ -9,8 +9,9 @@ import pytest
 from rkmate.errors import ArgumentError
 from rkmate.graph.cd import CDGraph, CNode, DNode
 from rkmate.ilp import OptionSet, OptionSettings, Status, block_options, solve_block
+from rkmate.ilp.eviction import candidates, evictions
 from rkmate.ilp.front import peak, seconds, undominated
-from rkmate.ilp.heuristic import greedy, keep_nothing
+from rkmate.ilp.heuristic import greedy_sets, keep_nothing, recompute_missing
 from rkmate.ilp.judge import judge, without_waste
 from rkmate.ilp.stages import split_stages
 from rkmate.rotor.chain import Option
@@ -161,11 +162,30 @@ def test_a_solve_without_time_is_never_wrong() -> None:
 def test_greedy_orders_save_less_and_less() -> None:
     graph = chain(30, seed=3, skips=0.2)
     stages = split_stages(graph)
-    kept = [judge(graph, order) for order in list(greedy(stages))[::2]]
+    kept = [judge(graph, recompute_missing(stages, keep)) for keep in greedy_sets(stages)]
     saved = [o.saved_bytes for o in kept]
     assert saved == sorted(saved, reverse=True)
     assert saved[-1] == 0
     assert judge(graph, keep_nothing(stages)).saved_bytes == 0
+
+
+def test_evictions_lower_the_peak_step_by_step() -> None:
+    graph = chain(40, skips=0.2)
+    stages = split_stages(graph)
+    last = list(greedy_sets(stages))[-1]
+    options = [judge(graph, order) for order in evictions(stages, last)]
+    peaks = [o.backward_peak_bytes for o in options]
+    assert len(peaks) > 5
+    assert peaks == sorted(set(peaks), reverse=True)
+    assert 2 * peaks[-1] < peaks[0]
+
+
+def test_every_candidate_runs() -> None:
+    graph = chain(25, seed=2, skips=0.3)
+    orders = list(candidates(split_stages(graph)))
+    assert orders
+    for order in orders:
+        judge(graph, order)
 
 
 def test_waste_is_removed() -> None:

@@ -1,0 +1,143 @@
+"""Lower peaks without a solver: while an order needs too much, carry one thing less past its peak.
+
+For blocks that are too large for the integer program, or that it has no time for. Where the greedy
+orders of `heuristic` choose what is saved at the loss, this chooses what is let go in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from rkmate.ilp.heuristic import greedy_sets, missing_nodes, recompute_missing
+from rkmate.ilp.stages import Stages
+from rkmate.schedule.simulate import simulate
+from rkmate.schedule.steps import Compute, Forget, Loss, from_order
+
+PATIENCE = 12
+"""How many evictions in a row may fail to lower the peak."""
+STARTS = 12
+"""From about how many of the greedy sets the evictions start."""
+
+
+@dataclass
+class _Carried:
+    """What may be saved, and what is let go before which stage."""
+
+    stages: Stages
+    keep: Collection[int]
+    dropped: dict[int, set[int]] = field(default_factory=dict)
+    """Stage -> forward data that is not carried into it."""
+
+    def order(self) -> tuple[tuple[int, ...], list[int], list[set[int]]]:
+        """The backward order, the stage of each of its computations (of an idle backward node: the
+        stage that comes next), and what each stage finds before it recomputes."""
+        graph = self.stages.graph
+        position = {stage.node: t for t, stage in enumerate(self.stages.stages)}
+        available = set(self.stages.free.union(self.keep))
+        order: list[int] = []
+        stage_of: list[int] = []
+        found: list[set[int]] = []
+        t = 0
+        for b in graph.backward:
+            if b in position:
+                available -= self.dropped.get(t, set())
+                found.append(set(available))
+                runs = missing_nodes(self.stages, self.stages.stages[t].need, available)
+                for i in runs:
+                    available.update(graph.c[i].outputs)
+                order += sorted(runs)
+                stage_of += [t] * (len(runs) + 1)
+                t += 1
+            else:
+                stage_of.append(t)
+            order.append(b)
+        return tuple(order), stage_of, found
+
+
+def evictions(stages: Stages, keep: Collection[int]) -> Iterator[tuple[int, ...]]:
+    """Backward orders of lower and lower peak, from the one that saves `keep` and carries all.
+
+    At each order's peak, the data that costs least time per byte to make again is let go, among
+    what the computation at the peak does not touch and only a later stage reads.
+    """
+    carried = _Carried(stages, keep)
+    best: int | None = None
+    tries = 0
+    while tries < PATIENCE:
+        order, stage_of, found = carried.order()
+        peak, at, idle = _peak(stages, order)
+        if best is None or peak < best:
+            best, tries = peak, 0
+            yield order
+        else:
+            tries += 1
+        if at is None:
+            return
+        victim = _victim(stages, idle, stage_of[at], order, stage_of, found,
+                         is_stage_node=order[at] == _node(stages, stage_of[at]))
+        if victim is None:
+            return
+        t, j = victim
+        carried.dropped.setdefault(t, set()).add(j)
+
+
+def candidates(stages: Stages) -> Iterator[tuple[int, ...]]:
+    """Backward orders that are worth judging, the cheap ones first."""
+    sets = list(greedy_sets(stages))
+    for keep in sets:
+        yield recompute_missing(stages, keep)
+        yield recompute_missing(stages, keep, again=True)
+    # Fewest saved bytes first: time that runs out should leave the low peaks covered.
+    for keep in sets[::-max(1, len(sets) // STARTS)]:
+        yield from evictions(stages, keep)
+
+
+def _node(stages: Stages, t: int) -> int:
+    return stages.stages[t].node if t < len(stages.stages) else -1
+
+
+def _peak(stages: Stages, order: tuple[int, ...]) -> tuple[int, int | None, set[int]]:
+    """Bytes of the backward's peak, the position in `order` where it stands (None: before the first
+    computation), and the forward data that lies idle then."""
+    graph = stages.graph
+    schedule = from_order(graph, (*graph.forward, *order), graph.loss)
+    timeline = simulate(graph, schedule).timeline
+    start = schedule.steps.index(Loss())
+    peak = max(timeline[start:])
+    alive: set[int] = set()
+    computed = -graph.loss
+    for k, step in enumerate(schedule.steps):
+        if isinstance(step, Forget):
+            alive.discard(step.d)
+        elif isinstance(step, Compute):
+            node = graph.c[step.c]
+            if k > start and timeline[k] == peak:
+                forward = {j for j in alive if (i := graph.producer[j]) is not None
+                           and i < graph.loss}
+                return peak, computed, forward - set(node.inputs) - set(node.outputs)
+            alive.update(node.outputs)
+            computed += 1
+    return peak, None, set()
+
+
+def _victim(stages: Stages, idle: set[int], stage: int, order: tuple[int, ...],
+            stage_of: list[int], found: list[set[int]], *,
+            is_stage_node: bool) -> tuple[int, int] | None:
+    """(Stage, data): what to let go before which stage; None when there is nothing."""
+    graph = stages.graph
+    first_read: dict[int, int] = {}
+    for k in range(len(order) - 1, -1, -1):
+        if stage_of[k] > stage or (stage_of[k] == stage and not is_stage_node):
+            for j in graph.c[order[k]].inputs:
+                first_read[j] = stage_of[k]
+    best: tuple[float, int, int] | None = None
+    for j in sorted(idle):
+        t = first_read.get(j)
+        if t is None or t <= stage or stages.size(j) == 0:
+            continue
+        again = missing_nodes(stages, [j], found[t] - {j})
+        seconds = sum(graph.c[i].time for i in again)
+        if best is None or seconds / stages.size(j) < best[0]:
+            best = seconds / stages.size(j), t, j
+    return None if best is None else (best[1], best[2])
