@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.measure.meter import MeterError, Peak, measure_peak, tracking
+from rkmate.measure.meter import MeterError, PartsMeter, Peak, measure_peak, tracking
 
 KB = 1024
 
@@ -146,6 +146,27 @@ def test_threads_of_the_autograd_engine() -> None:
     assert _Reentrant.thread != threading.get_ident()
     assert measured.net >= 300 * KB
     _Reentrant.kept.clear()
+
+def test_parts_of_one_run() -> None:
+    meter = PartsMeter(torch.device("cpu"))
+    with meter.running():
+        with meter.part(4):
+            a = zeros(6)
+        zeros(50)                            # belongs to no part
+        with meter.part(2):
+            del a
+            b = zeros(3)
+        with meter.part(9):
+            zeros(5)
+            zeros(2)
+    assert meter.peaks() == {4: 6 * KB, 2: 0, 9: 5 * KB}
+    assert b.numel() == 3 * KB
+
+
+def test_parts_inside_a_profiler() -> None:
+    meter = PartsMeter(torch.device("cpu"))
+    with torch.autograd.profiler.profile(), pytest.raises(MeterError), meter.running():
+        pass
 
 
 def test_inside_a_profiler() -> None:
