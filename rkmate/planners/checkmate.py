@@ -24,8 +24,9 @@ from rkmate.schedule.steps import Schedule, from_order
 
 SMALL = 48
 """Up to this many C nodes, forward nodes may run again before the loss, too."""
-MOST_DECISIONS = 120_000
-"""More possible recomputations than this are not handed to the solver."""
+MOST_DECISIONS = 60_000
+"""More possible recomputations than this are not handed to the solver: building the program alone
+would take a minute."""
 TIME_LIMIT = 60.0
 """Seconds of solving, where the caller names no limit."""
 
@@ -135,11 +136,11 @@ class CheckmatePlanner:
             problem.graph, recompute_of(problem.graph)))))
         if decisions > MOST_DECISIONS:
             return Outcome(None, "timeout", math.inf, note=(
-                f"{decisions:,} possible recomputations; the program takes up to "
+                f"not tried: {decisions:,} possible recomputations; the program takes up to "
                 f"{MOST_DECISIONS:,}"))
+        start = time.perf_counter()
         program = program_of(problem)
         limit = TIME_LIMIT if time_limit is None else time_limit
-        start = time.perf_counter()
         quick = min((p.plan(problem, budget, time_limit=limit / 4) for p in self.starts),
                     key=lambda outcome: outcome.seconds, default=infeasible())
         left = limit - (time.perf_counter() - start)

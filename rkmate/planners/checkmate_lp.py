@@ -22,8 +22,9 @@ from rkmate.planners.checkmate_model import CheckmateModel, rerunnable
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged
 
 THRESHOLDS = (0.5, 0.25, 0.75, 0.05, 0.95)
-BUDGETS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.32, 0.25, 0.18, 0.12)
-"""Budgets of the relaxations, as fractions of the peak without recomputation."""
+BUDGETS = (0.7, 0.45, 0.85, 0.3, 0.55, 0.95, 0.37, 0.2, 0.62, 0.14)
+"""Budgets of the relaxations, as fractions of the peak without recomputation; in this order, so that
+a time limit leaves a coarse set rather than one end of it."""
 
 
 def round_relaxation(model: CheckmateModel, values: Mapping[str, float],
@@ -81,7 +82,7 @@ class CheckmateRounded:
             graph, recompute_of(graph)))))
         if decisions > MOST_DECISIONS:
             return Outcome(None, "timeout", float("inf"), note=(
-                f"{decisions:,} possible recomputations; the relaxation takes up to "
+                f"not tried: {decisions:,} possible recomputations; the relaxation takes up to "
                 f"{MOST_DECISIONS:,}"))
         limit = TIME_LIMIT if time_limit is None else time_limit
         candidates, unsolved = problem.once(self.name, lambda: self._candidates(problem, limit))
@@ -98,14 +99,18 @@ class CheckmateRounded:
         result = [judged(problem, range(len(graph.c)), graph.loss, "nothing recomputed")]
         top = result[0].peak
         unsolved = 0
+        too_small = 0.0
         for part in BUDGETS:
+            if part <= too_small:
+                continue
             left = limit - (time.perf_counter() - start)
             if left <= 0:
                 unsolved += 1
                 continue
             answer = program.relaxed(int(top * part), time_limit=left)
             if answer.status == "infeasible":
-                break       # so are all smaller budgets
+                too_small = max(too_small, part)
+                continue
             if not answer.values:
                 unsolved += 1
                 continue

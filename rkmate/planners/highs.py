@@ -62,6 +62,7 @@ class Highs:
         highs.setOptionValue("time_limit", spent + max(0.01, float(time_limit)))
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("solve_relaxation", relax)
+        highs.setOptionValue("solver", "ipm" if relax else "choose")
         if start:
             known_values = [(self._index[k], v) for k, v in start.items() if k in self._index]
             highs.setSolution(len(known_values),

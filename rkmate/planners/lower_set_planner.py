@@ -19,7 +19,7 @@ from rkmate.planners.lower_sets import (
 )
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, judged
 
-LEVELS = 8
+LEVELS = 12
 """Budgets of equation (2) that strategies are made for."""
 TIME_STEPS = 500
 """Steps of T(V) in which measured times are counted."""

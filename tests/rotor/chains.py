@@ -43,11 +43,11 @@ def chains(draw: st.DrawFn, longest: int = 4) -> Chain:
 State = tuple[int, frozenset[int], int | None, tuple[tuple[int, int], ...]]
 
 
-def best_time(chain: Chain, budget: int) -> float | None:
+def best_time(chain: Chain, budget: int, *, keep: bool = True) -> float | None:
     """Least time of all persistent sequences within a budget, by search over memory states.
 
     A state: the next backward, the cuts that stay until their backward, the cut that was just
-    made and need not stay, and the saved options.
+    made and need not stay, and the saved options. `keep`: an option may stay while other blocks run.
     """
     n = len(chain)
     start: State = (n - 1, frozenset({0}), None, ())
@@ -62,6 +62,8 @@ def best_time(chain: Chain, budget: int) -> float | None:
             continue
         done.add(state)
         for op, after, used in _moves(chain, state):
+            if not keep and isinstance(op, Forward) and op.block != state[0]:
+                continue
             if used <= budget and after not in done:
                 ticket += 1
                 heapq.heappush(queue, (time + chain.seconds(op), ticket, after))
