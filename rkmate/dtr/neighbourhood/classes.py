@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rkmate.dtr.node import Node
 from rkmate.dtr.pool import Columns, Pool
+
+_WIDTH = 4
+_NOTHING = 0
 
 
 class EvictedClass:
     """A set of evicted storages that are connected, or were once."""
 
-    __slots__ = ("up", "cost", "border")
+    __slots__ = ("up", "slot", "border")
 
-    def __init__(self, cost: int) -> None:
+    def __init__(self, slot: int) -> None:
         self.up: EvictedClass | None = None
-        self.cost = cost
-        """Sum of its members' costs; read it at the root only."""
+        self.slot = slot
+        """Where a root's cost stands in ``EvictedClasses``' array."""
         self.border: set[int] = set()
         """Rows of the resident storages next to a member (some may have left since)."""
 
@@ -27,14 +32,21 @@ class EvictedClasses:
     Edge directions are forgotten. An evicted storage joins its evicted neighbours' classes; a
     rematerialized one takes its cost out of its class and leaves. Classes never split.
 
-    A neighbourhood's cost changes only for storages on the border of a class that changed: these
-    are marked, and recomputed when a choice next needs them.
+    Each resident storage's row names the few classes next to it, so that a class's cost can change
+    without visiting its border: a choice gathers the costs of all candidates in one pass. Rows
+    change only where an edge or a merge touched them, and are brought up to date when a choice
+    next needs them. Of two classes that merge, the one with the shorter border gives up its name.
     """
 
     def __init__(self, columns: Columns) -> None:
         self.accesses = 0
         self._columns = columns
         self._stale: set[int] = set()
+        self._costs = np.zeros(256)
+        self._used = 1
+        self._free: list[int] = []
+        self._near = np.zeros((len(columns.size), _WIDTH), dtype=np.int64)
+        self._many: dict[int, list[int]] = {}
 
     def find(self, member: EvictedClass) -> EvictedClass:
         """The root of a class, halving paths on the way."""
@@ -49,7 +61,11 @@ class EvictedClasses:
     def appear(self, node: Node) -> None:
         # A storage that was never computed is a member of a class of its own that costs nothing:
         # it can join others while its operation waits for evicted arguments.
-        node.evicted_class = EvictedClass(0)
+        if len(self._near) < len(self._columns.size):
+            grown = np.zeros((len(self._columns.size), _WIDTH), dtype=np.int64)
+            grown[: len(self._near)] = self._near
+            self._near = grown
+        node.evicted_class = self._new(0)
         self._border(node, node.evicted_class)
 
     def link(self, node: Node) -> None:
@@ -62,66 +78,87 @@ class EvictedClasses:
                 self._border(parent, self.find(parent.evicted_class))
 
     def evict(self, node: Node) -> None:
-        node.evicted_class = root = EvictedClass(node.cost)
+        node.evicted_class = root = self._new(node.cost)
         for neighbour in node.evicted_neighbours():
             self.accesses += 1
             assert neighbour.evicted_class is not None
             root = self._merge(self.find(neighbour.evicted_class), root)
         self._border(node, root)
-        self._stale |= root.border
 
     def materialize(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            assert node.evicted_class is not None
-            root = self.find(node.evicted_class)
-            root.cost -= node.cost
-            node.evicted_class = None
-            self._stale |= root.border
+            self._leave(node)
         for node in nodes:
             self._stale.add(node.index)
-            for neighbour in node.evicted_neighbours():
-                self.accesses += 1
-                assert neighbour.evicted_class is not None
-                self.find(neighbour.evicted_class).border.add(node.index)
+            for near in (node.parents, node.children):
+                for neighbour in near:
+                    self.accesses += 1
+                    if neighbour.evicted_class is not None:
+                        self.find(neighbour.evicted_class).border.add(node.index)
+                    elif not neighbour.pinned:
+                        self._stale.add(neighbour.index)
 
     def forget(self, node: Node) -> None:
-        self._stale.discard(node.index)
         if node.evicted_class is not None:
-            root = self.find(node.evicted_class)
-            root.cost -= node.cost
-            node.evicted_class = None
-            self._stale |= root.border
+            self._leave(node)
+            for near in (node.parents, node.children):
+                self._stale.update(other.index for other in near if other.resident)
+        self._stale.discard(node.index)
+        self._many.pop(node.index, None)
+        self._near[node.index] = _NOTHING
 
     def refresh(self, pool: Pool) -> None:
-        nodes, around = self._columns.nodes, self._columns.around
         waiting: set[int] = set()
+        nodes = self._columns.nodes
         for row in self._stale:
             node = nodes[row]
-            if node is None or not node.resident:
+            if node is None or not node.resident or node.pinned:
                 continue
-            if node not in pool:
-                if not node.pinned:
-                    waiting.add(row)
-                continue
-            around[row] = self._cost_around(node)
+            if node in pool:
+                self._name_classes(node)
+            else:
+                waiting.add(row)
         self._stale = waiting
+        rows = pool.rows()
+        self._columns.around[rows] = self._costs[self._near[rows]].sum(axis=1)
+        for row, slots in self._many.items():
+            self._columns.around[row] = self._costs[slots].sum()
 
-    def _cost_around(self, node: Node) -> int:
-        roots = {}
+    def _name_classes(self, node: Node) -> None:
+        slots = set()
         for neighbour in node.evicted_neighbours():
             self.accesses += 1
             assert neighbour.evicted_class is not None
-            root = self.find(neighbour.evicted_class)
-            roots[id(root)] = root.cost
-        return sum(roots.values())
+            slots.add(self.find(neighbour.evicted_class).slot)
+        row = node.index
+        self._many.pop(row, None)
+        if len(slots) > _WIDTH:
+            self._many[row] = list(slots)
+            slots = set()
+        self._near[row] = [*slots, *(_NOTHING,) * (_WIDTH - len(slots))]
+
+    def _new(self, cost: int) -> EvictedClass:
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._used
+            self._used += 1
+            if slot == len(self._costs):
+                self._costs = np.concatenate([self._costs, np.zeros(slot)])
+        self._costs[slot] = cost
+        return EvictedClass(slot)
+
+    def _leave(self, node: Node) -> None:
+        assert node.evicted_class is not None
+        self._costs[self.find(node.evicted_class).slot] -= node.cost
+        node.evicted_class = None
 
     def _border(self, node: Node, root: EvictedClass) -> None:
-        border = root.border
         for near in (node.parents, node.children):
             for neighbour in near:
                 if neighbour.resident and not neighbour.pinned:
                     self.accesses += 1
-                    border.add(neighbour.index)
+                    root.border.add(neighbour.index)
                     self._stale.add(neighbour.index)
 
     def _merge(self, left: EvictedClass, right: EvictedClass) -> EvictedClass:
@@ -130,7 +167,10 @@ class EvictedClasses:
         if len(left.border) > len(right.border):
             left, right = right, left
         left.up = right
-        right.cost += left.cost
+        self._costs[right.slot] += self._costs[left.slot]
+        self._costs[left.slot] = 0.0
+        self._free.append(left.slot)
+        self._stale |= left.border
         right.border |= left.border
         left.border = set()
         return right
