@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -80,6 +80,7 @@ class PlannedModule(nn.Module):
             _check_plan(plan, prepared)
         labels = [b.label for b in plan.blocks]
         generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1]).emit()
+        plan = replace(plan, source=generated.text)
         compiled = Compiled(model, prepared.capture, prepared.partition, generated, prepared.device)
         ready = Ready(plan, compiled)
         self._ready[_signature(model, args, kwargs)] = ready

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rkmate.errors import PlanError
+from rkmate.errors import GraphError, PlanError
+from rkmate.graph.summary import GraphSummary, read_summary
 from rkmate.schedule.steps import Compute, Forget, Loss, Schedule, Step
 
 _FORMAT = 1
@@ -67,11 +68,15 @@ class Plan:
     """Of the model's graph: a plan serves every model with the same one."""
     costs: tuple[tuple[float, int], ...]
     """Per C node: seconds, and bytes of temporary memory."""
+    graph: GraphSummary = field(repr=False)
+    """The graph that the schedule runs over, for pictures and tables."""
     note: str = ""
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each stage of planning took."""
     nodes: Mapping[str, int] = field(default_factory=dict)
     """Node counts before and after simplification (Rockmate, figure 9)."""
+    source: str = field(default="", repr=False, compare=False)
+    """The generated Python, of a plan that a wrapped module runs; to be read, never executed."""
 
     @property
     def overhead(self) -> float:
@@ -108,7 +113,7 @@ class Plan:
             raise PlanError(f"{path}: was changed after it was saved. Make the plan again")
         try:
             return _read(content)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, GraphError) as error:
             raise PlanError(f"{path}: is not a whole plan file ({error})") from error
 
     def _content(self) -> dict[str, Any]:
@@ -123,12 +128,14 @@ class Plan:
             "blocks": [vars(b) for b in self.blocks], "runs": [vars(r) for r in self.runs],
             "steps": [_step(s) for s in self.schedule.steps],
             "costs": [list(c) for c in self.costs], "nodes": dict(self.nodes),
-            "stage_seconds": dict(self.stage_seconds),
+            "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
+            "source": self.source,
         }
 
 
 def _read(content: dict[str, Any]) -> Plan:
     steps = tuple(_read_step(s) for s in content["steps"])
+    costs = tuple((float(t), int(o)) for t, o in content["costs"])
     return Plan(
         planner=str(content["planner"]), budget_bytes=int(content["budget_bytes"]),
         peak_bytes=int(content["peak_bytes"]),
@@ -139,7 +146,7 @@ def _read(content: dict[str, Any]) -> Plan:
         blocks=tuple(BlockInfo(**b) for b in content["blocks"]),
         runs=tuple(Run(**r) for r in content["runs"]), schedule=Schedule(steps),
         fingerprint=str(content["fingerprint"]),
-        costs=tuple((float(t), int(o)) for t, o in content["costs"]),
+        costs=costs, graph=read_summary(content["graph"], costs), source=str(content["source"]),
         note=str(content["note"]), stage_seconds=dict(content["stage_seconds"]),
         nodes=dict(content["nodes"]))
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from rkmate.budget import Budget
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.cut import PRELUDE
+from rkmate.graph.summary import GraphSummary
 from rkmate.pipeline import Prepared, with_option_counts
 from rkmate.plan import Plan, Run
 from rkmate.rotor import minimum, solve
@@ -17,6 +18,7 @@ from rkmate.rotor.rk_rotor import Table
 from rkmate.schedule.finish import finish, without_waste
 from rkmate.schedule.simulate import Simulation, simulate
 from rkmate.schedule.steps import Schedule, from_order
+from rkmate.summarise import summarise
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ class Searcher:
         p = self.prepared
         return simulate(p.graph, schedule, held=p.held, reserve_at_loss=p.reserve_at_loss)
 
+    @cached_property
+    def summary(self) -> GraphSummary:
+        """The graph as plans carry it."""
+        return summarise(self.prepared)
+
     def _plan(self, best: Candidate, limit: int, planner: str, note: str) -> Plan:
         p = self.prepared
         runs = []
@@ -153,5 +160,6 @@ class Searcher:
             baseline_seconds=self.baseline.seconds,
             minimum_bytes=self.smallest.peak if best.ops else None,
             blocks=infos, runs=tuple(runs), schedule=best.schedule, fingerprint=p.fingerprint,
-            costs=tuple(p.costs[i] for i in range(len(p.graph.c))), note=note,
+            costs=tuple(p.costs[i] for i in range(len(p.graph.c))),
+            graph=self.summary, note=note,
             stage_seconds=dict(p.stage_seconds), nodes=dict(p.nodes))
