@@ -143,7 +143,7 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
 
 def _top_without_keeping(chain: Chain, needs: Needs) -> int:
     """Memory that allows every cut to be kept while any block runs."""
-    own = max(int(needs.option(s, t)[0]) for s in range(len(chain)) for t in (s + 1, len(chain)))
+    own = max(int(needs.option(s, t).max()) for s in range(len(chain)) for t in (s + 1, len(chain)))
     return own + sum(int(chain.between[s, s + 1]) for s in range(len(chain)))
 
 

@@ -93,9 +93,9 @@ def _moves(chain: Chain, state: State) -> Iterator[tuple[Op, State, int]]:
         # The input cut goes too, unless the block before saved an option: it may read its outputs.
         stay = kept - {waiting + 1} - (set() if waiting - 1 in options or not waiting else {waiting})
         yield Backward(waiting, o), (waiting - 1, stay, None, tuple(sorted(after.items()))), used
-    for b in set(kept) | ({live} if live is not None else set()):
-        if b > waiting or b in options:
-            continue
+    # As in the paper's proof, nothing below a kept cut runs before that cut's own backward.
+    b = max(set(kept) | ({live} if live is not None else set()))
+    if b <= waiting and b not in options:
         block = chain.blocks[b]
         # Held bytes grow when a block runs for the first time; sequences without the block before
         # the loss do not exist, so the furthest block so far is b or beyond.
