@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -51,14 +52,42 @@ def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:
         package = version("rkmate")
     except PackageNotFoundError:   # run from a source tree that was never installed
         package = "source"
+    label = _labels(graph)
+    data: list[tuple[int, str]] = [(0, "")] * len(graph.d)
+    for j, d in enumerate(graph.d):
+        data[label[j]] = d.size, d.kind
+
+    def labels(ds: Iterable[int]) -> list[int]:
+        return sorted({label[j] for j in ds})
+
     content = [
-        FORMAT, package, sorted(asdict(settings).items()),
-        [(d.size, d.kind) for d in graph.d],
-        [(c.phase, c.inputs, c.outputs, c.overhead, c.random) for c in graph.c],
-        graph.loss, graph.inputs, graph.outputs, graph.output_grads, graph.input_grads,
-        sorted(graph.exits.items()),
+        FORMAT, package, sorted(asdict(settings).items()), data,
+        [(c.phase, labels(c.inputs), labels(c.outputs), c.overhead, c.random) for c in graph.c],
+        graph.loss, labels(graph.inputs), labels(graph.outputs), labels(graph.output_grads),
+        labels(graph.input_grads), sorted((label[j], i) for j, i in graph.exits.items()),
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _labels(graph: CDGraph) -> list[int]:
+    """A number for each D node that does not depend on how they are numbered in the graph.
+
+    What a C node creates is named by its place; what comes from outside by all that is known of it
+    (those that are alike in everything are interchangeable).
+    """
+    made = [j for c in graph.c for j in c.outputs]
+    groups = (graph.inputs, graph.outputs, graph.output_grads, graph.input_grads)
+
+    def description(j: int) -> tuple[Any, ...]:
+        d = graph.d[j]
+        return (d.size, d.kind, graph.readers[j], *(j in g for g in groups),
+                graph.exits.get(j, -1))
+
+    outside = sorted(set(range(len(graph.d))).difference(made), key=description)
+    label = [0] * len(graph.d)
+    for k, j in enumerate([*made, *outside]):
+        label[j] = k
+    return label
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ HEURISTIC_SHARE = 0.4
 """Part of a block's time that the heuristics may take at most."""
 MODEL_ENTRIES = 400_000
 """Programs with more coefficients than this are not built: nothing would come of them in seconds."""
+PATIENCE = 3
+"""After so many solves in a row that ran out of time and found nothing new, the block is too hard
+for the program."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         block = _Block(graph, settings, stop)
         lowest = block.model.lowest_peak
     everything = pairs = budgets(lowest, save_all, settings.grid)
-    solves = timed_out = 0
+    solves = timed_out = fruitless = 0
     hurried = False
     while pairs:
         if not hurried and left(0.5) <= 0:
@@ -145,12 +148,14 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         (m_peak, m_save), *pairs = pairs
         if front.answered(m_peak, m_save):
             continue
-        if block is None or left() <= 0:
+        if block is None or left() <= 0 or fruitless >= PATIENCE:
             timed_out += 1
             continue
+        known = front.best(m_peak, m_save)
         solution = block.solve(m_peak, m_save, time_limit=min(settings.time_limit, left()),
-                               start=front.best(m_peak, m_save))
+                               start=known)
         solves += 1
+        fruitless = 0 if _gained(solution, known, front.tolerance) else fruitless + 1
         timed_out += solution.status in (Status.FEASIBLE, Status.TIMED_OUT)
         front.proofs.append((m_peak, m_save, solution.bound_seconds))
         if solution.option is not None:
@@ -161,6 +166,14 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
                 min(front.options, key=lambda o: (peak(o), seconds(o)))]
     return OptionSet(undominated([*extremes, *(o for o in answers if o is not None)]), solves,
                      timed_out, time.perf_counter() - begin)
+
+
+def _gained(solution: Solution, known: Option | None, tolerance: float) -> bool:
+    """Whether a solve proved something or found something better than what was known."""
+    if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
+        return True
+    return solution.option is not None and (
+        known is None or seconds(solution.option) < seconds(known) - tolerance)
 
 
 def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[int, int]]:
