@@ -16,7 +16,13 @@ from tests.models.convolutions import batch_norm_cnn, densenet, unet
 from tests.models.language import bert, gpt2, llama, t5
 from tests.models.oddities import tied, views
 from tests.models.sample import Sample
-from tests.models.sequences import lstm, mlp_mixer, transformer, transformer_decoder, transformer_encoder
+from tests.models.sequences import (
+    lstm,
+    mlp_mixer,
+    transformer,
+    transformer_decoder,
+    transformer_encoder,
+)
 from tests.models.vision import regnet, resnet, vit
 
 transformers.logging.set_verbosity_error()

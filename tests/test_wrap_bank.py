@@ -1,0 +1,99 @@
+"""The bank under budgets: the same step bit for bit, never over the budget, and as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from tests.equality import assert_same_step, assert_same_trace, measured_peak, trace_step
+from tests.models import BANK, WITH_DROPOUT, Sample
+
+FRACTIONS = (1.0, 0.7, "smallest")
+IMPOSSIBLE = 1
+"""A budget in bytes that no model can meet."""
+FAITHFUL = 0.02
+"""How far a prediction may be from what is measured."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """One order of additions, for results that can be compared bit for bit."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def wrapped(sample: Sample, fraction: float | str) -> rkmate.PlannedModule:
+    """The sample's model under a fraction of its peak, or under the smallest budget there is."""
+    budget: float | int
+    if isinstance(fraction, str):
+        with pytest.raises(rkmate.InfeasibleBudget) as caught:
+            rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=IMPOSSIBLE, progress=False)
+        budget = caught.value.minimum_bytes
+    else:
+        budget = fraction
+    return rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=budget, progress=False)
+
+
+def within(name: str, fractions: tuple[float | str, ...]) -> list[object]:
+    """One test per fraction; a model's tests share a process, and so what it remembers."""
+    return [pytest.param(name, f, id=f"{name}-{f}", marks=pytest.mark.xdist_group(name))
+            for f in fractions]
+
+
+@pytest.mark.parametrize(("name", "fraction"), [p for n in BANK for p in within(n, FRACTIONS)])
+def test_same_step_within_budget(name: str, fraction: float | str) -> None:
+    make = BANK[name]
+    sample = make()
+    rk = wrapped(sample, fraction)
+    plan = rk.plan
+    assert plan.peak_bytes <= plan.budget_bytes
+    if fraction != 1.0:
+        assert plan.budget_bytes < plan.baseline_peak_bytes
+
+    original = make()
+    assert_same_step(original.model, rk, original)
+    assert_same_parameters(sample.model, rk)
+
+    peak = measured_peak(rk, sample)
+    assert peak <= plan.budget_bytes, f"{peak:,} bytes, {peak / plan.budget_bytes:.3f} of the budget"
+    assert plan.peak_bytes == pytest.approx(peak, rel=FAITHFUL)
+
+
+@pytest.mark.parametrize(("name", "fraction"),
+                         [p for n in WITH_DROPOUT for p in within(n, FRACTIONS[1:])])
+def test_same_step_with_dropout(name: str, fraction: float | str) -> None:
+    """Random operations made anew draw the same numbers, and the generator ends where it would."""
+    make: Callable[..., Sample] = BANK[name]
+    full, less, original = make(dropout=0.1), make(dropout=0.1), make(dropout=0.1)
+    at_full, at_less = wrapped(full, 1.0), wrapped(less, fraction)
+    assert_same_step(at_full, at_less, less)
+
+    expected = trace_step(original.model, original, 7)
+    actual = trace_step(at_less, less, 7)
+    assert torch.equal(expected.random_state, actual.random_state)
+    assert measured_peak(at_less, less) <= at_less.plan.budget_bytes
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in BANK])
+def test_bank_is_repeatable(name: str) -> None:
+    """What the other tests rest on: the same seed gives the same model, inputs and step."""
+    first, second = BANK[name](), BANK[name]()
+    assert_same_trace(trace_step(first.model, first, 3), trace_step(second.model, second, 3), name)
+    other = BANK[name](seed=1)
+    different = trace_step(other.model, other, 3).loss
+    assert not torch.equal(different, trace_step(first.model, first, 3).loss)
+
+
+def assert_same_parameters(model: nn.Module, rk: nn.Module) -> None:
+    """The wrapped module has the original's own parameters and buffers, under the same names."""
+    ours, theirs = dict(rk.named_parameters()), dict(model.named_parameters())
+    assert list(ours) == list(theirs) and all(ours[n] is theirs[n] for n in ours)
+    assert list(rk.state_dict()) == list(model.state_dict())
+    buffers = dict(rk.named_buffers())
+    assert all(buffers[n] is b for n, b in model.named_buffers())
