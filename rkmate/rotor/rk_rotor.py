@@ -184,9 +184,13 @@ def _fill(chain: Chain, needs: Needs, slots: int, size: int, *,
                 below = int(row[s + 1]) + s + 2
                 _relax(mine[1:], time[below:below + n - s - 1], first[below:below + n - s - 1],
                        -(-int(options.keep[k]) // size), need[1:], cost, 0, end[1:], scratch)
-        # From the column on where nothing is recomputed, splits have nothing to offer.
-        best = (ideal[s + 1:] - ideal[s]) * (1 + 1e-12)
-        end = slots + 1 - (mine <= best[:, None]).sum(axis=1)
+        # A split at i recomputes the forwards before i at least: where an option already adds less,
+        # it has nothing to offer.
+        adds = (needs.elapsed[s + 1:n] - needs.elapsed[s]) * (1 - 1e-12)
+        ends = np.empty((n - s, n - s - 1), dtype=np.int64)
+        for r in range(n - s):
+            best = ideal[s + 1 + r] - ideal[s]
+            ends[r] = slots + 1 - np.searchsorted(mine[r, ::-1], best + adds, side="right")
         for i in range(s + 1, n):
             here = int(row[s]) + i
             first[here] = _first(time[here], slots)
@@ -194,7 +198,7 @@ def _fill(chain: Chain, needs: Needs, slots: int, size: int, *,
             alone = time[here] + (needs.elapsed[i] - needs.elapsed[s])
             _relax(mine[i - s:], time[below:below + n - i], first[below:below + n - i],
                    -(-int(needs.between[s, i]) // size), -(-needs.split_rows(s, i) // size),
-                   alone, int(first[here]), end[i - s:], scratch)
+                   alone, int(first[here]), ends[i - s:, i - s - 1], scratch)
         first[int(row[s]) + n] = _first(time[int(row[s]) + n], slots)
     return row, time
 
