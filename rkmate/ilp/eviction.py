@@ -84,8 +84,9 @@ def evictions(stages: Stages, keep: Collection[int]) -> Iterator[tuple[int, ...]
 
 def candidates(stages: Stages) -> Iterator[tuple[int, ...]]:
     """Backward orders that are worth judging, the cheap ones first."""
-    sets = list(greedy_sets(stages))
-    for keep in sets:
+    sets = []
+    for keep in greedy_sets(stages):
+        sets.append(keep)
         yield recompute_missing(stages, keep)
         yield recompute_missing(stages, keep, again=True)
     # Fewest saved bytes first: time that runs out should leave the low peaks covered.

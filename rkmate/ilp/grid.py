@@ -24,7 +24,7 @@ from rkmate.rotor.chain import Option
 HEURISTIC_SHARE = 0.4
 """Part of a block's time that the heuristics may take at most."""
 MODEL_ENTRIES = 400_000
-"""Programs with more coefficients than this are not built: nothing would come of them in seconds."""
+"""Programs with more coefficients than this are not built: seconds would not be enough."""
 PATIENCE = 3
 """After so many solves in a row that ran out of time and found nothing new, the block is too hard
 for the program."""
@@ -39,8 +39,10 @@ class Solution:
     """None when there is none within the budgets, or none was found in time. Its bytes and seconds
     are the simulator's."""
     bound_seconds: float
-    """No option within the budgets takes less time; infinite when it is proven that there is none,
-    minus infinity when nothing is known."""
+    """No option within the budgets takes less time, among those that recompute right before a
+    backward node that reads forward data, forward nodes in their order; infinite when there is
+    none, minus infinity when nothing is known. Where sizes have no large common divisor, memory
+    counts in units of 1/20000 of the save-all peak, and so do the budgets that this holds for."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
     if not stages.stages:
         # The backward reads nothing that could be forgotten.
         return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
+
     def left(share: float = 1.0) -> float:
         """Seconds that are left of a share of this block's time."""
         return 0.0 if stop is not None and stop.is_set() else (
@@ -161,7 +164,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         if solution.option is not None:
             front.options.append(solution.option)
     # An option that is the answer to no pair of the grid would only slow the chain down.
-    answers = {front.best(*pair) for pair in everything} - {None}
+    answers = [front.best(*pair) for pair in everything]
     extremes = [save_all, min(front.options, key=lambda o: (o.saved_bytes, seconds(o))),
                 min(front.options, key=lambda o: (peak(o), seconds(o)))]
     return OptionSet(undominated([*extremes, *(o for o in answers if o is not None)]), solves,

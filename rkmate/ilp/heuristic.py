@@ -91,7 +91,7 @@ def greedy_sets(stages: Stages) -> Iterator[frozenset[int]]:
 
 
 def _instead(stages: Stages, j: int, keep: set[int]) -> list[frozenset[int]]:
-    """What may be kept in place of `j`: nothing, or the missing inputs of the node that makes it."""
+    """What may be kept in place of `j`: nothing, or the missing inputs of its producer."""
     producer = stages.graph.producer[j]
     assert producer is not None, "forward data that is not free has a producer"
     inputs = frozenset(stages.graph.c[producer].inputs) - stages.free - keep

@@ -72,7 +72,8 @@ class HighsSolver:
     def __init__(self, model: BlockModel, stop: threading.Event | None = None) -> None:
         adapter = pulp.HiGHS(msg=False, threads=1)
         if not adapter.available():
-            raise ArgumentError("solver is 'HiGHS', but highspy cannot be imported; install highspy")
+            raise ArgumentError(
+                "solver is 'HiGHS', but highspy cannot be imported; install highspy")
         adapter.createAndConfigureSolver(model.problem)
         adapter.buildSolverModel(model.problem)
         self._highs: Any = model.problem.solverModel

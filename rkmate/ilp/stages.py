@@ -87,8 +87,6 @@ def split_stages(graph: CDGraph) -> Stages:
     base, dead = _forward_bytes(graph, candidates)
     floor = max([0, tail, *base, *(s.idle for s in stages),
                  *(s.during + graph.bytes(s.need) for s in stages)])
-    # A block that saves nothing runs the last forward node in the backward as well, but only if
-    # something needs it: `base` already covers the forward, where every node runs.
     return Stages(graph, tuple(stages), free, outputs, base, dead, floor)
 
 

@@ -109,9 +109,11 @@ def test_times_that_moved_a_little_are_served_with_their_own_seconds(tmp_path: P
 
 @pytest.mark.parametrize("damage", [
     "", "{", "[]", "null", '{"times": 3}', '{"times": [], "timed_out": 0, "backward": []}',
-    '{"times": %s, "timed_out": 0, "backward": []}', '{"times": %s, "timed_out": 0, "backward": [[0]]}',
+    '{"times": %s, "timed_out": 0, "backward": []}',
+    '{"times": %s, "timed_out": 0, "backward": [[0]]}',
     '{"times": %s, "timed_out": 0, "backward": [[99999]]}',
-    '{"times": %s, "timed_out": 0, "backward": ["abc"]}', '{"times": %s, "timed_out": 0, "backward": 7}',
+    '{"times": %s, "timed_out": 0, "backward": ["abc"]}',
+    '{"times": %s, "timed_out": 0, "backward": 7}',
 ])
 def test_a_broken_entry_is_ignored_and_replaced(tmp_path: Path, damage: str) -> None:
     cache = OptionCache(tmp_path)
