@@ -44,6 +44,9 @@ class CNode:
     """Bytes allocated and freed again while it runs, beyond inputs and outputs."""
     random: bool = False
     """Draws from a generator: a recomputation restores the generator's state."""
+    overwritable: tuple[int, ...] = ()
+    """Inputs that may take the (only) output's place when they die here: no bytes are allocated
+    then."""
 
 
 @dataclass(frozen=True)

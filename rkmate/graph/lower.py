@@ -17,6 +17,7 @@ from torch import fx
 from rkmate.errors import CaptureError
 from rkmate.graph.capture import Source
 from rkmate.graph.cd import CDGraph, CNode, DNode
+from rkmate.graph.overwrite import overwrites
 from rkmate.graph.simplify import Joint, is_backward, is_random, is_view
 
 
@@ -142,8 +143,12 @@ class _Builder:
                                "tensors can be planned; the value depends on data. rkmate.dtr runs "
                                "such models")
         inputs = dict.fromkeys(self.storage[n] for n in node.all_input_nodes)
+        ways = overwrites(node, self.storage.__getitem__)
+        places = (self.storage[node.args[w.argument]] for w in ways)  # type: ignore[index]
         self.c.append(CNode(node.name, phase, tuple(i for i in inputs if isinstance(i, int)),
-                            tuple(outputs), random=is_random(node)))
+                            tuple(outputs), random=is_random(node),
+                            overwritable=tuple(p for p in places if isinstance(p, int)
+                                               and p not in self.tangents)))
         self.operation.append(node)
 
     def finish(self, loss: int) -> Program:

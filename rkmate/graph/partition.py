@@ -164,7 +164,8 @@ def _block(cd: CDGraph, b: int, of: tuple[int, ...], cuts: tuple[frozenset[int],
     graph = CDGraph(
         nodes,
         tuple(replace(cd.c[i], inputs=tuple(local[j] for j in cd.c[i].inputs),
-                      outputs=tuple(local[j] for j in cd.c[i].outputs)) for i in c),
+                      outputs=tuple(local[j] for j in cd.c[i].outputs),
+                      overwritable=tuple(local[j] for j in cd.c[i].overwritable)) for i in c),
         loss, inputs, tuple(local[j] for j in sorted(cuts[b + 1] | held) if j in made),
         tuple(local[j] for j in incoming), tuple(local[j] for j in outgoing), exits)
     return Block(b, tuple(c), tuple(d), graph.verify())

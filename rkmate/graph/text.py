@@ -12,6 +12,7 @@ from torch import fx
 from rkmate.graph.capture import Source
 from rkmate.graph.partition import Block
 from rkmate.graph.lower import Program
+from rkmate.graph.overwrite import overwrites
 from rkmate.graph.simplify import is_view
 
 
@@ -37,9 +38,18 @@ def literal(value: Any) -> str:
 
 def operator_name(node: fx.Node) -> str:
     """``aten.mm`` for ``aten.mm.default``; overloads other than the default are spelled out."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return _spelled(node.target)
+
+
+def _spelled(target: torch._ops.OpOverload) -> str:
     return f"{target.namespace}.{target._opname}.{target._overloadname}"
+
+
+def operator_namespace(node: fx.Node) -> str:
+    """``aten`` for ``aten.mm.default``; empty for what is no operation."""
+    target = node.target
+    return str(target.namespace) if isinstance(target, torch._ops.OpOverload) else ""
 
 
 class BlockNames:
@@ -125,6 +135,19 @@ class Expressions:
         args = [self.argument(a) for a in node.args]
         args += [f"{k}={self.argument(v)}" for k, v in node.kwargs.items()]
         return f"{operator_name(node)}({', '.join(args)})"
+
+    def call_over(self, node: fx.Node, place: int) -> str:
+        """The call of an operation that writes its result over the D node `place`."""
+        way = next(w for w in overwrites(node, self.program.storage.__getitem__)
+                   if self.program.storage[node.args[w.argument]] == place)  # type: ignore[index]
+        arguments = list(node.args)
+        if way.swapped:
+            arguments[:2] = reversed(arguments[:2])
+        args = [self.argument(a) for a in arguments]
+        args += [f"{k}={self.argument(v)}" for k, v in node.kwargs.items()]
+        if way.keyword is not None:
+            args.append(f"{way.keyword}={self.argument(node.args[way.argument])}")
+        return f"{_spelled(way.target)}({', '.join(args)})"
 
     def argument(self, value: Any) -> str:
         """The expression of an argument."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from rkmate.graph.cd import CDGraph
 from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import Compute, Forget, Loss, Schedule, from_order
+from rkmate.schedule.steps import Compute, Loss, Schedule, forgotten_after, from_order
 
 _ROUNDS = 8
 
@@ -62,11 +62,7 @@ def without_waste(graph: CDGraph, schedule: Schedule, held: tuple[int, ...]) -> 
             if not isinstance(step, Compute):
                 continue
             if step.c in seen:
-                gone = set()
-                for later in steps[k + 1:]:
-                    if not isinstance(later, Forget):
-                        break
-                    gone.add(later.d)
+                gone = forgotten_after(steps, k)
                 if all(j in gone or j in held for j in graph.c[step.c].outputs):
                     wasted.add(k)
             seen.add(step.c)
@@ -89,11 +85,7 @@ def _keep_more(graph: CDGraph, schedule: Schedule, budget: int, held: tuple[int,
             continue
         node = graph.c[step.c]
         if step.c in seen:
-            gone = set()
-            for later in steps[k + 1:]:
-                if not isinstance(later, Forget):
-                    break
-                gone.add(later.d)
+            gone = forgotten_after(steps, k)
             gaps = [(last_use[j], k, graph.d[j].size) for j in node.outputs
                     if j not in gone and j not in held]
             area = sum(size * (b - a) for a, b, size in gaps)

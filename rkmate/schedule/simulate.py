@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rkmate.errors import ScheduleError
 from rkmate.graph.cd import CDGraph
-from rkmate.schedule.steps import Compute, Forget, Loss, Schedule
+from rkmate.schedule.steps import Compute, Forget, Loss, Schedule, overwritten
 
 
 _SCALARS = 256
@@ -46,6 +46,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
     fixed = set(graph.inputs)
     live = peak = peak_at = saved = 0
     seconds = 0.0
+    taken: set[int] = set()
     seen_loss = False
     ran: set[int] = set()
     timeline: list[int] = []
@@ -60,6 +61,11 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                     raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
             # A second run creates all of the outputs anew, also those that are still there.
             again = 0
+            place = overwritten(graph, schedule.steps, k)
+            if place is not None:
+                # The output takes the input's storage: when the input is forgotten, nothing is freed.
+                live -= graph.d[place].size
+                taken.add(place)
             for j in node.outputs:
                 if j in alive:
                     again += graph.d[j].size
@@ -75,7 +81,10 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
             if step.d in held:
                 raise ScheduleError(f"step {k}: forgets {graph.d[step.d].name}, which the user holds")
             alive.discard(step.d)
-            live -= graph.d[step.d].size
+            if step.d in taken:
+                taken.discard(step.d)
+            else:
+                live -= graph.d[step.d].size
             now = live
         elif isinstance(step, Loss):
             missing = [j for j in graph.outputs if j not in alive and j not in fixed]

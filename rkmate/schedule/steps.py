@@ -67,6 +67,33 @@ class Schedule:
         return {i: n - 1 for i, n in counts.items() if n > 1}
 
 
+def overwritten(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
+    """The D node whose storage the computation at step `k` takes for its output, if any.
+
+    It does where an input that may be overwritten is forgotten right after it, and the output is
+    not.
+    """
+    step = steps[k]
+    assert isinstance(step, Compute)
+    node = graph.c[step.c]
+    if not node.overwritable:
+        return None
+    gone = forgotten_after(steps, k)
+    if node.outputs[0] in gone:
+        return None
+    return next((j for j in node.overwritable if j in gone), None)
+
+
+def forgotten_after(steps: Sequence[Step], k: int) -> set[int]:
+    """The D nodes that are forgotten right after step `k`."""
+    gone: set[int] = set()
+    for step in steps[k + 1:]:
+        if not isinstance(step, Forget):
+            break
+        gone.add(step.d)
+    return gone
+
+
 def save_all(graph: CDGraph) -> Schedule:
     """Every computation once, in the graph's order: nothing is forgotten that is needed again."""
     return from_order(graph, range(len(graph.c)), graph.loss)
