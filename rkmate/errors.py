@@ -49,5 +49,9 @@ class BackwardError(RkmateError, RuntimeError):
     """A backward that cannot be done: twice through one forward, or a double backward."""
 
 
+class MissingExtra(RkmateError, ImportError):
+    """An optional package is not installed: the message names the extra that brings it."""
+
+
 class RkmateWarning(UserWarning):
     """Something works, but not as asked: the message says what is lost."""

@@ -1,0 +1,128 @@
+"""Pictures of a plan's graphs in files: SVG, PNG, PDF or DOT, by the suffix."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import graphviz
+
+from rkmate.errors import ArgumentError, RkmateWarning
+from rkmate.graph.cut import PRELUDE
+from rkmate.plan import Drawable, Plan
+from rkmate.show.graphs import (
+    Link,
+    block_graph,
+    captured_graph,
+    chain_graph,
+    collapsed_graph,
+    no_links,
+    simplified_graph,
+)
+from rkmate.show.replay import replay
+
+WHAT: tuple[Drawable, ...] = ("chain", "forward", "simplified", "block", "schedule")
+_TEXT = (".dot", ".gv")
+_SUFFIXES = (".svg", ".png", ".pdf", *_TEXT)
+LEGIBLE = 250
+"""Nodes on one page; larger graphs are collapsed to their blocks, each on a page of its own."""
+NO_DOT = ("the program 'dot' was not found: install Graphviz (apt-get install graphviz, brew install "
+          "graphviz, conda install graphviz, or https://graphviz.org/download)")
+
+
+def draw(plan: Plan, path: str | Path, what: Drawable, block: int | str | None,
+         legible: int = LEGIBLE) -> Path:
+    """Draw into a file; see `rkmate.Plan.draw`. Returns the path of what was written."""
+    path = Path(path)
+    if what not in WHAT:
+        raise ArgumentError(f"what is {what!r}; it should be one of {', '.join(WHAT)}")
+    if path.suffix not in _SUFFIXES:
+        raise ArgumentError(f"path is {str(path)!r}; its suffix should be one of {', '.join(_SUFFIXES)}")
+    if (block is None) != (what in ("chain", "forward", "simplified")):
+        raise ArgumentError(f"what is {what!r} and block is {block!r}; a block (a number, or the label "
+                            'of a class) goes with "block" and "schedule", and only with them')
+    if what == "schedule":
+        if path.suffix in _TEXT:
+            raise ArgumentError("a schedule is no graph: write it as .svg, .png or .pdf")
+        from rkmate.show.timeline import draw_block_schedule
+
+        return draw_block_schedule(plan, block_number(plan, block), path)
+    if what == "block":
+        return write(block_graph(plan, block_number(plan, block), replay(plan)), path)
+    if what == "chain":
+        return _with_pages(plan, path, lambda link: chain_graph(plan, replay(plan), link),
+                           lambda b: block_graph(plan, b, replay(plan)), start=False)
+    nodes = len(plan.graph.captured) if what == "forward" else plan.graph.loss
+    make = captured_graph if what == "forward" else simplified_graph
+    if nodes <= legible:
+        return write(make(plan), path)
+    return _with_pages(plan, path, lambda link: collapsed_graph(plan, what, link),
+                       lambda b: make(plan, [b]), start=PRELUDE in plan.graph.block_c)
+
+
+def block_number(plan: Plan, block: int | str | None) -> int:
+    """A block by number or by the label of its class (the first of them). Raises `ArgumentError`."""
+    labels = [b.label for b in plan.blocks]
+    if isinstance(block, str) and block in labels:
+        return labels.index(block)
+    if isinstance(block, str) and block.isdigit():
+        block = int(block)
+    if isinstance(block, int) and not isinstance(block, bool) and 0 <= block < len(labels):
+        return block
+    raise ArgumentError(f"block is {block!r}; it should be a number from 0 to {len(labels) - 1}, or "
+                        f"one of the classes {', '.join(dict.fromkeys(labels))}")
+
+
+def page_of(plan: Plan, block: int) -> int:
+    """The first block of the same class: identical blocks share a page."""
+    label = plan.blocks[block].label
+    return next(b for b, info in enumerate(plan.blocks) if info.label == label)
+
+
+def _with_pages(plan: Plan, path: Path, main: Callable[[Link], graphviz.Digraph],
+                page: Callable[[int], graphviz.Digraph], start: bool) -> Path:
+    """A picture whose nodes link to one page for each class of blocks. DOT text has no pages."""
+    if path.suffix in _TEXT:
+        return write(main(no_links), path)
+    folder = path.with_name(f"{path.stem}_blocks")
+
+    def name(block: int) -> str:
+        return f"start{path.suffix}" if block == PRELUDE else \
+            f"class_{plan.blocks[block].label}{path.suffix}"
+
+    written = write(main(lambda b: f"{folder.name}/{name(b)}"), path)
+    if written == path:
+        folder.mkdir(exist_ok=True)
+        for b in {page_of(plan, b) for b in range(len(plan.blocks))} | ({PRELUDE} if start else set()):
+            write(page(b), folder / name(b))
+    return written
+
+
+def has_dot() -> bool:
+    """Whether Graphviz can draw here."""
+    return shutil.which("dot") is not None
+
+
+def svg(graph: graphviz.Digraph) -> str:
+    """The picture as an SVG element, to be put into a page. Needs `has_dot`."""
+    text = str(graph.pipe(format="svg", encoding="utf-8"))
+    return text[text.index("<svg"):]
+
+
+def write(graph: graphviz.Digraph, path: Path) -> Path:
+    """Write one graph; without the ``dot`` program its DOT text, with a warning."""
+    if path.suffix in _TEXT:
+        path.write_text(graph.source, encoding="utf-8")
+        return path
+    if not has_dot():
+        beside = path.with_suffix(".dot")
+        beside.write_text(graph.source, encoding="utf-8")
+        warnings.warn(f"{path.name} was not drawn, its DOT text is in {beside}: {NO_DOT}",
+                      RkmateWarning, stacklevel=4)
+        return beside
+    if path.suffix == ".png":
+        graph.attr(dpi="110", bgcolor="white")
+    path.write_bytes(graph.pipe(format=path.suffix[1:]))
+    return path

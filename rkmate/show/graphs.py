@@ -1,0 +1,274 @@
+"""Graphs of a plan as DOT text: the chain, the forward graph, one block's computations and data.
+
+The styles follow the Rockmate paper's figures 8, 10, 11, 13 and 14: computations are boxes, data are
+ellipses, forward and backward differ in colour, constants and the loss have shapes of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import graphviz
+
+from rkmate.graph.cut import PRELUDE
+from rkmate.plan import Plan
+from rkmate.show import styles
+from rkmate.show.amounts import count, duration, size
+from rkmate.show.replay import Replay
+
+Link = Callable[[int], str | None]
+"""The address of a block's own page; None: no link."""
+
+
+def no_links(block: int) -> str | None:
+    """Blocks without pages."""
+    return None
+
+
+def block_name(plan: Plan, block: int) -> str:
+    """``block 3 (B)``."""
+    return "at the start" if block == PRELUDE else f"block {block} ({plan.blocks[block].label})"
+
+
+def short_path(path: str, within: str) -> str:
+    """A module path inside another one's, for labels."""
+    if path == within:
+        return ""
+    return path.removeprefix(f"{within}.") if within else path
+
+
+def chain_graph(plan: Plan, replayed: Replay, link: Link = no_links) -> graphviz.Digraph:
+    """The chain of blocks, identical ones in one colour, with what each carries and keeps."""
+    graph = _graph("chain", rankdir="TB")
+    colours = styles.class_colours([b.label for b in plan.blocks])
+    counts = Counter(b.label for b in plan.blocks)
+    kept, whole = block_memory(plan, replayed)
+    if PRELUDE in plan.graph.block_c:
+        graph.node("prelude", _lines("computed once, kept",
+                                     count(len(plan.graph.block_c[PRELUDE]), "operation")),
+                   shape="hexagon", fillcolor=styles.CONSTANT)
+    for b, info in enumerate(plan.blocks):
+        again = plan_recomputed(replayed, b)
+        lines = [f"{b}  ·  class {info.label}" + (f"  (one of {counts[info.label]})"
+                                                  if counts[info.label] > 1 else ""),
+                 info.path or "(the model itself)",
+                 f"{info.forward_nodes} forward, {info.backward_nodes} backward",
+                 f"keeps {size(kept[b])} of {size(whole[b])}",
+                 f"redoes {duration(again)}" if again else "redoes nothing"]
+        graph.node(f"b{b}", _lines(*lines), fillcolor=colours[info.label], URL=link(b),
+                   tooltip=f"{block_name(plan, b)}: {info.path}")
+        if b:
+            graph.edge(f"b{b - 1}", f"b{b}", label="  " + _cut_label(plan, b))
+    graph.node("loss", "loss", shape="octagon", fillcolor=styles.LOSS, color=styles.LOSS_LINE)
+    if plan.blocks:
+        graph.edge(f"b{len(plan.blocks) - 1}", "loss")
+    return graph
+
+
+def _cut_label(plan: Plan, b: int) -> str:
+    cut = plan.graph.cuts[b] if b < len(plan.graph.cuts) else ()
+    total = sum(plan.graph.storages[j].size for j in cut)
+    return f"{count(len(cut), 'tensor')}, {size(total)}" if len(cut) != 1 else size(total)
+
+
+def block_memory(plan: Plan, replayed: Replay) -> tuple[dict[int, int], dict[int, int]]:
+    """Per block: bytes of its forward storages kept for the backward, and of all that could be."""
+    g = plan.graph
+    kept: dict[int, int] = dict.fromkeys(g.block_c, 0)
+    whole: dict[int, int] = dict.fromkeys(g.block_c, 0)
+    needed = {j for c in g.computations[g.loss:] for j in c.inputs} | set(g.held)
+    for j, storage in enumerate(g.storages):
+        maker = g.maker[j]
+        if maker is None or maker >= g.loss:
+            continue
+        block = g.computations[maker].block
+        if j in replayed.alive_at_loss:
+            kept[block] += storage.size
+        if j in needed or j in replayed.alive_at_loss:
+            whole[block] += storage.size
+    return kept, whole
+
+
+def plan_recomputed(replayed: Replay, block: int) -> float:
+    """Seconds of a block's recomputations."""
+    return sum(t for c, t in replayed.recomputed_seconds.items()
+               if replayed.graph.computations[c].block == block)
+
+
+def captured_graph(plan: Plan, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
+    """The forward as captured: operations, and in white what simplification takes away."""
+    graph = _graph("captured")
+    colours = styles.class_colours([b.label for b in plan.blocks])
+    wanted = None if blocks is None else set(blocks)
+    nodes = plan.graph.captured
+    inside = {k for k, n in enumerate(nodes) if wanted is None or n.block in wanted}
+    for k in sorted(inside):
+        n = nodes[k]
+        fill = styles.CONSTANT if n.block == PRELUDE else colours[plan.blocks[n.block].label]
+        style = {"operation": "filled,rounded", "view": "rounded,dashed", "dropped": "dotted"}[n.kind]
+        within = "" if n.block == PRELUDE else plan.blocks[n.block].path
+        graph.node(f"n{k}", _lines(n.operation, short_path(n.path, within)), style=style,
+                   fillcolor=fill if n.kind == "operation" else styles.VIEW,
+                   tooltip=f"{n.name}: {n.kind}, {n.path or 'the model'}")
+        _edges(graph, k, [j for j in n.inputs if j in inside])
+    return graph
+
+
+def simplified_graph(plan: Plan, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
+    """The forward after simplification: one node for each computation, one frame for each block."""
+    graph = _graph("simplified")
+    g = plan.graph
+    colours = styles.class_colours([b.label for b in plan.blocks])
+    wanted = sorted(g.block_c if blocks is None else set(blocks))
+    inside: set[int] = set()
+    for b in wanted:
+        label = "computed once, kept" if b == PRELUDE else \
+            f"{block_name(plan, b)}  {plan.blocks[b].path}"
+        with graph.subgraph(name=f"cluster_{b + 1}") as frame:
+            frame.attr(label=label, color=styles.FAINT, style="rounded", fontcolor=styles.FAINT,
+                       labeljust="l")
+            for i in g.block_c.get(b, ()):
+                if i >= g.loss:
+                    continue
+                inside.add(i)
+                c = g.computations[i]
+                total = sum(g.storages[j].size for j in c.outputs)
+                constant = c.constant or b == PRELUDE
+                frame.node(f"n{i}", _lines(c.operation, short_path(c.path, "" if b == PRELUDE else
+                                                                   plan.blocks[b].path), size(total)),
+                           fillcolor=styles.CONSTANT if constant else colours[plan.blocks[b].label],
+                           shape="hexagon" if constant else "box",
+                           tooltip=f"{c.name}, {c.path or 'the model'}")
+    for i in sorted(inside):
+        makers = {m for j in g.computations[i].inputs if (m := g.maker[j]) is not None}
+        _edges(graph, i, sorted(makers & inside))
+    return graph
+
+
+def collapsed_graph(plan: Plan, what: str, link: Link) -> graphviz.Digraph:
+    """One node for each block, with the edges between them; each node links to its own page."""
+    graph = _graph(what)
+    g = plan.graph
+    colours = styles.class_colours([b.label for b in plan.blocks])
+    if what == "forward":
+        where = [n.block for n in g.captured]
+        pairs = {(where[j], n.block) for n in g.captured for j in n.inputs}
+    else:
+        where = [c.block for c in g.computations[:g.loss]]
+        pairs = {(g.computations[m].block, c.block) for c in g.computations[:g.loss]
+                 for j in c.inputs if (m := g.maker[j]) is not None}
+    number = Counter(where)
+    for b in sorted(number):
+        name, path, fill = ("at the start", "computed once, kept", styles.CONSTANT) \
+            if b == PRELUDE else (block_name(plan, b), plan.blocks[b].path,
+                                  colours[plan.blocks[b].label])
+        graph.node(f"b{b}", _lines(name, path, count(number[b], "operation")), fillcolor=fill,
+                   URL=link(b), tooltip=f"open {name}")
+    for a, b in sorted(pairs):
+        # What every block reads from the start would only hide the chain.
+        if a != b and a != PRELUDE:
+            graph.edge(f"b{a}", f"b{b}")
+    return graph
+
+
+def block_graph(plan: Plan, block: int, replayed: Replay) -> graphviz.Digraph:
+    """One block's computations and data, forward and backward, as the plan runs them."""
+    g, info = plan.graph, plan.blocks[block]
+    graph = _graph("block")
+    graph.attr(label=f"{block_name(plan, block)}  {info.path}", labelloc="t", fontsize="16")
+    mine = g.block_c[block]
+    touched = sorted({j for i in mine for j in (*g.computations[i].inputs,
+                                                *g.computations[i].outputs)})
+    members = set(mine)
+    for j in touched:
+        _data_node(graph, plan, j, replayed, members)
+    for i in mine:
+        c = g.computations[i]
+        again = i in replayed.recomputed_seconds
+        extra = f" + {size(c.overhead)}" if c.overhead else ""
+        lines = [c.operation, short_path(c.path, info.path), f"{duration(c.seconds)}{extra}"]
+        if again:
+            lines.append("runs again")
+        forward = c.phase == "forward"
+        fill, line = (styles.FORWARD, styles.FORWARD_LINE) if forward else \
+            (styles.BACKWARD, styles.BACKWARD_LINE)
+        graph.node(f"c{i}", _lines(*lines), fillcolor=styles.AGAIN_FILL if again else fill,
+                   color=styles.AGAIN if again else line, penwidth="2" if again else "1.2",
+                   shape="hexagon" if c.constant else "box",
+                   tooltip=f"{c.name}, {c.path or 'the model'}")
+        for j in c.inputs:
+            graph.edge(f"d{j}", f"c{i}")
+        for j in c.outputs:
+            graph.edge(f"c{i}", f"d{j}")
+    _loss_node(graph, plan, block, touched)
+    _legend(graph)
+    return graph
+
+
+def _data_node(graph: graphviz.Digraph, plan: Plan, j: int, replayed: Replay,
+               members: set[int]) -> None:
+    g = plan.graph
+    d, maker = g.storages[j], g.maker[j]
+    outside = maker is None or maker not in members
+    kept = d.kind != "grad" and j in replayed.alive_at_loss
+    constant = maker is not None and g.computations[maker].block == PRELUDE
+    lines = [d.name, size(d.size)]
+    if outside:
+        lines.append("from the start" if constant else "from outside")
+    styled = ["filled"]
+    if d.kind == "saved":
+        styled.append("dashed")
+    if outside:
+        styled.append("dotted")
+    graph.node(f"d{j}", _lines(*lines), shape="ellipse", style=",".join(styled),
+               fillcolor=styles.CONSTANT if constant else styles.KEPT if kept else "white",
+               color=styles.BACKWARD_LINE if d.kind == "grad" else styles.KEPT_LINE if kept
+               else styles.FAINT, margin="0.02",
+               tooltip=f"{d.name} {d.shape}: {'kept' if kept else d.kind}")
+
+
+def _loss_node(graph: graphviz.Digraph, plan: Plan, block: int, touched: list[int]) -> None:
+    """Between what leaves the block's forward and the gradients that come back."""
+    g = plan.graph
+    made = {j for i in g.block_c[block] if i < g.loss for j in g.computations[i].outputs}
+    leaving = made & (set(g.cuts[block + 1]) if block + 1 < len(g.cuts) else set())
+    leaving |= made & set(g.outputs)
+    own = {j for i in g.block_c[block] for j in g.computations[i].outputs}
+    arriving = [j for j in touched if g.storages[j].kind == "grad" and j not in own]
+    graph.node("loss", "loss" if block == len(plan.blocks) - 1 else "later blocks, loss",
+               shape="octagon", fillcolor=styles.LOSS, color=styles.LOSS_LINE)
+    for j in sorted(leaving):
+        graph.edge(f"d{j}", "loss")
+    for j in arriving:
+        graph.edge("loss", f"d{j}")
+
+
+def _legend(graph: graphviz.Digraph) -> None:
+    rows = (("forward computation", styles.FORWARD), ("backward computation", styles.BACKWARD),
+            ("runs again in the backward", styles.AGAIN_FILL), ("data kept for the backward", styles.KEPT),
+            ("data forgotten, or gradient", "white"), ("constant", styles.CONSTANT))
+    cells = "".join(f'<TR><TD BGCOLOR="{colour}" WIDTH="18"></TD><TD ALIGN="LEFT">{text}</TD></TR>'
+                    for text, colour in rows)
+    graph.node("legend", f'<<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="2" COLOR="{styles.FAINT}">'
+                         f'{cells}</TABLE>>', shape="plain", style="")
+
+
+def _graph(name: str, rankdir: str = "TB") -> graphviz.Digraph:
+    graph = graphviz.Digraph(name)
+    graph.attr(rankdir=rankdir, fontname=styles.FONT, nodesep="0.25", ranksep="0.35", pad="0.2",
+               bgcolor="transparent")
+    graph.attr("node", shape="box", style="filled,rounded", fontname=styles.FONT, fontsize="11",
+               color=styles.FAINT, fontcolor=styles.INK, fillcolor="white", margin="0.15,0.07")
+    graph.attr("edge", fontname=styles.FONT, fontsize="10", color=styles.FAINT,
+               fontcolor=styles.FAINT, arrowsize="0.6")
+    return graph
+
+
+def _lines(*parts: str) -> str:
+    return "\n".join(graphviz.escape(p) for p in parts if p)
+
+
+def _edges(graph: graphviz.Digraph, to: int, froms: Iterable[int]) -> None:
+    for j in dict.fromkeys(froms):
+        graph.edge(f"n{j}", f"n{to}")

@@ -1,0 +1,194 @@
+"""Memory over time, predicted and measured; and which block is in memory when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rkmate.measure.meter import Peak
+from rkmate.plan import Plan
+from rkmate.show import styles
+from rkmate.show.amounts import duration, size
+from rkmate.show.graphs import block_memory, block_name, short_path
+from rkmate.show.plots import figure, save, styled
+from rkmate.show.replay import KIND_NAMES, KINDS, Replay, replay
+
+_MIB = float(1 << 20)
+_MOST_ROWS = 60
+"""Blocks in the lower picture; of longer chains, every second, third, ... is shown."""
+
+
+def plot_timeline(plan: Plan, path: str | Path | None, measured: Peak[Any] | None,
+                  title: str) -> Any:
+    """See `rkmate.Plan.plot`."""
+    replayed = replay(plan)
+    every = -(-len(plan.blocks) // _MOST_ROWS)
+    rows = list(range(0, len(plan.blocks), every))
+    height = max(1.2, 0.24 * len(rows) + 0.7)
+    with styled():
+        made, (top, bottom) = figure(9.0, 3.6 + height, nrows=2, sharex=True,
+                                     height_ratios=[3.6, height])
+        draw_memory(top, plan, replayed, measured)
+        draw_blocks(bottom, plan, replayed, rows)
+        top.set_title(title or f"{plan.planner}: peak {size(plan.peak_bytes)}, budget "
+                               f"{size(plan.budget_bytes)}, time {plan.overhead:+.1%}")
+    save(made, path)
+    return made
+
+
+def draw_memory(axes: Any, plan: Plan, replayed: Replay, measured: Peak[Any] | None) -> None:
+    """Stacked levels by kind, the budget, the peak and the end of the forward."""
+    scale, unit = _time_unit(replayed.seconds)
+    edges, levels = _steps(replayed)
+    used = [k for k in range(len(KINDS)) if levels[k].any()]
+    axes.stackplot(edges * scale, *(levels[k] / _MIB for k in used), step=None, linewidth=0,
+                   colors=[styles.KIND_COLOURS[KINDS[k]] for k in used],
+                   labels=[KIND_NAMES[KINDS[k]] for k in used])
+    highest = max(plan.budget_bytes, replayed.peak)
+    if measured is not None:
+        times, heights = _measured(measured, replayed.seconds)
+        axes.step(times * scale, heights / _MIB, where="post", color=styles.MEASURED, linewidth=0.9,
+                  label=f"measured: {size(measured.peak)}")
+        highest = max(highest, measured.peak)
+    top = highest / _MIB * 1.16
+    axes.axhline(plan.budget_bytes / _MIB, color=styles.BUDGET, linewidth=1.0, linestyle="--",
+                 label=f"budget: {size(plan.budget_bytes)}")
+    end = replayed.loss_seconds * scale
+    axes.axvline(end, color=styles.INK, linewidth=0.8, linestyle=":")
+    gap = replayed.seconds * scale * 0.008
+    axes.text(end - gap, top * 0.99, "forward", ha="right", va="top", color=styles.FAINT)
+    axes.text(end + gap, top * 0.99, "backward", ha="left", va="top", color=styles.FAINT)
+    peak = replayed.moments[replayed.peak_at]
+    axes.plot([(peak.start + peak.end) / 2 * scale], [replayed.peak / _MIB], marker="v", markersize=6,
+              color=styles.INK, linestyle="none", label=f"peak: {size(replayed.peak)}", clip_on=False)
+    axes.set_ylim(0, top)
+    axes.set_xlim(0, replayed.seconds * scale)
+    axes.set_ylabel("memory in MiB")
+    axes.tick_params(labelbottom=True)
+    axes.set_xlabel(f"predicted time in {unit}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, alignment="left",
+                title="in memory" if measured is None else
+                f"in memory (measured step: {duration(measured.seconds)},\nscaled to the prediction)")
+
+
+def draw_blocks(axes: Any, plan: Plan, replayed: Replay, rows: list[int]) -> None:
+    """Per block: when it runs, and how much of what its backward may need is in memory."""
+    scale, unit = _time_unit(replayed.seconds)
+    kept, whole = block_memory(plan, replayed)
+    starts = np.array([m.start for m in replayed.moments])
+    ends = np.append(starts[1:], replayed.seconds)
+    for row, b in enumerate(rows):
+        levels = np.array(replayed.block_bytes(b), dtype=float)
+        most = max(float(levels.max(initial=0)), float(whole[b]), 1.0)
+        edges = np.ravel(np.column_stack((starts, ends))) * scale
+        axes.fill_between(edges, row + 0.42, row + 0.42 - 0.8 * np.repeat(levels / most, 2),
+                          color=styles.KEPT_LINE, alpha=0.55, linewidth=0)
+    place = {b: row for row, b in enumerate(rows)}
+    runs: dict[str, list[tuple[float, float, float]]] = {"forward": [], "backward": [], "again": []}
+    for m in replayed.moments:
+        if m.computation is None:
+            continue
+        c = replayed.graph.computations[m.computation]
+        if c.block in place:
+            runs["again" if m.again else c.phase].append((m.start, m.end, place[c.block]))
+    for kind, colour, label in (("forward", styles.FORWARD_LINE, "forward"),
+                                ("backward", styles.BACKWARD_LINE, "backward"),
+                                ("again", styles.AGAIN, "recomputation")):
+        spans = runs[kind]
+        if spans:
+            axes.barh([r + 0.42 for _, _, r in spans], [(e - s) * scale for s, e, _ in spans],
+                      left=[s * scale for s, _, _ in spans], height=0.16, color=colour, label=label,
+                      linewidth=0)
+    axes.fill_between([], [], color=styles.KEPT_LINE, alpha=0.55, linewidth=0,
+                      label="its activations in memory")
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), [_row_name(plan, b) for b in rows], fontsize=7)
+    axes.tick_params(axis="y", length=0)
+    axes.axvline(replayed.loss_seconds * scale, color=styles.INK, linewidth=0.8, linestyle=":")
+    axes.set_xlabel(f"predicted time in {unit}")
+    axes.set_title("blocks: when they run, and what of them is in memory", fontsize=9)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+
+
+def draw_block_schedule(plan: Plan, block: int, path: Path) -> Path:
+    """Rows: a block's tensors. Columns: the steps that touch the block, in order."""
+    replayed = replay(plan)
+    made = block_schedule(plan, block, replayed)
+    save(made, path)
+    return path
+
+
+def block_schedule(plan: Plan, block: int, replayed: Replay) -> Any:
+    """The figure of `draw_block_schedule`."""
+    g = plan.graph
+    columns = [k for k, m in enumerate(replayed.moments) if m.computation is not None
+               and g.computations[m.computation].block == block]
+    mine = {j for i in g.block_c[block] for j in g.computations[i].outputs}
+    storages = sorted((j for j in mine if g.storages[j].size), key=lambda j: (g.maker[j] or 0, j))
+    row = {j: r for r, j in enumerate(storages)}
+    with styled():
+        made, axes = figure(max(5.0, 0.22 * len(columns) + 3.0), max(2.0, 0.2 * len(row) + 1.8))
+        for j, first, last, again in replayed.spans:
+            if j not in row:
+                continue
+            inside = [x for x, k in enumerate(columns) if first <= k < last]
+            if not inside:
+                continue
+            gradient = g.storages[j].kind == "grad"
+            colour = styles.KIND_COLOURS["gradients" if gradient else
+                                         "recomputed" if again else "kept"]
+            axes.barh(row[j], inside[-1] - inside[0] + 1, left=inside[0] - 0.5, height=0.72,
+                      color=colour, linewidth=0)
+        names, colours = [], []
+        for k in columns:
+            m = replayed.moments[k]
+            assert m.computation is not None
+            names.append(g.computations[m.computation].operation)
+            forward = g.computations[m.computation].phase == "forward"
+            colours.append(styles.AGAIN if m.again else
+                           styles.FORWARD_LINE if forward else styles.BACKWARD_LINE)
+        axes.set_xticks(range(len(columns)), names, rotation=90, fontsize=7)
+        for tick, colour in zip(axes.get_xticklabels(), colours, strict=True):
+            tick.set_color(colour)
+        axes.set_yticks(range(len(storages)),
+                        [f"{g.storages[j].name}  {size(g.storages[j].size)}" for j in storages],
+                        fontsize=7)
+        axes.set_ylim(len(storages) - 0.4, -0.6)
+        axes.set_xlim(-0.6, len(columns) - 0.4)
+        passed = sum(k < replayed.loss_at for k in columns)
+        axes.axvline(passed - 0.5, color=styles.INK, linewidth=0.8, linestyle=":")
+        axes.grid(axis="x", color="#eceff1", linewidth=0.5)
+        axes.set_axisbelow(True)
+        axes.set_title(f"{block_name(plan, block)} {plan.blocks[block].path}: green kept, orange "
+                       "recomputed, purple gradients", fontsize=9)
+    return made
+
+
+def _steps(replayed: Replay) -> tuple[Any, Any]:
+    """Edges in seconds and, per kind, the level at each edge (two edges for each step)."""
+    computing = [m for m in replayed.moments if m.computation is not None or m.bytes[-1]]
+    times = np.array([[m.start, m.end] for m in computing]).ravel()
+    levels = np.array([m.bytes for m in computing], dtype=float).T
+    return times, np.repeat(levels, 2, axis=1)
+
+
+def _measured(measured: Peak[Any], seconds: float) -> tuple[Any, Any]:
+    """Measured levels on the predicted step's axis of time."""
+    times = np.array([0.0, *(t for t, _ in measured.timeline)])
+    last = times[-1] if times[-1] > 0 else 1.0
+    return times / last * seconds, np.array([0.0, *(b for _, b in measured.timeline)])
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+
+
+def _row_name(plan: Plan, block: int) -> str:
+    info = plan.blocks[block]
+    path = info.path if len(info.path) <= 28 else f"...{info.path[-25:]}"
+    return f"{path}  {info.label}{block}"
+
+
+__all__ = ["block_schedule", "draw_block_schedule", "plot_timeline", "short_path"]
