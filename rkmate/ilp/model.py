@@ -112,7 +112,7 @@ class BlockModel:
         return pulp.LpVariable(name, 0, upper, category)
 
     def _add(self, terms: _Terms, sense: int, right: float, name: str) -> None:
-        """sum of terms <sense> right."""
+        """Add a constraint: the sum of the terms <sense> right."""
         self.problem.addConstraint(
             pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, right))
 

@@ -33,10 +33,9 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
     settings = settings or OptionSettings()
     if workers is not None and workers < 1:
         raise ArgumentError(f"workers is {workers}; it should be at least 1")
-    if isinstance(cache, bool):
-        store = OptionCache(cache_folder()) if cache else None
-    else:
-        store = cache
+    if cache is True:
+        cache = OptionCache(cache_folder())
+    store = cache or None
     results: list[OptionSet | None] = [None] * len(graphs)
     todo: list[int] = []
     done = 0
@@ -74,7 +73,7 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
                 return
             try:
                 finished.put((i, block_options(graphs[i], settings, stop=stop)))
-            except BaseException as error:  # noqa: BLE001  (handed to the caller)
+            except BaseException as error:   # handed to the caller, who raises it
                 finished.put((i, error))
                 return
 

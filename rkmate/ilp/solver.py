@@ -88,6 +88,7 @@ class HighsSolver:
 
     def solve(self, m_peak: int, m_save: int, *, time_limit: float, gap: float,
               start: dict[str, float] | None = None) -> Answer:
+        """See `Solver.solve`. Raises `SolverError` when HiGHS itself fails."""
         import highspy
 
         highs = self._highs
@@ -157,6 +158,7 @@ class PulpSolver:
 
     def solve(self, m_peak: int, m_save: int, *, time_limit: float, gap: float,
               start: dict[str, float] | None = None) -> Answer:
+        """See `Solver.solve`; `start` is not used. Raises `SolverError` when the solver fails."""
         model = self._model
         for variable, value in ((model.m_peak, m_peak), (model.m_save, m_save)):
             variable.bounds(value, value)

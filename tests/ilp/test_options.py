@@ -120,7 +120,7 @@ def test_zero_times_and_sizes() -> None:
 
 
 def test_outputs_count_as_saved_by_nobody() -> None:
-    """tanh's backward reads its output, which is the block's output."""
+    """The backward of tanh reads its output, which is the block's output."""
     graph = differentiate([Op("tanh", ["x"], {"y": 8}, 1.0, ["y"])], {"x": 8}, ["y"])
     option = block_options(graph).options[0]
     assert option.saved_bytes == 0
