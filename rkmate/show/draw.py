@@ -21,7 +21,7 @@ from rkmate.show.graphs import (
     no_links,
     simplified_graph,
 )
-from rkmate.show.replay import replay
+from rkmate.show.replay import Replay, replay
 
 WHAT: tuple[Drawable, ...] = ("chain", "forward", "simplified", "block", "schedule")
 _TEXT = (".dot", ".gv")
@@ -52,13 +52,15 @@ def draw(plan: Plan, path: str | Path, what: Drawable, block: int | str | None,
     if what == "block":
         return write(block_graph(plan, block_number(plan, block), replay(plan)), path)
     if what == "chain":
-        return _with_pages(plan, path, lambda link: chain_graph(plan, replay(plan), link),
-                           lambda b: block_graph(plan, b, replay(plan)), start=False)
+        replayed = replay(plan)
+        return _with_pages(path, pages_of(plan, replayed),
+                           lambda link: chain_graph(plan, replayed, link),
+                           lambda b: block_graph(plan, b, replayed), start=False)
     nodes = len(plan.graph.captured) if what == "forward" else plan.graph.loss
     make = captured_graph if what == "forward" else simplified_graph
     if nodes <= legible:
         return write(make(plan), path)
-    return _with_pages(plan, path, lambda link: collapsed_graph(plan, what, link),
+    return _with_pages(path, pages_of(plan, None), lambda link: collapsed_graph(plan, what, link),
                        lambda b: make(plan, [b]), start=PRELUDE in plan.graph.block_c)
 
 
@@ -75,27 +77,36 @@ def block_number(plan: Plan, block: int | str | None) -> int:
                         f"one of the classes {', '.join(dict.fromkeys(labels))}")
 
 
-def page_of(plan: Plan, block: int) -> int:
-    """The first block of the same class: identical blocks share a page."""
-    label = plan.blocks[block].label
-    return next(b for b, info in enumerate(plan.blocks) if info.label == label)
+def pages_of(plan: Plan, replayed: Replay | None) -> list[int]:
+    """Per block, the block whose page it shares: the first of its class that is run in the same way.
+    Without a replay, the first of its class."""
+    first: dict[object, int] = {}
+    result = []
+    for b, info in enumerate(plan.blocks):
+        key: list[object] = [info.label]
+        if replayed is not None:
+            for i in plan.graph.block_c[b]:
+                key.append(i in replayed.recomputed_seconds)
+                key.extend(j in replayed.alive_at_loss for j in plan.graph.computations[i].outputs)
+        result.append(first.setdefault(tuple(key), b))
+    return result
 
 
-def _with_pages(plan: Plan, path: Path, main: Callable[[Link], graphviz.Digraph],
+def _with_pages(path: Path, shared: list[int], main: Callable[[Link], graphviz.Digraph],
                 page: Callable[[int], graphviz.Digraph], start: bool) -> Path:
-    """A picture whose nodes link to one page for each class of blocks. DOT text has no pages."""
+    """A picture whose nodes link to pages; `shared`: per block, whose page it has. DOT text has no
+    pages."""
     if path.suffix in _TEXT:
         return write(main(no_links), path)
     folder = path.with_name(f"{path.stem}_blocks")
 
     def name(block: int) -> str:
-        return f"start{path.suffix}" if block == PRELUDE else \
-            f"class_{plan.blocks[block].label}{path.suffix}"
+        return f"start{path.suffix}" if block == PRELUDE else f"block_{shared[block]}{path.suffix}"
 
     written = write(main(lambda b: f"{folder.name}/{name(b)}"), path)
     if written == path:
         folder.mkdir(exist_ok=True)
-        for b in {page_of(plan, b) for b in range(len(plan.blocks))} | ({PRELUDE} if start else set()):
+        for b in {*shared, *([PRELUDE] if start else [])}:
             write(page(b), folder / name(b))
     return written
 

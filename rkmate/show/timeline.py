@@ -11,7 +11,7 @@ from rkmate.measure.meter import Peak
 from rkmate.plan import Plan
 from rkmate.show import styles
 from rkmate.show.amounts import duration, size
-from rkmate.show.graphs import block_memory, block_name, short_path
+from rkmate.show.graphs import block_memory, block_name
 from rkmate.show.plots import figure, save, styled
 from rkmate.show.replay import KIND_NAMES, KINDS, Replay, replay
 
@@ -145,7 +145,8 @@ def block_schedule(plan: Plan, block: int, replayed: Replay) -> Any:
         for k in columns:
             m = replayed.moments[k]
             assert m.computation is not None
-            names.append(g.computations[m.computation].operation)
+            operation = g.computations[m.computation].operation
+            names.append(operation if len(operation) <= 28 else f"{operation[:25]}...")
             forward = g.computations[m.computation].phase == "forward"
             colours.append(styles.AGAIN if m.again else
                            styles.FORWARD_LINE if forward else styles.BACKWARD_LINE)
@@ -190,5 +191,3 @@ def _row_name(plan: Plan, block: int) -> str:
     path = info.path if len(info.path) <= 28 else f"...{info.path[-25:]}"
     return f"{path}  {info.label}{block}"
 
-
-__all__ = ["block_schedule", "draw_block_schedule", "plot_timeline", "short_path"]

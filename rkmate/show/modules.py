@@ -1,0 +1,52 @@
+"""What a plan keeps, forgets and redoes, by the modules of the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rkmate.show.replay import Replay
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One module path. Bytes stand between forward and backward; seconds are of one step."""
+
+    path: str
+    kept_bytes: int
+    forgotten_bytes: int
+    """Kept without rematerialization, and not by the plan."""
+    recomputed_seconds: float
+    recomputed: tuple[str, ...]
+    """Operations that run again, each once."""
+
+
+def by_module(replayed: Replay, baseline: Replay) -> tuple[ModuleRow, ...]:
+    """One row for each module that keeps, forgets or redoes something; most forgotten first."""
+    g = replayed.graph
+    kept: dict[str, int] = {}
+    forgotten: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    again: dict[str, dict[str, None]] = {}
+    for path, total in _sizes(replayed, replayed.alive_at_loss):
+        kept[path] = kept.get(path, 0) + total
+    for path, total in _sizes(replayed, baseline.alive_at_loss - replayed.alive_at_loss):
+        forgotten[path] = forgotten.get(path, 0) + total
+    for i, t in replayed.recomputed_seconds.items():
+        c = g.computations[i]
+        seconds[c.path] = seconds.get(c.path, 0.0) + t
+        again.setdefault(c.path, {})[c.operation] = None
+    rows = [ModuleRow(p, kept.get(p, 0), forgotten.get(p, 0), seconds.get(p, 0.0),
+                      tuple(again.get(p, ()))) for p in {**kept, **forgotten, **seconds}]
+    return tuple(sorted(rows, key=lambda r: (-r.forgotten_bytes, -r.recomputed_seconds,
+                                             -r.kept_bytes, r.path)))
+
+
+def _sizes(replayed: Replay, storages: Iterable[int]) -> list[tuple[str, int]]:
+    g = replayed.graph
+    found = []
+    for j in sorted(storages):
+        maker = g.maker[j]
+        if maker is not None and g.storages[j].kind != "grad":
+            found.append((g.computations[maker].path, g.storages[j].size))
+    return found

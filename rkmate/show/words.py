@@ -1,0 +1,164 @@
+"""A plan in words: the table that `print` shows, and the sentences of `Plan.explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rkmate.plan import Plan
+from rkmate.show.amounts import count, duration, share, size
+from rkmate.show.graphs import block_memory, plan_recomputed
+from rkmate.show.modules import by_module
+from rkmate.show.replay import KIND_NAMES, KINDS, Replay, Tensor, replay, replay_baseline
+
+_MOST_ROWS = 40
+
+
+def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The figures above the table: (what, value)."""
+    smallest = "not searched: nothing has to be forgotten" if plan.minimum_bytes is None else \
+        f"{size(plan.minimum_bytes)} ({share(plan.minimum_bytes, plan.baseline_peak_bytes)})"
+    result = [
+        ("peak", f"{size(plan.peak_bytes)} of a budget of {size(plan.budget_bytes)}"),
+        ("without rematerialization", size(plan.baseline_peak_bytes)),
+        ("time of a step", f"{duration(plan.step_seconds)}, {plan.overhead:+.1%} "
+                           f"({duration(plan.baseline_seconds)} without)"),
+        ("smallest budget", smallest),
+        ("planner", plan.planner),
+    ]
+    if plan.stage_seconds:
+        result.append(("planning took", duration(sum(plan.stage_seconds.values()))))
+    if plan.note:
+        result.append(("note", plan.note))
+    return tuple(result)
+
+
+def block_rows(plan: Plan, replayed: Replay) -> list[tuple[str, ...]]:
+    """Per block: number, class, module, operations, what it keeps, of what, and what it redoes."""
+    kept, whole = block_memory(plan, replayed)
+    rows = []
+    for b, info in enumerate(plan.blocks):
+        again = plan_recomputed(replayed, b)
+        rows.append((str(b), info.label, info.path or "(the model)",
+                     f"{info.forward_nodes} + {info.backward_nodes}", size(kept[b]), size(whole[b]),
+                     duration(again) if again else "-"))
+    return rows
+
+
+HEAD = ("block", "class", "module", "operations", "keeps", "of", "redoes")
+
+
+def table(plan: Plan) -> str:
+    """The plan as a few figures and one row for each block."""
+    lines = ["rkmate plan"]
+    figures = facts(plan)
+    width = max(len(what) for what, _ in figures)
+    lines += [f"  {what:<{width}}  {value}" for what, value in figures]
+    rows = block_rows(plan, replay(plan))
+    shown = rows if len(rows) <= _MOST_ROWS else rows[:_MOST_ROWS - 1]
+    lines += ["", *_columns([HEAD, *shown], right={0, 3, 4, 5, 6})]
+    if len(shown) < len(rows):
+        lines.append(f"  ... and {count(len(rows) - len(shown), 'more block')}")
+    return "\n".join(lines)
+
+
+def _columns(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:>{w}}" if k in right else f"{cell:<{w}}"
+                 for k, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def explain(plan: Plan) -> str:
+    """Sentences about a plan's memory: where it goes, what the peak is, what less would cost."""
+    replayed, baseline = replay(plan), replay_baseline(plan)
+    parts = [_outcome(plan), _recomputed(plan, replayed, baseline), _peak(replayed),
+             _less(plan, replayed)]
+    return "\n\n".join(p for p in parts if p)
+
+
+def _outcome(plan: Plan) -> str:
+    text = (f"A training step allocates at most {size(plan.peak_bytes)} above what stands before it, "
+            f"parameter gradients left out; the budget is {size(plan.budget_bytes)}. Without "
+            f"rematerialization it would be {size(plan.baseline_peak_bytes)}.")
+    if plan.step_seconds > plan.baseline_seconds:
+        return (f"{text} Recomputation adds "
+                f"{duration(plan.step_seconds - plan.baseline_seconds)} to a step of "
+                f"{duration(plan.baseline_seconds)} ({plan.overhead:+.1%}).")
+    return f"{text} Nothing is computed twice."
+
+
+def _recomputed(plan: Plan, replayed: Replay, baseline: Replay) -> str:
+    rows = by_module(replayed, baseline)
+    kept = sum(r.kept_bytes for r in rows)
+    forgotten = sum(r.forgotten_bytes for r in rows)
+    text = f"Between forward and backward, {size(kept)} of activations stay in memory"
+    if not forgotten:
+        return f"{text}: all that the backward reads."
+    text += f" and {size(forgotten)} are forgotten."
+    most = [f"{r.path or 'the model itself'} ({size(r.forgotten_bytes)})" for r in rows[:3]
+            if r.forgotten_bytes]
+    text += f" Most is forgotten in {_list(most)}."
+    slow = sorted((r for r in rows if r.recomputed_seconds), key=lambda r: -r.recomputed_seconds)[:3]
+    if slow:
+        names = [f"{', '.join(r.recomputed[:3])} in {r.path or 'the model itself'} "
+                 f"({duration(r.recomputed_seconds)})" for r in slow]
+        text += f" What costs the most time again: {_list(names)}."
+    runs = len(replayed.recomputed_seconds)
+    return f"{text} {count(runs, 'computation')} of {len(plan.graph.computations)} run more than once."
+
+
+def _peak(replayed: Replay) -> str:
+    moment = replayed.moments[replayed.peak_at]
+    where = "at the loss"
+    if moment.computation is not None:
+        c = replayed.graph.computations[moment.computation]
+        again = "while it is recomputed, " if moment.again else ""
+        where = f"{again}at {c.operation} ({c.phase} of {c.path or 'the model itself'})"
+    shares = [f"{size(n)} of {KIND_NAMES[kind]}" for kind, n in zip(KINDS, moment.bytes, strict=True)
+              if n]
+    tensors = [tensor_words(t) for t in replayed.peak_tensors[:3]]
+    return (f"The peak stands {where}. It is made of {_list(shares)}. The largest tensors there are "
+            f"{_list(tensors)}.")
+
+
+def tensor_words(t: Tensor) -> str:
+    """``gelu_1 (1.0 MiB, gelu in layers.2)``."""
+    where = f" in {t.path}" if t.path else ""
+    what = f", {t.operation}{where}" if t.operation else ""
+    return f"{t.name} ({size(t.bytes)}{what})"
+
+
+def _less(plan: Plan, replayed: Replay) -> str:
+    if plan.minimum_bytes is not None and plan.peak_bytes <= plan.minimum_bytes:
+        return "This is the smallest budget that the planner can meet."
+    text = ""
+    g = replayed.graph
+    there = {j for j, _ in replayed.alive_at_peak}
+    costs = []
+    for j, kind in replayed.alive_at_peak:
+        maker = g.maker[j]
+        if maker is None or kind != "kept" or j in g.held or not g.storages[j].size:
+            continue
+        c = g.computations[maker]
+        if there.issuperset(c.inputs):              # else more than this one would run again
+            costs.append((c.seconds / g.storages[j].size, maker, c, g.storages[j].size))
+    if costs:
+        _, _, c, total = min(costs, key=lambda x: x[:2])
+        part = c.seconds / plan.baseline_seconds if plan.baseline_seconds else 0.0
+        text = (f"A smaller budget would first forget what is cheap to redo: the {size(total)} of "
+                f"{c.operation} in {c.path or 'the model itself'} can be made again in "
+                f"{duration(c.seconds)} ({part:.2%} of a step). ")
+    if plan.minimum_bytes is not None:
+        text += (f"The smallest budget that the planner can meet is {size(plan.minimum_bytes)} "
+                 f"({share(plan.minimum_bytes, plan.baseline_peak_bytes)} of the peak without "
+                 "rematerialization). ")
+    return f"{text}rkmate.tradeoff shows the time of every budget between."
+
+
+def _list(parts: Sequence[str]) -> str:
+    if len(parts) < 2:
+        return "".join(parts)
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
