@@ -61,10 +61,7 @@ class EvictedClasses:
     def appear(self, node: Node) -> None:
         # A storage that was never computed is a member of a class of its own that costs nothing:
         # it can join others while its operation waits for evicted arguments.
-        if len(self._near) < len(self._columns.size):
-            grown = np.zeros((len(self._columns.size), _WIDTH), dtype=np.int64)
-            grown[: len(self._near)] = self._near
-            self._near = grown
+        self._room()
         node.evicted_class = self._new(0)
         self._border(node, node.evicted_class)
 
@@ -76,6 +73,10 @@ class EvictedClasses:
         for parent in node.parents:
             if parent.evicted_class is not None:
                 self._border(parent, self.find(parent.evicted_class))
+
+    def born(self, node: Node) -> None:
+        # Resident parents and no children: no class is near, and its row says so already.
+        self._room()
 
     def evict(self, node: Node) -> None:
         node.evicted_class = root = self._new(node.cost)
@@ -123,6 +124,12 @@ class EvictedClasses:
         self._columns.around[rows] = self._costs[self._near[rows]].sum(axis=1)
         for row, slots in self._many.items():
             self._columns.around[row] = self._costs[slots].sum()
+
+    def _room(self) -> None:
+        if len(self._near) < len(self._columns.size):
+            grown = np.zeros((len(self._columns.size), _WIDTH), dtype=np.int64)
+            grown[: len(self._near)] = self._near
+            self._near = grown
 
     def _name_classes(self, node: Node) -> None:
         slots = set()

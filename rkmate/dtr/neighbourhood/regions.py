@@ -46,6 +46,15 @@ class EvictedRegions:
         # The caches follow when a rematerialization next walks this part of the graph.
         return
 
+    def born(self, node: Node) -> None:
+        # Its parents are the edge of an empty region, and it joins the edge of theirs.
+        up = _Region()
+        for parent in node.parents:
+            up.edge.add(parent.index)
+            self._down[parent.index].edge.add(node.index)
+        self._up[node.index] = up
+        self._down[node.index] = _Region()
+
     def evict(self, node: Node) -> None:
         row = node.index
         down, up = self._down[row], self._up[row]

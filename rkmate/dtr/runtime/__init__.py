@@ -1,0 +1,1 @@
+"""The online runtime: rematerialization of a PyTorch program while it runs."""

@@ -1,0 +1,329 @@
+"""What happens at each operation of the program."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from rkmate.dtr.heuristics.protocol import Heuristic
+from rkmate.dtr.runtime.buffer import Buffer
+from rkmate.dtr.runtime.logging import LogWriter
+from rkmate.dtr.runtime.memory import Memory
+from rkmate.dtr.runtime.operation import (
+    Operation,
+    Place,
+    Traits,
+    map_tensors,
+    traits_of,
+    without_statistics,
+)
+from rkmate.dtr.runtime.random_state import generator_of, state_of
+from rkmate.dtr.runtime.replay import Replayer
+from rkmate.dtr.runtime.report import Report
+from rkmate.dtr.runtime.sizes import Sizes, signature
+from rkmate.errors import RkmateError
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_STATE_BYTES = 3 * 5056
+"""A generator's state passes through tensors when it is kept and when it is set."""
+
+
+class Engine:
+    """Keeps what is needed to repeat each operation, and evicts before each allocation."""
+
+    def __init__(
+        self,
+        budget: float,
+        heuristic: Heuristic,
+        *,
+        overhead_limit: float,
+        banish: bool,
+        log: LogWriter | None,
+    ) -> None:
+        self.memory = Memory(budget, heuristic)
+        self.replayer = Replayer(self.memory, overhead_limit)
+        self.sizes = Sizes()
+        self.banish = banish
+        self.log = log
+        self._readers: dict[int, set[Operation]] = {}
+        self.memory.on_forget = self._forget
+        if log is not None:
+            self.memory.on_drop = log.release
+
+    # -- one operation ------------------------------------------------------------------------
+
+    def call(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``function`` for the program."""
+        if function in _ALIASES:
+            return function(*args, **kwargs)
+        began = time.perf_counter_ns()
+        memory = self.memory
+        memory.tidy()
+        traits = traits_of(function)
+        inputs, constants = self._arguments(args, kwargs)
+        again = self.replayer.again_ns
+        written = self._written(traits, function, args, kwargs)
+        for tensor in written:
+            address = tensor.untyped_storage()._cdata
+            if address not in memory.live and address in self._readers:
+                self._freeze(address)
+        locked = self._bring_in(inputs)
+        try:
+            if traits.view:
+                return function(*args, **kwargs)
+            key = signature(function, args, kwargs)
+            need = self.sizes.need(key, function, args, kwargs)
+            state = None
+            extra = need.extra
+            if traits.random:
+                extra += _STATE_BYTES
+                state = state_of(generator_of(args, kwargs))
+            if need.measured:
+                memory.reserve(need.outputs + extra, 0, str(function))
+            else:
+                memory.reserve(need.outputs, extra, str(function))
+            started = time.perf_counter_ns()
+            result, extra = self.sizes.run(key, need, function, args, kwargs)
+            cost = time.perf_counter_ns() - started
+        finally:
+            for buffer in locked:
+                memory.unlock(buffer)
+        memory.clock += cost
+        self.replayer.own_ns += cost
+        memory.report.operations += 1
+        memory.report.operation_seconds += cost / 1e9
+        operation = Operation(function, args, kwargs)
+        operation.random_state, operation.cost, operation.extra_bytes = state, cost, extra
+        self._record(operation, traits, inputs, constants, written, result)
+        again = self.replayer.again_ns - again
+        overhead = time.perf_counter_ns() - began - cost - again
+        memory.report.bookkeeping_seconds += overhead / 1e9
+        return result
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[Buffer, None], dict[int, torch.Tensor]]:
+        inputs: dict[Buffer, None] = {}
+        constants: dict[int, torch.Tensor] = {}
+        live, leaves = self.memory.live, self.memory.leaves
+
+        def visit(value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                address = value.untyped_storage()._cdata
+                buffer = live.get(address)
+                if buffer is not None:
+                    inputs[buffer] = None
+                    return
+                constants[address] = value
+                if value.requires_grad and value.is_leaf and value.grad is None:
+                    leaves[id(value)] = weakref.ref(value)
+            elif isinstance(value, (list, tuple)):
+                for item in value:
+                    visit(item)
+
+        for value in args:
+            visit(value)
+        for value in kwargs.values():
+            visit(value)
+        return inputs, constants
+
+    def _written(
+        self, traits: Traits, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for place, name in traits.mutated:
+            value = args[place] if place < len(args) else kwargs.get(name)
+            map_tensors(value, found.append)
+        if traits.keeps_statistics:
+            repeated = without_statistics(function, args)
+            for value, other in zip(args, repeated, strict=True):
+                if other is not value and isinstance(value, torch.Tensor):
+                    found.append(value)
+        return found
+
+    def _bring_in(self, inputs: Iterable[Buffer]) -> list[Buffer]:
+        memory = self.memory
+        locked: list[Buffer] = []
+        missing: list[Buffer] = []
+        try:
+            for buffer in inputs:
+                memory.columns.touch(buffer, memory.clock)
+                if buffer.resident:
+                    memory.lock(buffer)
+                    locked.append(buffer)
+                else:
+                    missing.append(buffer)
+            for buffer in missing:
+                if not buffer.resident:
+                    self.replayer.materialize(buffer)
+                memory.lock(buffer)
+                locked.append(buffer)
+        except RkmateError:
+            for buffer in locked:
+                memory.unlock(buffer)
+            raise
+        return locked
+
+    def _record(
+        self,
+        operation: Operation,
+        traits: Traits,
+        inputs: dict[Buffer, None],
+        constants: dict[int, torch.Tensor],
+        written: list[torch.Tensor],
+        result: Any,
+    ) -> None:
+        memory, live = self.memory, self.memory.live
+        args = operation.args
+        if traits.keeps_statistics:
+            args = without_statistics(operation.function, args)
+
+        def place(tensor: torch.Tensor) -> Place:
+            storage = tensor.untyped_storage()
+            owner = live.get(storage._cdata)
+            return Place(storage if owner is None else owner, tensor)
+
+        operation.inputs = list(inputs)
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        fresh: dict[int, tuple[int, torch.Tensor]] = {}
+        for position, tensor in enumerate(results):
+            if isinstance(tensor, torch.Tensor):
+                address = tensor.untyped_storage()._cdata
+                if address not in live and address not in constants and address not in fresh:
+                    fresh[address] = (position, tensor)
+        changed = {live[a]: None for a in (t.untyped_storage()._cdata for t in written) if a in live}
+        if not fresh and not changed:
+            return
+        operation.args = map_tensors(args, place)
+        operation.kwargs = {name: map_tensors(v, place) for name, v in operation.kwargs.items()}
+        operation.constants = [a for a in constants]
+        for address in operation.constants:
+            self._readers.setdefault(address, set()).add(operation)
+        if self.log is not None:
+            self.log.begin(operation, constants)
+        parents = list(inputs)
+        # A version that cannot be computed again must not lose the contents that others read.
+        lost = [old for old in changed if old.operation is None]
+        for old in changed:
+            if old in lost:
+                self._settle(old.children)
+            buffer = memory.succeed(old, parents, operation.cost)
+            operation.written.append((old, buffer))
+            self._made(operation, buffer)
+            if old in lost:
+                self._cut(buffer)
+        for position, tensor in fresh.values():
+            buffer = memory.add(tensor.untyped_storage(), parents, operation.cost)
+            operation.outputs.append((position, Place(buffer, tensor)))
+            self._made(operation, buffer)
+        if self.log is not None:
+            self.log.end(operation)
+
+    def _made(self, operation: Operation, buffer: Buffer) -> None:
+        buffer.operation = operation
+        operation.alive += 1
+
+    # -- what can no longer be computed -------------------------------------------------------
+
+    def _freeze(self, address: int) -> None:
+        """A constant is about to change: settle whatever was computed from it."""
+        first: list[Buffer] = []
+        for operation in self._readers.get(address, ()):
+            first += [spot.owner for _, spot in operation.outputs if isinstance(spot.owner, Buffer)]
+            first += [after for _, after in operation.written]
+        self._settle(first)
+
+    def _settle(self, roots: Iterable[Any]) -> None:
+        """Make ``roots`` and all below them independent of how they were computed.
+
+        What the program still holds is brought in and stays; the rest leaves the graph with it.
+        """
+        found: dict[Buffer, None] = {}
+        stack = [root for root in roots if root.index >= 0]
+        while stack:
+            buffer = stack.pop()
+            if buffer not in found:
+                found[buffer] = None
+                stack.extend(buffer.children)
+        held = [buffer for buffer in found if buffer.program is not None]
+        for buffer in held:
+            if not buffer.resident:
+                self.replayer.materialize(buffer)
+            self.memory.pin(buffer)
+        for buffer in held:
+            self._cut(buffer)
+
+    def _cut(self, buffer: Buffer) -> None:
+        operation, buffer.operation = buffer.operation, None
+        self.memory.pin(buffer)
+        parents = list(buffer.parents)
+        buffer.parents.clear()
+        for parent in parents:
+            parent.children.discard(buffer)
+            assert isinstance(parent, Buffer)
+            self.memory.discard(parent)
+        if operation is not None:
+            operation.alive -= 1
+            if operation.alive == 0:
+                self._forget(operation)
+
+    def _forget(self, operation: Operation) -> None:
+        for address in operation.constants:
+            readers = self._readers.get(address)
+            if readers is not None:
+                readers.discard(operation)
+                if not readers:
+                    del self._readers[address]
+
+    # -- outside operations -------------------------------------------------------------------
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Bring a tensor in, for good: something outside the runtime reads its memory."""
+        buffer = self.memory.live.get(tensor.untyped_storage()._cdata)
+        if buffer is None:
+            return
+        if not buffer.resident:
+            self.replayer.materialize(buffer)
+        self.memory.pin(buffer)
+
+    def finish(self) -> None:
+        """Bring in everything that the program still holds (paper, appendix C.6: the output
+        condition) and stop tracking it. Over the budget, everything is still brought in, so that
+        no tensor is left empty; then ``BudgetExceeded`` is raised."""
+        memory = self.memory
+        memory.tidy()
+        memory._leave_gradients_out()
+        failure: RkmateError | None = None
+        for buffer in list(memory.live.values()):
+            while not buffer.resident:
+                try:
+                    self.replayer.materialize(buffer)
+                except RkmateError as error:
+                    if failure is not None:
+                        raise
+                    failure = error
+                    self.lift_limits()
+            memory.pin(buffer)
+        self.close()
+        if failure is not None:
+            raise failure
+
+    def lift_limits(self) -> None:
+        """No budget and no limit on recomputation from here on."""
+        self.memory.budget = self.replayer.overhead_limit = float("inf")
+
+    def close(self) -> None:
+        """Forget everything; the program's tensors are ordinary ones from here on."""
+        self.memory.stop_watching()
+        self._readers.clear()
+
+    def take_report(self) -> Report:
+        """The numbers since the last call."""
+        report = self.memory.report
+        self.memory.report = Report(peak_bytes=self.memory.held)
+        return report

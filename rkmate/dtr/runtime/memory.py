@@ -1,0 +1,236 @@
+"""The buffers in memory, the budget over them, and evictions."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+
+from rkmate.dtr.errors import BudgetExceeded
+from rkmate.dtr.heuristics.protocol import Heuristic
+from rkmate.dtr.pool import Columns, Pool
+from rkmate.dtr.runtime.buffer import Buffer
+from rkmate.dtr.runtime.operation import Operation
+from rkmate.dtr.runtime.report import Report
+
+
+class Memory:
+    """Bytes held for the program, and which buffer goes when they would exceed the budget."""
+
+    def __init__(self, budget: float, heuristic: Heuristic) -> None:
+        self.budget = budget
+        """Bytes; infinity for none."""
+        self.heuristic = heuristic
+        self.columns = Columns()
+        self.pool = Pool()
+        self.around = heuristic.tracker(self.columns)
+        self.held = 0
+        """Bytes of the resident buffers that count."""
+        self.clock = 0
+        """Nanoseconds spent in operations so far: what staleness is measured by."""
+        self.live: dict[int, Buffer] = {}
+        """The newest version on each storage of the program's, by the storage's address."""
+        self.report = Report()
+        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Parameters that the program used and that have no gradient yet."""
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._dropped: list[tuple[Buffer, bool]] = []
+        self.on_drop: Callable[[Buffer], None] = lambda buffer: None
+        """Told when the program lets go of a storage."""
+        self.on_forget: Callable[[Operation], None] = lambda operation: None
+        """Told when nothing that an operation made is left in the graph."""
+
+    # -- buffers come and go ------------------------------------------------------------------
+
+    def add(self, storage: torch.UntypedStorage, parents: Iterable[Buffer], cost: int) -> Buffer:
+        """Track a storage that an operation on ``parents`` has just filled."""
+        buffer = Buffer(self.columns.claim(), storage.nbytes(), storage.device)
+        self._join(buffer, parents, cost)
+        buffer.resident = True
+        self.held += buffer.size
+        self.own(buffer, storage)
+        self.pool.append(buffer)
+        return buffer
+
+    def succeed(self, old: Buffer, parents: Iterable[Buffer], cost: int) -> Buffer:
+        """The version after an in-place operation on ``old``: it takes over storage and memory."""
+        buffer = Buffer(self.columns.claim(), old.size, old.device)
+        storage = old.storage()
+        assert storage is not None
+        buffer.counted = old.counted
+        self._join(buffer, parents, cost)
+        buffer.resident = True
+        buffer.program, buffer.private = old.program, old.private
+        if buffer.program is not None:
+            self.live[storage._cdata] = buffer
+        old.program = old.private = None
+        old.resident = False
+        self.pool.remove(old)
+        self.around.evict(old)
+        self.pool.append(buffer)
+        return buffer
+
+    def own(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
+        """Note that the program holds ``storage`` and learn when it lets go of it."""
+        address = storage._cdata
+        self.live[address] = buffer
+        buffer.program = watch = weakref.ref(storage, lambda _: self._let_go(address))
+        self._watched[address] = watch
+
+    def _join(self, buffer: Buffer, parents: Iterable[Buffer], cost: int) -> None:
+        buffer.cost = cost
+        buffer.last_access = self.clock
+        for parent in parents:
+            buffer.parents.add(parent)
+            parent.children.add(buffer)
+        self.columns.add(buffer)
+        self.around.born(buffer)
+
+    def _let_go(self, address: int) -> None:
+        # Called while the storage is being freed, perhaps in the middle of an operation: memory is
+        # accounted at once, the graph is tidied at the next operation.
+        self._watched.pop(address, None)
+        buffer = self.live.pop(address, None)
+        if buffer is None:
+            return
+        buffer.program = None
+        self.on_drop(buffer)
+        self._dropped.append((buffer, buffer.resident))
+        if buffer.resident:
+            # It stays marked as resident until the neighbourhoods are told, in ``tidy``.
+            if buffer.counted:
+                self.held -= buffer.size
+            self.pool.remove(buffer)
+
+    def tidy(self) -> None:
+        """Take what the program dropped since the last call out of the graph, where possible."""
+        while self._dropped:
+            buffer, was_resident = self._dropped.pop()
+            if buffer.index < 0:
+                continue
+            if was_resident and buffer.resident:
+                buffer.resident = False
+                if buffer.children:
+                    self.around.evict(buffer)
+            self.discard(buffer)
+
+    def discard(self, buffer: Buffer) -> None:
+        """Remove a buffer that nothing needs, and then its parents that nothing needs any more."""
+        stack = [buffer]
+        while stack:
+            node = stack.pop()
+            busy = node.children or node.program is not None or node.locks > node.pinned
+            if node.index < 0 or busy:
+                continue
+            if node.resident and node.private is not None:
+                self._release(node)
+            node.resident = False
+            self.around.forget(node)
+            parents = list(node.parents)
+            for parent in parents:
+                parent.children.discard(node)
+            node.parents.clear()
+            self.columns.release(node)
+            node.index = -1
+            if node.operation is not None:
+                node.operation.alive -= 1
+                if node.operation.alive == 0:
+                    self.on_forget(node.operation)
+                node.operation = None
+            stack.extend(parent for parent in parents if isinstance(parent, Buffer))
+
+    # -- eviction -----------------------------------------------------------------------------
+
+    def reserve(self, need: int, hope: int, operation: str) -> None:
+        """Evict until ``need`` bytes more fit, and ``hope`` on top of them if that is possible.
+
+        Raises ``BudgetExceeded`` when the first cannot be had.
+        """
+        if self.held + need + hope > self.budget:
+            self._leave_gradients_out()
+            while self.held + need + hope > self.budget and len(self.pool):
+                self._evict_one()
+            if self.held + need > self.budget:
+                least = self.held + need
+                raise BudgetExceeded(
+                    f"{operation} needs {need:,} bytes, and {self.held:,} bytes cannot be evicted "
+                    f"while it runs: the budget is {int(self.budget):,} bytes, and at least "
+                    f"{least:,} are needed",
+                    least,
+                    operation,
+                )
+        self.report.peak_bytes = max(self.report.peak_bytes, self.held + need)
+
+    def _evict_one(self) -> None:
+        self.around.refresh(self.pool)
+        pick = self.heuristic.choose(self.pool, self.columns, self.clock)
+        buffer = self.columns.nodes[pick.row]
+        assert isinstance(buffer, Buffer)
+        self.evict(buffer)
+        self.report.evictions += 1
+
+    def evict(self, buffer: Buffer) -> None:
+        """Free a resident buffer's memory; it stays in the graph."""
+        self._release(buffer)
+        self.around.evict(buffer)
+
+    def _release(self, buffer: Buffer) -> None:
+        self.pool.remove(buffer)
+        buffer.resident = False
+        if buffer.counted:
+            self.held -= buffer.size
+        storage = buffer.storage()
+        if buffer.program is not None and storage is not None:
+            storage.resize_(0)
+        buffer.private = None
+
+    def fill(self, buffer: Buffer) -> None:
+        """Note that an evicted buffer has its contents again."""
+        buffer.resident = True
+        if buffer.counted:
+            self.held += buffer.size
+
+    def lock(self, buffer: Buffer) -> None:
+        """Keep a resident buffer in memory until it is unlocked as often."""
+        if buffer.locks == 0:
+            self.pool.remove(buffer)
+        buffer.locks += 1
+
+    def unlock(self, buffer: Buffer) -> None:
+        """Undo one ``lock``."""
+        buffer.locks -= 1
+        if buffer.locks == 0 and buffer.resident and buffer.storage() is not None:
+            self.pool.append(buffer)
+
+    def pin(self, buffer: Buffer) -> None:
+        """Keep a resident buffer in memory for good: it cannot be computed again."""
+        if not buffer.pinned:
+            self.lock(buffer)
+            buffer.pinned = True
+
+    def stop_watching(self) -> None:
+        """Let the program's storages come and go unnoticed."""
+        self._watched.clear()
+        for buffer in self.live.values():
+            buffer.program = None
+        self.live.clear()
+        self._dropped.clear()
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """A parameter's gradient stays after the step and does not count against the budget."""
+        buffer = self.live.get(tensor.untyped_storage()._cdata)
+        if buffer is not None and buffer.counted and buffer.resident:
+            buffer.counted = False
+            self.held -= buffer.size
+            self.pin(buffer)
+
+    def _leave_gradients_out(self) -> None:
+        for key, reference in list(self.leaves.items()):
+            leaf = reference()
+            if leaf is None:
+                del self.leaves[key]
+            elif leaf.grad is not None:
+                del self.leaves[key]
+                if leaf.grad.layout is torch.strided:
+                    self.leave_out(leaf.grad)

@@ -1,0 +1,226 @@
+"""Running recorded operations again."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+
+import torch
+
+from rkmate.dtr.errors import RuntimeStateError, ThrashingError
+from rkmate.dtr.runtime.buffer import Buffer
+from rkmate.dtr.runtime.memory import Memory
+from rkmate.dtr.runtime.operation import Operation, Place, map_places, traits_of
+from rkmate.dtr.runtime.random_state import generator_of, replayed
+
+_PATIENCE_NS = 1_000_000_000
+"""Recomputation below this many nanoseconds is never called thrashing when a limit is set by time."""
+
+
+class _Frame:
+    """An operation about to run again, and its inputs that must come back first."""
+
+    __slots__ = ("operation", "missing", "locked")
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.missing: list[Buffer] = []
+        self.locked: list[Buffer] = []
+
+
+class Replayer:
+    """Brings evicted buffers back (paper, section 2 and appendix C.4), without recursion."""
+
+    def __init__(self, memory: Memory, overhead_limit: float) -> None:
+        self.memory = memory
+        self.overhead_limit = overhead_limit
+        self.own_ns = 0
+        """Nanoseconds in the program's own operations."""
+        self.again_ns = 0
+        """Nanoseconds in repetitions."""
+
+    def materialize(self, buffer: Buffer) -> None:
+        """Compute ``buffer`` and whatever evicted inputs that takes."""
+        stack: list[_Frame] = []
+        try:
+            stack.append(self._enter(buffer))
+            while stack:
+                frame = stack[-1]
+                if frame.missing:
+                    wanted = frame.missing[-1]
+                    if not wanted.resident:
+                        stack.append(self._enter(wanted))
+                        continue
+                    self.memory.lock(wanted)
+                    frame.locked.append(wanted)
+                    frame.missing.pop()
+                    continue
+                self._perform(frame.operation)
+                stack.pop()
+                self._leave(frame)
+        finally:
+            for frame in stack:
+                self._leave(frame)
+
+    def _enter(self, buffer: Buffer) -> _Frame:
+        operation = buffer.operation
+        if operation is None:
+            raise RuntimeStateError("a tensor was evicted that nothing can compute")
+        frame = _Frame(operation)
+        for parent in operation.inputs:
+            self.memory.columns.touch(parent, self.memory.clock)
+            if parent.resident:
+                self.memory.lock(parent)
+                frame.locked.append(parent)
+            else:
+                frame.missing.append(parent)
+        frame.missing.reverse()
+        return frame
+
+    def _leave(self, frame: _Frame) -> None:
+        for parent in frame.locked:
+            self.memory.unlock(parent)
+            self.memory.discard(parent)
+        frame.locked.clear()
+
+    def _perform(self, operation: Operation) -> None:
+        self.memory.tidy()
+        began = time.perf_counter_ns()
+        if operation.written:
+            back = self._run_in_place(operation)
+        else:
+            back = self._run(operation)
+        self.memory.around.materialize(back)
+        for buffer in back:
+            self.memory.pool.append(buffer)
+        spent = time.perf_counter_ns() - began
+        self.memory.clock += spent
+        self.memory.report.rematerializations += 1
+        self.memory.report.recompute_seconds += spent / 1e9
+        self.again_ns += spent
+        allowed = (self.overhead_limit - 1) * self.own_ns
+        if self.again_ns > max(allowed, _PATIENCE_NS):
+            raise ThrashingError(
+                f"recomputation took {self.again_ns / 1e9:.2f} s so far, the program's own "
+                f"operations {self.own_ns / 1e9:.2f} s: more than {self.overhead_limit} times in "
+                f"all. A larger budget than {int(self.memory.budget):,} bytes is needed"
+            )
+
+    def _call(self, operation: Operation, tensors: dict[Buffer, torch.UntypedStorage]) -> object:
+        def place(spot: Place) -> torch.Tensor:
+            owner = spot.owner
+            if not isinstance(owner, Buffer):
+                return spot.on(owner)
+            storage = tensors.get(owner)
+            if storage is None:
+                storage = owner.storage()
+            assert storage is not None
+            return spot.on(storage)
+
+        args = map_places(operation.args, place)
+        kwargs = {name: map_places(value, place) for name, value in operation.kwargs.items()}
+        with torch.no_grad(), self._randomness(operation, args, kwargs):
+            target = tensors.get(_RESULT)
+            if target is not None:
+                traits = traits_of(operation.function)
+                assert traits.into is not None
+                kwargs[traits.into_name] = operation.outputs[0][1].on(target)
+                return traits.into(*args, **kwargs)
+            return operation.function(*args, **kwargs)
+
+    def _randomness(self, operation: Operation, args: tuple[object, ...], kwargs: dict[str, object]):  # type: ignore[no-untyped-def]
+        if operation.random_state is None:
+            return nullcontext()
+        return replayed(generator_of(args, kwargs), operation.random_state)
+
+    def _run(self, operation: Operation) -> list[Buffer]:
+        memory = self.memory
+        made = [
+            (position, spot.owner)
+            for position, spot in operation.outputs
+            if isinstance(spot.owner, Buffer)
+        ]
+        total = sum(buffer.size for _, buffer in made)
+        wanted = [(p, b) for p, b in made if b.index >= 0 and not b.resident]
+        direct = (
+            len(made) == 1
+            and wanted[0][1].program is not None
+            and traits_of(operation.function).into is not None
+        )
+        if direct:
+            buffer = wanted[0][1]
+            memory.reserve(buffer.size + operation.extra_bytes, 0, operation.name)
+            storage = buffer.storage()
+            assert storage is not None
+            storage.resize_(buffer.size)
+            self._call(operation, {_RESULT: storage})
+            memory.fill(buffer)
+            return [buffer]
+        # The program's storages are filled by copying: one at a time, each result freed after it.
+        copied = max((b.size for _, b in wanted if b.program is not None), default=0)
+        memory.reserve(total + max(operation.extra_bytes, copied), 0, operation.name)
+        result = self._call(operation, {})
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        del result
+        back = []
+        for position, buffer in wanted:
+            tensor = results[position]
+            results[position] = None
+            assert isinstance(tensor, torch.Tensor)
+            fresh = tensor.untyped_storage()
+            storage = buffer.storage() if buffer.program is not None else None
+            if storage is None:
+                buffer.private = fresh
+            else:
+                storage.resize_(buffer.size)
+                storage.copy_(fresh)
+            del tensor, fresh
+            memory.fill(buffer)
+            back.append(buffer)
+        return back
+
+    def _run_in_place(self, operation: Operation) -> list[Buffer]:
+        memory = self.memory
+        fresh = sum(s.owner.size for _, s in operation.outputs if isinstance(s.owner, Buffer))
+        copies = sum(after.size for _, after in operation.written)
+        memory.reserve(fresh + copies + operation.extra_bytes, 0, operation.name)
+        targets: dict[Buffer, torch.UntypedStorage] = {}
+        for before, after in operation.written:
+            source = before.storage()
+            assert source is not None
+            # A version that is in memory, or that nothing needs, is computed into scratch memory.
+            storage = after.storage() if after.index >= 0 and not after.resident else None
+            if storage is None:
+                storage = torch.UntypedStorage(after.size, device=after.device)
+            else:
+                storage.resize_(after.size)
+            storage.copy_(source)
+            targets[before] = storage
+        result = self._call(operation, targets)
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        back = []
+        for before, after in operation.written:
+            if after.index >= 0 and not after.resident:
+                if after.program is None:
+                    after.private = targets[before]
+                memory.fill(after)
+                back.append(after)
+        for position, spot in operation.outputs:
+            buffer = spot.owner
+            tensor = results[position]
+            assert isinstance(buffer, Buffer) and isinstance(tensor, torch.Tensor)
+            if buffer.index < 0 or buffer.resident:
+                continue
+            storage = buffer.storage() if buffer.program is not None else None
+            if storage is None:
+                buffer.private = tensor.untyped_storage()
+            else:
+                storage.resize_(buffer.size)
+                storage.copy_(tensor.untyped_storage())
+            memory.fill(buffer)
+            back.append(buffer)
+        return back
+
+
+_RESULT = Buffer(-1, 0, torch.device("cpu"))
+"""Stands for the one result of an operation that writes into a storage it is given."""

@@ -1,0 +1,125 @@
+"""How many bytes an operation will allocate, before it runs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from rkmate.dtr.runtime.operation import map_tensors
+from rkmate.measure.meter import MeterError, measure_peak
+
+
+class Need(NamedTuple):
+    """What an operation allocates."""
+
+    outputs: int
+    """Bytes of its fresh results."""
+    extra: int
+    """Bytes of temporary memory, on top of the results, at the worst moment."""
+    measured: bool
+    """Seen on a run of the same operation on the same shapes, not estimated."""
+
+
+_SMALL = 64
+"""Scalars that an operation turns into tensors on the way."""
+
+
+def signature(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation's memory depends on: shapes, strides, types and plain arguments."""
+    parts: list[Any] = [function]
+    for value in args:
+        parts.append(_part(value))
+    for name, value in kwargs.items():
+        parts.append(name)
+        parts.append(_part(value))
+    return tuple(parts)
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple([_part(item) for item in value])
+    if isinstance(value, (int, float, str, bool)) or value is None:
+        return value
+    return str(value)
+
+
+class Sizes:
+    """Learns each signature's need at its first call; knows it afterwards.
+
+    Before the first call, the results' sizes come from a run on the ``meta`` device, which computes
+    shapes only. Temporary memory is measured during the first call, unless a profiler is running,
+    which the measurement would disturb: then it is estimated as the bytes of all inputs and
+    outputs.
+    """
+
+    _known: dict[Any, Need] = {}
+
+    def need(self, key: Any, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:
+        """What the call will allocate."""
+        known = self._known.get(key)
+        return known if known is not None else _estimate(function, args, kwargs)
+
+    def run(
+        self, key: Any, need: Need, function: OpOverload, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, int]:
+        """Call the function; the second value is the temporary memory that it took, in bytes."""
+        if need.measured or not _on_cpu(args, kwargs):
+            return function(*args, **kwargs), need.extra
+        try:
+            seen = measure_peak(lambda: function(*args, **kwargs))
+        except MeterError:
+            return function(*args, **kwargs), need.extra
+        extra = max(0, seen.peak - max(0, seen.net))
+        if torch.Tag.dynamic_output_shape not in function.tags:
+            self._known[key] = Need(max(0, seen.net), extra, True)
+        return seen.result, extra
+
+
+def _on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
+    devices: set[str] = set()
+    map_tensors([*args, *kwargs.values()], lambda t: devices.add(t.device.type))
+    device = kwargs.get("device")
+    if device is not None:
+        devices.add(torch.device(device).type)
+    return devices <= {"cpu"}
+
+
+def _estimate(function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:
+    inputs: list[int] = [0]
+    map_tensors([*args, *kwargs.values()], lambda t: inputs.append(t.numel() * t.element_size()))
+    stand_ins: list[torch.Tensor] = []
+
+    def shape_only(tensor: torch.Tensor) -> torch.Tensor:
+        stand_in = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+        stand_ins.append(stand_in)
+        return stand_in
+
+    try:
+        options = {name: map_tensors(value, shape_only) for name, value in kwargs.items()}
+        if options.get("device") is not None or not inputs[1:]:
+            options["device"] = torch.device("meta")
+        options.pop("generator", None)
+        made = function(*map_tensors(args, shape_only), **options)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        # Results whose shape depends on values, or no rule for shapes: an upper bound in practice
+        # is what came in, with an index of 8 bytes per element.
+        return Need(sum(inputs) * 2, sum(inputs), False)
+    fresh: dict[int, int] = {}
+    given = {stand_in.untyped_storage()._cdata for stand_in in stand_ins}
+
+    def count(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in given:
+            fresh[storage._cdata] = storage.nbytes()
+
+    map_tensors(made, count)
+    outputs = sum(fresh.values())
+    if torch.Tag.pointwise in function.tags:
+        return Need(outputs, _SMALL, False)
+    return Need(outputs, sum(inputs) + outputs, False)

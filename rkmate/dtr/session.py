@@ -1,0 +1,200 @@
+"""``with rkmate.dtr(budget=...)``: a block of a program that stays inside a budget."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkmate.budget import parse_budget
+from rkmate.dtr.errors import RuntimeStateError
+from rkmate.dtr.heuristics import make_heuristic
+from rkmate.dtr.runtime.engine import Engine
+from rkmate.dtr.runtime.logging import LogWriter
+from rkmate.dtr.runtime.report import Report
+from rkmate.errors import ArgumentError, RkmateError
+
+_ACTIVE = threading.local()
+
+_MEMORY_READERS: frozenset[Any] = frozenset(
+    {
+        torch.Tensor.numpy,
+        torch.Tensor.tolist,
+        torch.Tensor.data_ptr,
+        torch.Tensor.untyped_storage,
+        torch.Tensor.storage,
+        torch.Tensor.__array__,
+        torch.Tensor.__deepcopy__,
+        torch.Tensor.__dlpack__,
+        torch.Tensor.__reduce_ex__,
+        torch.Tensor.share_memory_,
+    }
+)
+"""Methods that reach a tensor's memory without an operation."""
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._call = engine.call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
+
+
+class _MemoryReads(TorchFunctionMode):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._keep = engine.keep
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _MEMORY_READERS and args and isinstance(args[0], torch.Tensor):
+            self._keep(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class Session:
+    """Runs what is inside its ``with`` block by dynamic rematerialization.
+
+    Args:
+        budget: bytes above what stands when the block begins, as an int or text such as "2GiB";
+            None for no limit. Gradients of parameters that the block leaves are not counted.
+        heuristic: what to evict; a name in ``rkmate.dtr.HEURISTICS``.
+        overhead_limit: recomputation beyond this many times the program's own time, in all, is
+            an error.
+        banish: free for good what the program drops, once nothing evicted depends on it.
+        log: file to write the operations to, in the paper's format: a path or a text stream.
+        seed: for the random heuristic.
+
+    Raises ``ArgumentError`` for a wrong argument. Inside the block: ``BudgetExceeded`` when an
+    operation cannot fit, ``ThrashingError`` at the overhead limit. When the block ends, everything
+    that the program still holds is in memory, and its tensors are ordinary ones; after an error
+    too, the budget then set aside.
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None,
+        heuristic: str = "dtr-eq",
+        *,
+        overhead_limit: float = 10.0,
+        banish: bool = False,
+        log: str | os.PathLike[str] | TextIO | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._bytes = check_budget(budget)
+        self._make = heuristic_maker(heuristic, seed)
+        if not isinstance(overhead_limit, (int, float)) or not overhead_limit >= 1:
+            raise ArgumentError(f"overhead_limit must be at least 1, and is {overhead_limit!r}")
+        if not isinstance(banish, bool):
+            raise ArgumentError(f"banish must be True or False, and is {banish!r}")
+        self._limit = float(overhead_limit)
+        self._banish = banish
+        self._log = log
+        self._stream: TextIO | None = None
+        self._engine: Engine | None = None
+        self._modes: list[Any] = []
+        self.reports: list[Report] = []
+        """One report per ``batch()`` and one for the rest of the block."""
+
+    @property
+    def report(self) -> Report:
+        """The numbers of the batch that is running, or of the last one after the block."""
+        if self._engine is not None:
+            return self._engine.memory.report.copy()
+        if not self.reports:
+            raise RuntimeStateError("there is no report before the block has run")
+        return self.reports[-1]
+
+    def batch(self) -> Report:
+        """End a batch: its report, which is also kept in ``reports``."""
+        if self._engine is None:
+            raise RuntimeStateError("batch() belongs inside the with block")
+        self.reports.append(self._engine.take_report())
+        return self.reports[-1]
+
+    def __enter__(self) -> Session:
+        if self._engine is not None or getattr(_ACTIVE, "session", None) is not None:
+            raise RuntimeStateError("a block under rkmate.dtr cannot stand inside another one")
+        writer = None
+        if self._log is not None:
+            if hasattr(self._log, "write"):
+                writer = LogWriter(self._log)  # type: ignore[arg-type]
+            else:
+                self._stream = open(self._log, "w", encoding="utf-8")
+                writer = LogWriter(self._stream)
+        self._engine = Engine(
+            self._bytes,
+            self._make(),
+            overhead_limit=self._limit,
+            banish=self._banish,
+            log=writer,
+        )
+        self._resume()
+        return self
+
+    def _resume(self) -> None:
+        assert self._engine is not None
+        _ACTIVE.session = self
+        self._modes = [_MemoryReads(self._engine), _Operations(self._engine)]
+        for mode in self._modes:
+            mode.__enter__()
+
+    def _pause(self) -> None:
+        while self._modes:
+            self._modes.pop().__exit__(None, None, None)
+        _ACTIVE.session = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        engine = self._engine
+        assert engine is not None
+        self._pause()
+        try:
+            if error is not None:
+                engine.lift_limits()
+            engine.finish()
+        except RkmateError:
+            if error is None:
+                raise
+        finally:
+            self.reports.append(engine.take_report())
+            engine.close()
+            self._engine = None
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
+
+
+def check_budget(budget: int | str | None) -> float:
+    """The budget in bytes, infinity for None. Raises ``ArgumentError``."""
+    if budget is None:
+        return math.inf
+    amount = parse_budget(budget).bytes
+    if amount is None:
+        raise ArgumentError(
+            f"budget is {budget!r}, a fraction; a dynamic program has no peak known beforehand: "
+            'give bytes, as an int or as text such as "600MiB"'
+        )
+    return amount
+
+
+def heuristic_maker(name: str, seed: int) -> Callable[[], Any]:
+    """A maker of fresh heuristics, checked now. Raises ``ArgumentError``."""
+    make_heuristic(name, seed)
+    return lambda: make_heuristic(name, seed)
