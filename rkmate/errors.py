@@ -41,6 +41,10 @@ class InfeasibleBudget(RkmateError):
         return type(self), (str(self), self.minimum_bytes)
 
 
+class PlanningTimeout(RkmateError):
+    """A planner ran out of time before it found a schedule."""
+
+
 class PlanError(RkmateError):
     """A saved plan is truncated, edited, or belongs to another model."""
 

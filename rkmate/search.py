@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rkmate.budget import Budget
-from rkmate.errors import InfeasibleBudget
+from rkmate.errors import InfeasibleBudget, PlanningTimeout
 from rkmate.graph.cut import PRELUDE
 from rkmate.graph.summary import GraphSummary
 from rkmate.pipeline import Prepared, with_option_counts
 from rkmate.plan import Plan, Run
+from rkmate.planners.protocol import Planner, Problem
+from rkmate.planners.registry import planner as find_planner
 from rkmate.rotor import minimum, solve
 from rkmate.rotor.chain import Backward, Forward, ForwardPlain, Op
 from rkmate.rotor.rk_rotor import Table
@@ -59,9 +61,22 @@ class Searcher:
         least = self._expand(ops)
         return min(least, self.baseline, key=lambda c: (c.peak, c.seconds))
 
-    def plan(self, budget: Budget, planner: str) -> Plan:
-        """The fastest schedule found within the budget. Raises `InfeasibleBudget`."""
+    @cached_property
+    def problem(self) -> Problem:
+        """The same model as the planners of the registry see it."""
+        p = self.prepared
+        return Problem(p.graph, p.chain, tuple(b.c for b in p.partition.blocks), p.held,
+                       p.reserve_at_loss)
+
+    def plan(self, budget: Budget, planner: str = "rockmate",
+             time_limit: float | None = None) -> Plan:
+        """The fastest schedule found within the budget. Raises `InfeasibleBudget`.
+
+        `time_limit`: seconds of planning, for planners that can stop early.
+        """
         limit = budget.of(self.baseline.peak)
+        if planner != "rockmate":
+            return self._other(limit, planner, time_limit)
         if self.baseline.peak <= limit:
             return self._plan(self.baseline, limit, planner, "nothing needs to be forgotten")
         if self.smallest.peak > limit:
@@ -73,6 +88,46 @@ class Searcher:
         with self.prepared.timed("search"):
             best = self._best(limit)
         return self._plan(best, limit, planner, "")
+
+    def _other(self, limit: int, name: str, time_limit: float | None) -> Plan:
+        """The schedule of another planner of the literature, as it returns it."""
+        method = find_planner(name)
+        with self.prepared.timed("search"):
+            outcome = method.plan(self.problem, limit, time_limit=time_limit)
+        if outcome.schedule is None:
+            if outcome.status == "timeout":
+                raise PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
+                                      f"it had; {outcome.note or 'give it more, or another planner'}")
+            least = self._least_of(method, limit)
+            raise InfeasibleBudget(
+                f"{name} has no schedule within {limit:,} bytes; the smallest budget that it meets "
+                f"is {least:,} bytes. {outcome.note}".rstrip(), least)
+        chosen = self._judge(outcome.schedule, ())
+        if name == "auto" and self.smallest.peak <= limit:
+            own = self._best(limit)
+            if own.seconds < chosen.seconds:
+                return self._plan(own, limit, name, "rockmate with its finishing pass; "
+                                  f"of the others, {outcome.note}")
+        return self._plan(chosen, limit, name, outcome.note)
+
+    def _least_of(self, method: Planner, limit: int) -> int:
+        """The smallest budget that a planner meets, by bisection on what it returns."""
+        best: int | None = None
+        low, high = limit, 2 * max(limit, self.baseline.peak)
+        for _ in range(24):
+            middle = high if best is None else (low + high) // 2
+            outcome = method.plan(self.problem, middle, time_limit=2.0)
+            if outcome.schedule is None:
+                if best is None:
+                    break
+                low = middle
+            else:
+                best = high = self.simulate(outcome.schedule).peak
+            if high - low <= 1:
+                break
+        if best is None:
+            raise PlanningTimeout(f"{method.name} finds no schedule for this model at any budget")
+        return best
 
     def _best(self, limit: int) -> Candidate:
         """Try several memory limits of the dynamic program: its own count is never below the
@@ -158,7 +213,7 @@ class Searcher:
             planner=planner, budget_bytes=limit, peak_bytes=best.peak,
             baseline_peak_bytes=self.baseline.peak, step_seconds=best.seconds,
             baseline_seconds=self.baseline.seconds,
-            minimum_bytes=self.smallest.peak if best.ops else None,
+            minimum_bytes=self.smallest.peak if best.ops and planner == "rockmate" else None,
             blocks=infos, runs=tuple(runs), schedule=best.schedule, fingerprint=p.fingerprint,
             costs=tuple(p.costs[i] for i in range(len(p.graph.c))),
             graph=self.summary, note=note,

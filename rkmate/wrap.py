@@ -12,11 +12,10 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.module import NewShape, PlannedModule, Planning
 from rkmate.pipeline import Settings, check_model, prepare
 from rkmate.plan import Plan
+from rkmate.planners.registry import planner as find_planner
 from rkmate.progress import Progress
 from rkmate.search import Searcher
-
-PLANNERS = ("rockmate",)
-
+from rkmate.show.curve import Curve
 
 def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
@@ -74,12 +73,13 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
 def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
              budgets: Sequence[int | float | str] | None = None, planner: str = "rockmate",
              progress: bool = True, costs: str = "measured",
-             settings: Settings | None = None) -> tuple[Plan, ...]:
+             settings: Settings | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
 
     One capture, one measurement and one set of options serve all of them. Without `budgets`: from
-    the model's own peak to the smallest feasible budget, in ten steps. Budgets that cannot be met
-    are left out of an automatic curve, and raise `InfeasibleBudget` when they were asked for.
+    the model's own peak to the smallest feasible budget, in ten steps. The result is a sequence of
+    plans that can be drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget` for a budget that was
+    asked for and cannot be met, and otherwise what `wrap` raises.
     """
     check_model(model)
     args, kwargs = _inputs(args, kwargs)
@@ -89,7 +89,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     if wanted is None:
         low, high = searcher.smallest.peak, searcher.baseline.peak
         wanted = [Budget(bytes=low + (high - low) * k // 9) for k in range(9, -1, -1)]
-    return tuple(searcher.plan(b, planner) for b in wanted)
+    return Curve(tuple(searcher.plan(b, planner) for b in wanted))
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -108,8 +108,7 @@ def _planning(budget: Any, plan: Plan | None, planner: str, costs: str, settings
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
         raise ArgumentError(f"plan is {type(plan).__name__}; it should be a rkmate.Plan")
-    if planner not in PLANNERS:
-        raise ArgumentError(f"planner is {planner!r}; it should be one of {', '.join(PLANNERS)}")
+    find_planner(planner)
     if costs not in ("measured", "analytic"):
         raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
     from dataclasses import replace
