@@ -13,6 +13,8 @@ from rkmate.show import styles
 from rkmate.show.amounts import duration, size
 
 _MIB = float(1 << 20)
+_STEEP = 6
+"""Greatest over middle extra time from which the axis of time is logarithmic."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,18 @@ class Curve(Sequence[Plan]):
         right = max([p.baseline_peak_bytes for p in plans] + [q.peak_bytes for q in self.points]
                     + ([here.peak_bytes] if here else []), default=1) / _MIB
         axes.set_xlim(0, right * 1.05)
-        axes.set_ylim(bottom=min(0.0, *(100 * self._overhead(q.step_seconds) for q in self.points))
-                      if self.points else 0.0)
-        axes.margins(y=0.12)
+        overheads = [100 * self._overhead(s) for s in
+                     (*(p.step_seconds for p in plans), *(q.step_seconds for q in self.points))]
+        low, high = min([0.0, *overheads]), max([1.0, *overheads])
+        if high > _STEEP * (sorted(overheads)[len(overheads) // 2] + 1):
+            # The last megabytes cost many times more than the others: both ends stay readable.
+            axes.set_yscale("symlog", linthresh=5)
+            ticks = [t for t in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if t <= high * 2]
+            axes.set_yticks(ticks, [str(t) for t in ticks])
+            axes.minorticks_off()
+            axes.set_ylim(low - 0.3, high * 1.6)
+        else:
+            axes.set_ylim(low - 0.03 * high, high * 1.12)
         axes.set_xlabel("peak of a step in MiB")
         axes.set_ylabel("extra time in %")
         axes.legend(fontsize=8)

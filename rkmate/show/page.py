@@ -1,0 +1,180 @@
+"""The report's page: its style, its script, and pieces of HTML. Nothing is loaded from anywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from rkmate.plan import Plan
+from rkmate.show import styles
+from rkmate.show.replay import replay
+from rkmate.show.words import HEAD, block_rows, facts
+
+STYLE = f"""
+:root {{ color-scheme: light; --ink: {styles.INK}; --faint: #52606d; --line: #d9dee3; }}
+* {{ box-sizing: border-box; }}
+body {{ margin: 0 auto; max-width: 1180px; padding: 24px; color: var(--ink); background: #fff;
+  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }}
+h1 {{ font-size: 24px; margin: 0 0 2px; }}
+h2 {{ font-size: 18px; margin: 36px 0 8px; border-bottom: 1px solid var(--line); }}
+p, li {{ max-width: 80ch; }}
+.faint {{ color: var(--faint); }}
+nav a {{ margin-right: 14px; color: {styles.FORWARD_LINE}; }}
+.cards {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; }}
+.card {{ border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; flex: 1 1 190px; }}
+.card b {{ display: block; font-size: 20px; }}
+.bar {{ position: relative; height: 30px; background: #f1f3f5; border-radius: 4px; margin: 4px 0; }}
+.bar i {{ position: absolute; inset: 0 auto 0 0; border-radius: 4px; background: {styles.KEPT_LINE}; }}
+.bar u {{ position: absolute; top: -3px; bottom: -3px; width: 2px; background: {styles.BUDGET}; }}
+figure {{ margin: 12px 0; overflow-x: auto; }}
+figure > svg {{ max-width: 100%; height: auto; display: block; }}
+.wide {{ overflow-x: auto; }}
+.tall {{ max-height: 460px; overflow: auto; border: 1px solid var(--line); border-radius: 6px; }}
+table {{ border-collapse: collapse; font-size: 13px; width: 100%; }}
+th, td {{ text-align: left; padding: 3px 10px; border-bottom: 1px solid #eceff1; white-space: nowrap; }}
+th {{ position: sticky; top: 0; background: #fff; }}
+td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums; }}
+details {{ border: 1px solid var(--line); border-radius: 6px; margin: 4px 0; }}
+summary {{ cursor: pointer; padding: 5px 10px; }}
+summary span {{ display: inline-block; margin-right: 14px; }}
+.swatch {{ width: 12px; height: 12px; border-radius: 3px; border: 1px solid #9aa5b1; margin: 0 4px 0 0; }}
+.pane {{ position: relative; height: 560px; overflow: hidden; border-top: 1px solid var(--line);
+  background: #fbfcfd; touch-action: none; }}
+.pane svg {{ width: 100%; height: 100%; cursor: grab; }}
+.tools {{ position: absolute; right: 8px; top: 8px; }}
+.tools button {{ font: inherit; min-width: 32px; margin-left: 4px; background: #fff;
+  border: 1px solid var(--line); border-radius: 4px; cursor: pointer; }}
+pre {{ margin: 0; font: 12px/1.45 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
+pre.source {{ padding: 10px; }}
+pre.source span {{ display: block; min-width: max-content; padding: 0 6px; }}
+pre.source span:empty::after {{ content: " "; }}
+.forget {{ background: #f1f3f5; color: #52606d; }}
+.recompute {{ background: {styles.AGAIN_FILL}; }}
+.detach {{ background: {styles.FORWARD}; }}
+.place {{ background: {styles.BACKWARD}; }}
+.head {{ font-weight: 600; }}
+.notice {{ background: {styles.AGAIN_FILL}; padding: 8px 12px; border-radius: 6px; }}
+"""
+
+SCRIPT = """
+"use strict";
+function zoomable(pane) {
+  const svg = pane.querySelector("svg");
+  if (!svg || pane.dataset.ready) return;
+  pane.dataset.ready = "1";
+  svg.removeAttribute("width"); svg.removeAttribute("height");
+  const whole = svg.viewBox.baseVal;
+  const full = [whole.x, whole.y, whole.width, whole.height];
+  let box = full.slice();
+  const show = () => svg.setAttribute("viewBox", box.join(" "));
+  const zoom = (factor, cx, cy) => {
+    box = [cx - (cx - box[0]) * factor, cy - (cy - box[1]) * factor, box[2] * factor, box[3] * factor];
+    show();
+  };
+  const middle = f => zoom(f, box[0] + box[2] / 2, box[1] + box[3] / 2);
+  const width = () => {
+    const r = pane.getBoundingClientRect();
+    const unit = Math.max(full[2] / r.width, 1);
+    box = [full[0] + full[2] / 2 - r.width * unit / 2, full[1], r.width * unit, r.height * unit];
+    show();
+  };
+  const tools = document.createElement("div");
+  tools.className = "tools";
+  for (const [name, title, act] of [["+", "zoom in", () => middle(0.7)],
+      ["\\u2212", "zoom out", () => middle(1.4)], ["top", "readable, from the top", width],
+      ["all", "show the whole graph", () => { box = full.slice(); show(); }]]) {
+    const b = document.createElement("button");
+    b.type = "button"; b.textContent = name; b.title = title; b.onclick = act;
+    tools.append(b);
+  }
+  pane.append(tools);
+  pane.addEventListener("wheel", e => {
+    if (!(e.ctrlKey || e.metaKey)) return;
+    e.preventDefault();
+    const p = new DOMPoint(e.clientX, e.clientY).matrixTransform(svg.getScreenCTM().inverse());
+    zoom(e.deltaY > 0 ? 1.15 : 0.87, p.x, p.y);
+  }, {passive: false});
+  let last = null;
+  svg.addEventListener("pointerdown", e => {
+    last = [e.clientX, e.clientY];
+  });
+  svg.addEventListener("pointermove", e => {
+    if (!last || !(e.buttons & 1)) { last = null; return; }
+    const m = svg.getScreenCTM();
+    box[0] -= (e.clientX - last[0]) / m.a; box[1] -= (e.clientY - last[1]) / m.d;
+    last = [e.clientX, e.clientY];
+    show();
+  });
+  width();
+}
+function fill(details) {
+  const pane = details.querySelector(".pane");
+  if (!pane) return;
+  if (pane.dataset.graph && !pane.firstElementChild)
+    pane.append(document.getElementById(pane.dataset.graph).content.cloneNode(true));
+  zoomable(pane);
+}
+function openTarget() {
+  const found = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
+  if (found instanceof HTMLDetailsElement) { found.open = true; fill(found); found.scrollIntoView(); }
+}
+document.querySelectorAll("details").forEach(d => d.addEventListener("toggle", () => d.open && fill(d)));
+document.querySelectorAll("details[open]").forEach(fill);
+window.addEventListener("hashchange", openTarget);
+openTarget();
+"""
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """A whole page."""
+    # The policy holds the promise that nothing is loaded: a browser refuses to.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+            + "\n".join(body) + f"\n<script>{SCRIPT}</script>\n</body>\n</html>\n")
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> str:
+    """A table; columns in `numbers` are aligned to the right."""
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f'<{tag}{" class=n" if k in numbers else ""}>{escape(c)}</{tag}>'
+                                for k, c in enumerate(cells)) + "</tr>"
+    return f"<table><thead>{row(head, 'th')}</thead><tbody>" \
+           f"{''.join(row(r, 'td') for r in rows)}</tbody></table>"
+
+
+def summary_html(plan: Plan) -> str:
+    """What a notebook shows for a plan."""
+    figures = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in facts(plan))
+    return (f"<div><b>rkmate plan</b><table>{figures}</table>"
+            f"{html_table(HEAD, block_rows(plan, replay(plan)), {0, 3, 4, 5, 6})}</div>")
+
+
+_COMMENT = re.compile(r"#\s.*?\b(forget|recompute|detach|in place)\b")
+
+
+def source_html(text: str) -> str:
+    """Generated source, its three kinds of statements marked."""
+    lines = []
+    docstring = False
+    for line in text.splitlines():
+        quotes = line.count('"""')
+        plain = docstring or quotes > 0
+        docstring ^= quotes % 2 == 1
+        found = None if plain else _COMMENT.search(line)
+        kind = found[1].split()[-1] if found else "head" if line.startswith("def ") else ""
+        lines.append(f'<span class="{kind}">{escape(line)}</span>' if kind
+                     else f"<span>{escape(line)}</span>")
+    return f'<div class="tall"><pre class="source">{"".join(lines)}</pre></div>'
+
+
+def own_ids(svg: str, prefix: str) -> str:
+    """The same picture with identifiers that no other picture on the page has."""
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
+    names = set(re.findall(rf'id="{prefix}-([^"]+)"', svg))
+    return re.sub(r'(xlink:href|href)="#([^"]+)"',
+                  lambda m: f'{m[1]}="#{prefix}-{m[2]}"' if m[2] in names else m[0], svg)
