@@ -8,7 +8,6 @@ checks take the traceable path), then AOTAutograd's joint graph with descriptors
 from __future__ import annotations
 
 import contextlib
-import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,10 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.structure import Structure, take_apart, tensors_in
+from rkmate.graph.refusals import explained, refuse_what_cannot_repeat
+from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
+from rkmate.graph.state import HostDraws, PythonState
+from rkmate.graph.structure import Structure, take_apart
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent"]
 
@@ -73,7 +75,13 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self._inputs.fill(list(tensors))
+        before = self._inputs.held_by_objects(args, kwargs)
         out = self.model(*args, **kwargs)
+        for name, ids in self._inputs.held_by_objects(args, kwargs).items():
+            if ids != before[name]:
+                raise CaptureError(
+                    f"{type(self.model).__name__} changes the {name} that it gets as an argument; a "
+                    "captured step would not repeat that. Let the forward return the new values.")
         flat, structure = take_apart(out, result=True)
         self.found.structure = structure
         # A copy of each output keeps the graph's outputs free of aliases (of inputs, of each
@@ -87,15 +95,46 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     The model is left as it was: parameters, buffers, gradients, train flags, random state and
     Python attributes.
     """
+    refuse_what_cannot_repeat(model, args, kwargs)
+    before = PythonState(model)
+    draws = HostDraws()
+    try:
+        result = _capture(model, args, kwargs)
+        draws.refuse_change(model)
+        changed = before.changed()
+        if changed:
+            # A second trace from where the first has left the attributes: an equal graph means that
+            # the forward does not read what it keeps.
+            same = before.all_transient(changed) and \
+                _text(_capture(model, args, kwargs)) == _text(result)
+            if not same:
+                raise CaptureError(
+                    f"{type(model).__name__}: the forward assigns {', '.join(changed[:5])}; a "
+                    "captured step would not repeat that. Keep such state in a buffer "
+                    "(register_buffer), or return it.")
+        return result
+    finally:
+        draws.restore()
+        before.restore()
+
+
+def _text(found: Capture) -> str:
+    constants = [(k, v.tolist()) for k, v in sorted(found.constants.items()) if v.numel() < 1000]
+    lines = [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in found.graph.nodes]
+    return "\n".join([*lines, repr(constants)])
+
+
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     tensors, inputs = take_apart((args, kwargs), result=False)
     flat = _Flat(model, inputs)
     flat.training = model.training
-    before = _python_state(model)
-    with _unchanged_random_state(), warnings.catch_warnings():
+    with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
+            torch.enable_grad():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(flat, tuple(tensors), strict=False)
             program = exported.module()
+            as_eager_runs_them(program)
             structure = flat.found.structure
             assert structure is not None
             with contextlib.ExitStack() as stack:
@@ -104,13 +143,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         except (ArgumentError, CaptureError, KeyboardInterrupt):
             raise
         except Exception as error:
-            raise _capture_error(model, args, kwargs, error) from error
-        finally:
-            changed = _restore_python_state(model, before)
-    if changed:
-        raise CaptureError(
-            f"{type(model).__name__}: the forward assigns {', '.join(changed[:5])}; a captured step "
-            "would not repeat that. Keep such state in a buffer (register_buffer), or return it.")
+            raise explained(model, args, kwargs, error) from error
+    make_recurrent_layers_whole(module.graph)
     return _read(module, model, program, inputs, structure)
 
 
@@ -184,59 +218,3 @@ def _unchanged_random_state() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         yield
-
-
-_MODULE_FIELDS = {"_parameters", "_buffers", "_modules"}
-_MISSING = object()
-
-
-def _python_state(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], list[dict[str, Any]]]]:
-    return [(name, m, dict(m.__dict__), [dict(m.__dict__[f]) for f in sorted(_MODULE_FIELDS)])
-            for name, m in model.named_modules()]
-
-
-def _restore_python_state(
-        model: nn.Module,
-        before: list[tuple[str, nn.Module, dict[str, Any], list[dict[str, Any]]]]) -> list[str]:
-    """Put back every attribute of every submodule; returns the names of those that had changed."""
-    changed: list[str] = []
-    for name, m, attributes, registries in before:
-        for field, content in zip(sorted(_MODULE_FIELDS), registries, strict=True):
-            now = attributes[field]
-            if {k: id(v) for k, v in now.items()} != {k: id(v) for k, v in content.items()}:
-                now.clear()
-                now.update(content)
-        for k in {*m.__dict__, *attributes}:
-            old, new = attributes.get(k, _MISSING), m.__dict__.get(k, _MISSING)
-            if old is new:
-                continue
-            # Numbers and flags that a forward keeps are harmless; new tensors are lost state.
-            known = {id(t) for t in tensors_in(old)}
-            if any(id(t) not in known for t in tensors_in(new)):
-                changed.append(f"{name + '.' if name else ''}{k}")
-            if old is _MISSING:
-                del m.__dict__[k]
-            else:
-                m.__dict__[k] = old
-    return changed
-
-
-def _capture_error(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-                   error: Exception) -> Exception:
-    """Name the operation and the line of the model's own source."""
-    import inspect
-
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as mismatch:
-        return ArgumentError(f"the sample inputs do not fit {type(model).__name__}.forward: {mismatch}")
-    frames = [f for f in traceback.extract_tb(error.__traceback__)
-              if "/torch/" not in f.filename.replace("\\", "/") and __file__ != f.filename
-              and not f.filename.startswith("<")]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
-    data_dependent = "data-dependent" in str(error) or "DataDependent" in type(error).__name__ \
-        or "Could not guard" in str(error) or "aten._local_scalar_dense" in str(error)
-    hint = (" The branch depends on the value of a tensor, so no static plan exists: "
-            "rkmate.dtr runs such models." if data_dependent else "")
-    return CaptureError(f"{type(model).__name__} cannot be captured{where}: {reason}{hint}")

@@ -1,4 +1,4 @@
-"""The CPU's fused recurrent layer, as an operation whose every output is real.
+"""Recurrent layers: two places where torch's own tracing is not what eager mode does.
 
 `aten.mkldnn_rnn_layer` makes the workspace that its backward reads only while gradients are
 recorded, and its fake result does not know the workspace's size. The operation registered here
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from rkmate.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -54,3 +56,89 @@ def _workspace_bytes(node: fx.Node) -> int:
         return torch.zeros(like.shape, dtype=like.dtype)
     workspace = _run(*map(real, node.args))[3]
     return int(workspace.numel() * workspace.element_size())
+
+
+_LAYERED = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+_PACKED = {aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data}
+_LSTM = 2
+"""The fused layer's number for an LSTM."""
+
+
+def as_eager_runs_them(program: fx.GraphModule) -> None:
+    """Let the recurrent stacks of an exported program be traced as eager mode runs them.
+
+    Torch's decompositions (seen in 2.11 to 2.13) leave out the dropout between the layers, and use
+    the fused LSTM layer for the first layer only.
+    """
+    for node in program.graph.nodes:
+        if node.target in _LAYERED:
+            if _has_dropout(node, first=3) or node.target is aten.lstm.input:
+                node.args = (node.target, *node.args)
+                node.target = _layer_by_layer
+        elif node.target in _PACKED and _has_dropout(node, first=4):
+            raise CaptureError(f"{node.target} with dropout between the layers of a packed sequence "
+                               "cannot be captured: stack single layers and nn.Dropout instead")
+    program.recompile()
+
+
+def _has_dropout(node: fx.Node, first: int) -> bool:
+    layers, dropout, train = node.args[first + 1:first + 4]
+    return bool(train) and dropout > 0 and layers > 1  # type: ignore[operator]
+
+
+def _layer_by_layer(op: Any, x: torch.Tensor, hidden: Any, params: list[torch.Tensor],
+                    has_biases: bool, layers: int, dropout: float, train: bool,
+                    bidirectional: bool, batch_first: bool) -> tuple[torch.Tensor, ...]:
+    directions = 2 if bidirectional else 1
+    several = isinstance(hidden, (list, tuple))
+    states = list(hidden) if several else [hidden]
+    per_layer = len(params) // layers
+    run = _fused if op is aten.lstm.input and _fusable(x, states, params, has_biases) else _plain
+    found: list[list[torch.Tensor]] = [[] for _ in states]
+    if batch_first:
+        x = x.transpose(0, 1)
+    for k in range(layers):
+        entering = [s[k * directions:(k + 1) * directions] for s in states]
+        weights = params[k * per_layer:(k + 1) * per_layer]
+        x, *leaving = run(op, x, entering if several else entering[0], weights, has_biases, train,
+                          bidirectional)
+        for kept, state in zip(found, leaving, strict=True):
+            kept.append(state)
+        if train and dropout > 0 and k + 1 < layers:
+            x = torch.dropout(x, dropout, True)
+    if batch_first:
+        x = x.transpose(0, 1)
+    return (x, *(torch.cat(kept) for kept in found))
+
+
+def _plain(op: Any, x: torch.Tensor, hidden: Any, weights: list[torch.Tensor], has_biases: bool,
+           train: bool, bidirectional: bool) -> tuple[torch.Tensor, ...]:
+    return tuple(op(x, hidden, weights, has_biases, 1, 0.0, train, bidirectional, False))
+
+
+def _fusable(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Tensor],
+             has_biases: bool) -> bool:
+    tensors = [x, *states, *params]
+    projected = states[0].shape[2] != states[1].shape[2]
+    return torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available() \
+        and not projected and all(t.device.type == "cpu" and t.dtype is torch.float32
+                                  and t.numel() for t in tensors)
+
+
+def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[torch.Tensor],
+           has_biases: bool, train: bool, bidirectional: bool) -> tuple[torch.Tensor, ...]:
+    outputs, states, cells = [], [], []
+    per_direction = len(weights) // (2 if bidirectional else 1)
+    h, c = hidden
+    for k in range(2 if bidirectional else 1):
+        w = weights[k * per_direction:(k + 1) * per_direction]
+        if not has_biases:
+            w = [*w, torch.zeros(w[0].shape[0]), torch.zeros(w[1].shape[0])]
+        y, hy, cy, _ = aten.mkldnn_rnn_layer.default(
+            x.contiguous(), *w, h[k].contiguous(), c[k].contiguous(), k == 1, [], _LSTM, h.shape[2],
+            1, has_biases, bidirectional, False, train)
+        outputs.append(y)
+        states.append(hy.reshape(h[k].shape))
+        cells.append(cy.reshape(c[k].shape))
+    y = torch.cat(outputs, -1) if bidirectional else outputs[0]
+    return y, torch.stack(states), torch.stack(cells)

@@ -55,6 +55,13 @@ class Structure:
                 leaves.append(copy.deepcopy(leaf, {_FILL: tensors}))
         return pytree.tree_unflatten(leaves, self.spec)
 
+    def held_by_objects(self, args: Any, kwargs: Any) -> dict[str, list[int]]:
+        """Per object that pytree does not know, by its type's name: the ids of its tensors."""
+        leaves = pytree.tree_flatten((args, kwargs))[0]
+        return {f"{type(leaf).__name__} {k}": [id(t) for t in tensors_in(leaf)]
+                for k, leaf in enumerate(leaves)
+                if not isinstance(leaf, (*_PLAIN, torch.Tensor))}
+
     def index_of(self, name: str) -> int | None:
         """The tensor under a key or attribute of the outermost container; None without one."""
         value = pytree.tree_unflatten(list(self.leaves), self.spec)
@@ -69,9 +76,9 @@ class Structure:
 def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structure]:
     """The tensors of `value`, in order, and the structure around them.
 
-    For a ``result``, the same tensor found twice is one slot, and objects that pytree does not
-    know become skeletons. In arguments each occurrence has a slot of its own, and such objects are
-    kept as they are (the model gets the very object).
+    Objects that pytree does not know, and that hold tensors, become skeletons. For a ``result``,
+    the same tensor found twice is one slot; in arguments each occurrence has a slot of its own.
+    Other objects are kept as they are: the model gets the very object.
     """
     flat, spec = pytree.tree_flatten(value)
     tensors: list[torch.Tensor] = []
@@ -87,7 +94,7 @@ def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structu
     for leaf in flat:
         if isinstance(leaf, torch.Tensor):
             leaves.append(slot(leaf))
-        elif isinstance(leaf, _PLAIN) or not result:
+        elif isinstance(leaf, _PLAIN) or not (result or tensors_in(leaf)):
             leaves.append(leaf)
         else:
             leaves.append(_skeleton(leaf, slot))
@@ -101,7 +108,12 @@ def _skeleton(value: Any, slot: Any) -> Any:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Tensors reachable through containers and instance attributes, modules left out."""
-    found: list[torch.Tensor] = []
+    return [item for item in objects_in(value) if isinstance(item, torch.Tensor)]
+
+
+def objects_in(value: Any) -> list[Any]:
+    """Everything reachable through containers and instance attributes, modules left out."""
+    found: list[Any] = []
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -109,9 +121,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         if isinstance(item, _PLAIN) or isinstance(item, (type, torch.nn.Module)) or id(item) in seen:
             continue
         seen.add(id(item))
+        found.append(item)
         if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, dict):
+            continue
+        if isinstance(item, dict):
             stack.extend(reversed(list(item.values())))
         elif isinstance(item, (list, tuple, set, frozenset)):
             stack.extend(reversed(list(item)))

@@ -1,0 +1,85 @@
+"""Models that have no static training step: what is refused before a trace, and what a failed
+trace means for the user."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.structure import objects_in
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+
+def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
+                              kwargs: dict[str, Any]) -> None:
+    """Raise for what a trace would silently lose."""
+    for name, m in model.named_modules():
+        where = f"{type(model).__name__}{'.' + name if name else ''}"
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise CaptureError(f"{where} has module backward hooks, which a planned step cannot run: "
+                               "remove them, or hook the parameters or the module's outputs")
+        if m._compiled_call_impl is not None:
+            raise ArgumentError(f"{where} was compiled in place (Module.compile): wrap the model "
+                                "before compiling")
+    for value in objects_in((args, kwargs)):
+        if isinstance(value, torch.Generator):
+            raise ArgumentError("a torch.Generator among the arguments cannot be captured: seed the "
+                                "default generator (torch.manual_seed), or draw outside and pass the "
+                                "tensor")
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor).__name__ == "DTensor":
+            raise ArgumentError(
+                f"{tensor_name} is a DTensor: a sharded model cannot be captured. Wrap the model "
+                "first, and shard the wrapped module (fully_shard(rkmate.wrap(...)))")
+        if tensor.layout is not torch.strided:
+            raise ArgumentError(f"{tensor_name} has the layout {tensor.layout}; only dense tensors "
+                                "can be planned")
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise ArgumentError(f"{tensor_name} has no shape yet (a lazy module): run the model once "
+                                "before wrapping it")
+
+
+def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+              error: Exception) -> Exception:
+    """The error for a failed trace: it names the operation and the line of the model's source."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as mismatch:
+        return ArgumentError(f"the sample inputs do not fit {type(model).__name__}.forward: {mismatch}")
+    text = str(error).strip()
+    reason = text.split("\n")[0] or type(error).__name__
+    data_dependent = any(sign in text for sign in (
+        "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
+        "data dependent", "DataDependent")) or "DataDependent" in type(error).__name__
+    if data_dependent:
+        hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
+                "so no static plan exists: rkmate.dtr runs such models.")
+    else:
+        hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
+    return CaptureError(f"{type(model).__name__} cannot be captured{_place(error)}: {reason}{hint}")
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's source that took part."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
+    if frames:
+        return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+    # Errors of a replayed graph carry the trace of the original run as text.
+    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', str(error))
+    mine = [m for m in lines if _users(m[0])]
+    if mine:
+        return f" at {mine[-1][0]}:{mine[-1][1]}: {mine[-1][2].strip()}"
+    return ""
+
+
+def _users(filename: str) -> bool:
+    return not filename.startswith(("<", _TORCH, _HERE)) and "/rkmate/" not in filename

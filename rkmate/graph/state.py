@@ -1,0 +1,96 @@
+"""What a traced forward does besides computing: attributes it assigns, host random numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from rkmate.errors import CaptureError
+from rkmate.graph.structure import tensors_in
+
+_REGISTRIES = ("_buffers", "_modules", "_parameters")
+_MISSING = object()
+_LISTS = ("_all_weights", "_flat_weight_refs", "_flat_weights", "_flat_weights_names")
+
+
+class PythonState:
+    """The attributes of every submodule at one moment, to compare with and to go back to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(name, m, dict(m.__dict__),
+                          {f: dict(m.__dict__[f]) for f in _REGISTRIES if f in m.__dict__})
+                         for name, m in model.named_modules()]
+
+    def changed(self) -> list[str]:
+        """Dotted names of the attributes that are other objects now."""
+        return [f"{name + '.' if name else ''}{k}" for name, _, k, _, _ in self._differences()]
+
+    def all_transient(self, names: list[str]) -> bool:
+        """Whether the forward may assign these: numbers and other plain values, and the weights
+        that torch's own (old) weight and spectral normalisation assign before each forward."""
+        for name, m, k, old, new in self._differences():
+            known = {id(t) for t in tensors_in(old)}
+            fresh = any(id(t) not in known for t in tensors_in(new))
+            if fresh and not any(isinstance(h, (WeightNorm, SpectralNorm)) and h.name == k
+                                 for h in m._forward_pre_hooks.values()):
+                return False
+        return True
+
+    def restore(self) -> None:
+        """Put every attribute and every registry back."""
+        for _, m, attributes, registries in self._modules:
+            for field, content in registries.items():
+                now = attributes[field]
+                if {k: id(v) for k, v in now.items()} != {k: id(v) for k, v in content.items()}:
+                    now.clear()
+                    now.update(content)
+            for k in {*m.__dict__, *attributes}:
+                if k not in attributes:
+                    del m.__dict__[k]
+                elif m.__dict__.get(k, _MISSING) is not attributes[k]:
+                    m.__dict__[k] = attributes[k]
+
+    def _differences(self) -> list[tuple[str, nn.Module, str, Any, Any]]:
+        found = []
+        for name, m, attributes, _ in self._modules:
+            for k in sorted({*m.__dict__, *attributes}):
+                old, new = attributes.get(k, _MISSING), m.__dict__.get(k, _MISSING)
+                # A recurrent layer keeps lists of its weights, which the tracer swaps.
+                if old is not new and not (isinstance(m, nn.RNNBase) and k in _LISTS):
+                    found.append((name, m, k, old, new))
+        return found
+
+
+class HostDraws:
+    """The states of Python's and NumPy's own generators."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        # NumPy's global generator exists only once NumPy is loaded.
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+    def refuse_change(self, model: nn.Module) -> None:
+        """Raise when the forward has drawn from one of them: a captured step would repeat the draw."""
+        drew = []
+        if random.getstate() != self._python:
+            drew.append("random")
+        if self._numpy is not None:
+            now = sys.modules["numpy"].random.get_state()
+            if now[2:] != self._numpy[2:] or (now[1] != self._numpy[1]).any():
+                drew.append("numpy.random")
+        if drew:
+            raise CaptureError(
+                f"{type(model).__name__}: the forward draws from {' and '.join(drew)}; a captured "
+                "step would repeat the draw of its trace. Draw with torch (torch.rand), which is "
+                "part of the step.")
+
+    def restore(self) -> None:
+        """Put both back."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
