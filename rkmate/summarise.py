@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from rkmate.graph.cut import PRELUDE
-from rkmate.graph.simplify import is_backward, is_view
+from rkmate.graph.simplify import is_backward
 from rkmate.graph.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
 from rkmate.pipeline import Prepared, module_path
 
@@ -20,7 +19,8 @@ def summarise(prepared: Prepared) -> GraphSummary:
     program, graph = parts.program, prepared.graph
     computations = tuple(
         Computation(c.name, _operation(node), path_of(node), c.phase, parts.block_of[i], c.inputs,
-                    c.outputs, c.time, c.overhead, c.random, i in program.constant)
+                    c.outputs, c.time, c.overhead, c.random, i in program.constant,
+                    c.overwritable)
         for i, (c, node) in enumerate(zip(graph.c, program.operation, strict=True)))
     storages = tuple(Storage(d.name, d.size, d.kind, _shape(owner.meta.get("val")))
                      for d, owner in zip(graph.d, program.owner, strict=True))
@@ -42,6 +42,7 @@ def _captured(prepared: Prepared) -> tuple[Captured, ...]:
     reads, or of what reads it."""
     parts = prepared.partition
     block = {c.name: parts.block_of[i] for i, c in enumerate(prepared.graph.c)}
+    left = {n.name for n in parts.program.joint.graph.nodes}
     nodes = [n for n in prepared.capture.graph.nodes
              if n.op == "call_function" and not is_backward(n)]
     number = {n: k for k, n in enumerate(nodes)}
@@ -56,7 +57,7 @@ def _captured(prepared: Prepared) -> tuple[Captured, ...]:
     result = []
     for node in nodes:
         kind: CapturedKind = "operation" if node.name in block else \
-            "view" if node.target is operator.getitem or is_view(node) else "dropped"
+            "view" if node.name in left else "dropped"
         result.append(Captured(node.name, _operation(node), path_of(node), where[node], kind,
                                tuple(number[n] for n in node.all_input_nodes if n in number)))
     return tuple(result)

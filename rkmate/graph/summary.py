@@ -37,6 +37,8 @@ class Computation:
     random: bool = False
     constant: bool = False
     """Depends on no trained value."""
+    overwritable: tuple[int, ...] = ()
+    """Inputs that may take the output's place when they die here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ class GraphSummary:
         """The graph as the simulator takes it."""
         return CDGraph(
             tuple(DNode(s.name, s.size, s.kind) for s in self.storages),
-            tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random)
+            tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random,
+                        c.overwritable)
                   for c in self.computations),
             self.loss, (), self.outputs, self.output_grads, self.input_grads, self.exits)
 
@@ -113,7 +116,8 @@ class GraphSummary:
         """As JSON takes it. Times and overheads are left out: the plan has them."""
         return {
             "computations": [[c.name, c.operation, c.path, c.block, list(c.inputs), list(c.outputs),
-                              int(c.random), int(c.constant)] for c in self.computations],
+                              int(c.random), int(c.constant), list(c.overwritable)]
+                             for c in self.computations],
             "storages": [[s.name, s.size, s.kind, s.shape] for s in self.storages],
             "loss": self.loss, "outputs": list(self.outputs),
             "output_grads": list(self.output_grads), "input_grads": list(self.input_grads),
@@ -130,11 +134,11 @@ def read_summary(content: Mapping[str, Any], costs: Sequence[tuple[float, int]])
     loss = int(content["loss"])
     computations = []
     for i, (row, (seconds, overhead)) in enumerate(zip(content["computations"], costs, strict=True)):
-        name, operation, path, block, inputs, outputs, random, constant = row
+        name, operation, path, block, inputs, outputs, random, constant, places = row
         computations.append(Computation(
             str(name), str(operation), str(path), "forward" if i < loss else "backward", int(block),
             tuple(map(int, inputs)), tuple(map(int, outputs)), seconds, overhead, bool(random),
-            bool(constant)))
+            bool(constant), tuple(map(int, places))))
     result = GraphSummary(
         tuple(computations),
         tuple(Storage(str(n), int(s), k, str(shape)) for n, s, k, shape in content["storages"]),

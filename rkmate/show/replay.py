@@ -14,7 +14,7 @@ from rkmate.errors import ScheduleError
 from rkmate.graph.summary import GraphSummary
 from rkmate.plan import Plan
 from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import Compute, Forget, Schedule, from_order
+from rkmate.schedule.steps import Compute, Forget, Schedule, from_order, overwritten
 
 Kind = Literal["kept", "recomputed", "gradients", "temporaries", "loss"]
 KINDS: tuple[Kind, ...] = ("kept", "recomputed", "gradients", "temporaries", "loss")
@@ -155,7 +155,7 @@ def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Replay:
     walk = _Walk(graph)
     for k, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
-            walk.compute(k, step.c)
+            walk.compute(k, step.c, overwritten(graph.cd, schedule.steps, k))
         elif isinstance(step, Forget):
             walk.forget(k, step.d)
         else:
@@ -164,7 +164,8 @@ def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Replay:
             raise ScheduleError(f"step {k}: {walk.moments[-1].total:,} bytes by kind, "
                                 f"{result.timeline[k]:,} in the simulator")
         if k == result.peak_at:
-            alive_at_peak = tuple((j, walk.kind[j]) for j in sorted(walk.alive))
+            alive_at_peak = tuple((j, walk.kind[j]) for j in sorted(walk.alive)
+                                  if j not in walk.taken)
     end = len(schedule.steps)
     walk.close(end)
     return Replay(graph, schedule, tuple(walk.moments), result.peak_at, walk.loss_at, alive_at_peak,
@@ -180,6 +181,7 @@ class _Walk:
         self.kind: dict[int, Kind] = {}
         self.again: dict[int, bool] = {}
         self.level: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        self.taken: dict[int, int] = {}                 # overwritten storage -> moment
         self.ran: set[int] = set()
         self.now = 0.0
         self.moments: list[Moment] = []
@@ -202,10 +204,13 @@ class _Walk:
         self.moments.append(Moment(start, self.now, computation, again,
                                    tuple(level[kind] for kind in KINDS)))
 
-    def compute(self, k: int, c: int) -> None:
+    def compute(self, k: int, c: int, place: int | None) -> None:
         node = self.graph.computations[c]
         again = c in self.ran
         twice = 0
+        if place is not None:
+            self.level[self.kind[place]] -= self.graph.storages[place].size
+            self.taken[place] = k
         for j in node.outputs:
             if j in self.alive:
                 twice += self.graph.storages[j].size     # the second copy goes at once
@@ -217,8 +222,11 @@ class _Walk:
         self._record(start, c, again, [("temporaries", twice + node.overhead)])
 
     def forget(self, k: int, j: int) -> None:
-        self.spans.append((j, self.alive.pop(j), k, self.again[j]))
-        self.level[self.kind[j]] -= self.graph.storages[j].size
+        self.spans.append((j, self.alive.pop(j), self.taken.get(j, k), self.again[j]))
+        if j in self.taken:
+            del self.taken[j]                           # its storage lives on under another name
+        else:
+            self.level[self.kind[j]] -= self.graph.storages[j].size
         self._record(self.now, None, False)
 
     def loss(self, k: int) -> None:

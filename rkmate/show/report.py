@@ -52,7 +52,7 @@ def _head(plan: Plan) -> Iterator[str]:
             ("time of a step", f"{plan.overhead:+.1%}",
              f"{duration(plan.step_seconds)} for {duration(plan.baseline_seconds)}"),
             ("smallest budget", "-" if plan.minimum_bytes is None else size(plan.minimum_bytes),
-             "not needed, so not searched" if plan.minimum_bytes is None else
+             "not searched for this plan" if plan.minimum_bytes is None else
              f"{share(plan.minimum_bytes, plan.baseline_peak_bytes)} of the peak without")):
         yield f'<div class="card">{escape(name)}<b>{escape(value)}</b>' \
               f'<span class="faint">{escape(note)}</span></div>'

@@ -15,7 +15,7 @@ _MOST_ROWS = 40
 
 def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     """The figures above the table: (what, value)."""
-    smallest = "not searched: nothing has to be forgotten" if plan.minimum_bytes is None else \
+    smallest = "not searched" if plan.minimum_bytes is None else \
         f"{size(plan.minimum_bytes)} ({share(plan.minimum_bytes, plan.baseline_peak_bytes)})"
     result = [
         ("peak", f"{size(plan.peak_bytes)} of a budget of {size(plan.budget_bytes)}"),

@@ -1,0 +1,72 @@
+"""What a plan carries about its graph: the same graph, also after it was saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rkmate
+from rkmate.pipeline import Settings, prepare
+from rkmate.plan import Plan
+from rkmate.progress import Progress
+from rkmate.schedule.simulate import simulate
+from rkmate.summarise import summarise
+from tests.show.models import scores_plan, tower, wrapped
+
+
+def test_the_summary_is_the_prepared_graph() -> None:
+    model, args = tower(2)
+    prepared = prepare(model, args, {}, Settings(costs="analytic"), Progress(False))
+    summary = summarise(prepared)
+    assert summary.cd == prepared.graph
+    assert summary.cuts == tuple(tuple(sorted(c)) for c in prepared.partition.cuts)
+    assert [c.block for c in summary.computations] == list(prepared.partition.block_of)
+
+
+def test_paths_are_those_of_the_users_model() -> None:
+    model, _ = tower(4)
+    known = {"", *(name for name, _ in model.named_modules())}
+    g = wrapped().plan.graph
+    assert {c.path for c in g.computations} <= known
+    gelus = {c.path for c in g.computations if c.operation in ("gelu", "gelu_backward")}
+    assert gelus == {f"layers.{k}" for k in range(4)}
+    assert {c.path for c in g.captured} <= known
+
+
+def test_captured_operations_are_told_apart() -> None:
+    g = wrapped().plan.graph
+    names = {c.name for c in g.computations[:g.loss]}
+    assert {c.name for c in g.captured if c.kind == "operation"} == names
+    kinds = {c.operation: c.kind for c in g.captured if c.operation in ("t", "detach", "gelu")}
+    assert kinds["gelu"] == "operation"
+    assert kinds["t"] == "view"
+    assert kinds["detach"] == "dropped"
+    assert all(j < k for k, c in enumerate(g.captured) for j in c.inputs)
+
+
+@pytest.mark.parametrize("plan", [wrapped().plan, scores_plan()], ids=["loss inside", "outside"])
+def test_a_saved_plan_brings_its_graph_back(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    loaded = rkmate.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.graph == plan.graph
+    assert loaded.source == plan.source
+    again = simulate(loaded.graph.cd, loaded.schedule, held=loaded.graph.held,
+                     reserve_at_loss=loaded.graph.reserve_at_loss)
+    assert again.peak == plan.peak_bytes
+
+
+def test_a_graph_that_does_not_fit_its_costs_is_no_plan(tmp_path: Path) -> None:
+    import hashlib
+
+    plan = wrapped().plan
+    plan.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    del content["checksum"]
+    content["graph"]["computations"].pop()
+    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(rkmate.PlanError, match="not a whole plan"):
+        rkmate.Plan.load(tmp_path / "plan.json")
