@@ -79,7 +79,8 @@ class PlannedModule(nn.Module):
         else:
             _check_plan(plan, prepared)
         labels = [b.label for b in plan.blocks]
-        generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1]).emit()
+        generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1],
+                            prepared.graph).emit()
         plan = replace(plan, source=generated.text)
         compiled = Compiled(model, prepared.capture, prepared.partition, generated, prepared.device)
         ready = Ready(plan, compiled)

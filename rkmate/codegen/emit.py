@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rkmate.graph.text import BlockNames, Expressions, operator_namespace, source_key
 from rkmate.graph.capture import Source
+from rkmate.graph.cd import CDGraph
 from rkmate.graph.cut import PRELUDE
 from rkmate.graph.partition import Partition
 from rkmate.schedule.steps import Compute, Forget, Loss, Schedule, forgotten_after, overwritten
@@ -83,10 +84,12 @@ class Emitter:
     """Generates the source of one schedule."""
 
     def __init__(self, partition: Partition, schedule: Schedule,
-                 labels: Sequence[str] | None = None, summary: str = "") -> None:
+                 labels: Sequence[str] | None = None, summary: str = "",
+                 graph: CDGraph | None = None) -> None:
+        """`graph`: the partition's graph with costs, for the comments; `labels`: class names."""
         self.partition = partition
         self.program = partition.program
-        self.cd = self.program.cd
+        self.cd = graph or self.program.cd
         self.schedule = schedule
         self.labels = labels
         self.summary = summary
@@ -178,9 +181,13 @@ class Emitter:
         take: list[int] = []
         read: list[int] = []
         rng: list[str] = []
+        gone: list[int] = []
+        place: int | None = None
         steps = part.steps
         for k, step in enumerate(steps):
             if isinstance(step, Compute):
+                body += self._forgetting(gone, place, names)
+                gone = []
                 for j in self.cd.c[step.c].inputs:
                     if j not in made and j not in take and j not in read:
                         read.append(j)
@@ -198,11 +205,12 @@ class Emitter:
                     continue                       # handed to autograd, which frees it
                 if j in made:
                     made.discard(j)
-                    body.append((f"del {names.of(j)}", "forget"))
+                    gone.append(j)
                 elif j in read:
                     read.remove(j)
                     take.append(j)
-                    body.append((f"del {names.of(j)}", "forget"))
+                    gone.append(j)
+        body += self._forgetting(gone, place, names)
         give = [j for j in names.local if j in made]
         lines: list[tuple[str, str]] = []
         if take:
@@ -223,13 +231,24 @@ class Emitter:
         return _Call(name, tuple(map(key, take)), tuple(map(key, read)), tuple(map(key, give)), keys,
                      tuple(rng))
 
+    def _forgetting(self, gone: list[int], place: int | None,
+                    names: BlockNames) -> list[tuple[str, str]]:
+        """One statement for all that dies at one place; what was overwritten frees nothing."""
+        if not gone:
+            return []
+        size = sum(self.cd.d[j].size for j in gone if j != place)
+        comment = f"forget      {_bytes(size)}" if any(j != place for j in gone) else ""
+        return [(f"del {', '.join(names.of(j) for j in gone)}", comment)]
+
     def _statement(self, c: int, dropped: set[int], place: int | None, expressions: Expressions,
                    rng: list[str]) -> list[tuple[str, str]]:
         node = self.program.operation[c]
         outputs = self.cd.c[c].outputs
         call = expressions.call(node) if place is None else \
             expressions.call_over(node, place)
-        comment = ", ".join(["recompute"] * (c in self.ran) + ["in place"] * (place is not None))
+        comment = f"recompute   {_seconds(self.cd.c[c].time)}" if c in self.ran else ""
+        if place is not None:
+            comment = f"{comment}, in place" if comment else "in place"
         kept = [j for j in outputs if j not in dropped or j in self.param_storage]
         lines: list[tuple[str, str]] = []
         value = node.meta["val"]
@@ -325,6 +344,14 @@ class Emitter:
         lines = [f"def {name}(env):  # {comment}"]
         lines += [f"    {c.text() if isinstance(c, _Call) else c}" for c in calls]
         return [*lines, *(f"    {line}" for line in end), "", ""]
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 2**20:.1f} MiB" if n >= 2**19 else f"{n / 2**10:.1f} KiB"
+
+
+def _seconds(t: float) -> str:
+    return f"{t * 1e3:.2f} ms"
 
 
 class _EnvironmentExpressions(Expressions):

@@ -16,6 +16,15 @@ from rkmate.graph.overwrite import overwrites
 from rkmate.graph.simplify import is_view
 
 
+_METHODS: dict[object, str] = {
+    torch.ops.aten.view.default: "view", torch.ops.aten._unsafe_view.default: "view",
+    torch.ops.aten.t.default: "t", torch.ops.aten.transpose.int: "transpose",
+    torch.ops.aten.unsqueeze.default: "unsqueeze", torch.ops.aten.squeeze.dim: "squeeze",
+    torch.ops.aten.expand.default: "expand", torch.ops.aten.permute.default: "permute",
+    torch.ops.aten.select.int: "select", torch.ops.aten.split.Tensor: "split",
+}
+
+
 def source_key(source: Source) -> str:
     """The key under which the run time finds what the caller holds."""
     return f"{source.kind}:{source.key}"
@@ -131,7 +140,11 @@ class Expressions:
         return not is_view(node)
 
     def call(self, node: fx.Node) -> str:
-        """The call of an operation."""
+        """The call of an operation; the everyday views as methods of their tensor."""
+        method = _METHODS.get(node.target)
+        if method is not None and not node.kwargs and isinstance(node.args[0], fx.Node):
+            rest = ", ".join(self.argument(a) for a in node.args[1:])
+            return f"{self.value(node.args[0])}.{method}({rest})"
         args = [self.argument(a) for a in node.args]
         args += [f"{k}={self.argument(v)}" for k, v in node.kwargs.items()]
         return f"{operator_name(node)}({', '.join(args)})"
