@@ -62,7 +62,8 @@ def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:
 
     content = [
         FORMAT, package, sorted(asdict(settings).items()), data,
-        [(c.phase, labels(c.inputs), labels(c.outputs), c.overhead, c.random) for c in graph.c],
+        [(c.phase, labels(c.inputs), labels(c.outputs), c.overhead, c.random,
+          [label[j] for j in c.overwritable]) for c in graph.c],
         graph.loss, labels(graph.inputs), labels(graph.outputs), labels(graph.output_grads),
         labels(graph.input_grads), sorted((label[j], i) for j, i in graph.exits.items()),
     ]

@@ -210,33 +210,61 @@ class BlockModel:
             node = self.graph.c[k]
             fixed = unit(stage.before)
             terms: _Terms = []
+            places = self._places(t, k)
+            place = places[0] if len(places) == 1 else None
             for j in stage.carried:
                 if self._producer(j) >= k:
                     terms.append((self.S[t, j], float(self._size(j))))
                     continue
-                alive = self._alive(t, j, k)
+                # Where the output takes the place of an input, that input counts only if it lives
+                # on beside it.
+                alive = self._alive(t, j, k + 1 if j == place else k)
                 if isinstance(alive, int):
                     fixed += self._size(j)
                 elif alive is not None:
                     terms.append((alive, float(self._size(j))))
             own = sum(self._size(j) for j in node.outputs) + unit(node.overhead)
             terms.append((self.R[t, k], float(own)))
+            if len(places) > 1:
+                alive_after = [self._alive(t, j, k + 1) for j in places]
+                terms.append(self._taken(f"{t}_{k}", places, alive_after, self.R[t, k]))
             self._peak(terms, fixed, f"peak_{t}_{k}")
         terms = []
         fixed = unit(stage.during)
+        place = stage.overwrites[0] if len(stage.overwrites) == 1 else None
         for j in stage.carried:
-            if j in stage.need:
+            if j in stage.need and j != place:
                 fixed += self._size(j)
             elif (t + 1, j) in self.S:
                 terms.append((self.S[t + 1, j], float(self._size(j))))
+        if len(stage.overwrites) > 1:
+            alive_after = [self.S.get((t + 1, j)) for j in stage.overwrites]
+            terms.append(self._taken(f"{t}_backward", stage.overwrites, alive_after))
         self._peak(terms, fixed, f"peak_{t}_backward")
+
+    def _places(self, t: int, k: int) -> tuple[int, ...]:
+        """The inputs whose place the output of k takes when they die in step k of stage t."""
+        need = self.stages.stages[t].need
+        return tuple(j for j in self.graph.c[k].overwritable
+                     if j not in self.stages.free and j not in need)
+
+    def _taken(self, name: str, places: Sequence[int], alive_after: Sequence[Any],
+               runs: Any = None) -> tuple[Any, float]:
+        """The term for an output that takes the place of one of several inputs: that of any that
+        dies. Only upper bounds act on the variable, so it may be continuous."""
+        taken = self._variable(f"T_{name}", 1)
+        if runs is not None:
+            self._add([(taken, 1), (runs, -1)], pulp.LpConstraintLE, 0, f"taken_{name}")
+        self._add([(taken, 1), *((a, 1) for a in alive_after if a is not None)],
+                  pulp.LpConstraintLE, len(places), f"dies_{name}")
+        return taken, -float(min(self._size(j) for j in places))
 
     def _peak(self, terms: _Terms, fixed: int, name: str) -> None:
         merged: dict[Any, float] = {}
         for variable, weight in terms:
             merged[variable] = merged.get(variable, 0.0) + weight
-        self._floor = max(self._floor, fixed)
-        if fixed + sum(merged.values()) <= self.budget(self.stages.floor):
+        self._floor = max(self._floor, fixed + int(sum(w for w in merged.values() if w < 0)))
+        if fixed + sum(w for w in merged.values() if w > 0) <= self.budget(self.stages.floor):
             return   # holds at every budget that can be met at all
         self._add([*merged.items(), (self.m_peak, -1)], pulp.LpConstraintLE, -fixed, name)
 
@@ -250,9 +278,16 @@ class BlockModel:
         for i, (base, dead) in enumerate(zip(self.stages.forward_base, self.stages.forward_dead,
                                              strict=True)):
             last = i + 1 == len(self.stages.forward_base)
-            if last or base > self.stages.forward_base[i + 1]:
+            places = self.stages.forward_places
+            if last or places[i + 1] or base > self.stages.forward_base[i + 1]:
                 # A node that needs no more than the next one, with no more data saved, cannot bind.
                 terms = [(self.S[0, j], float(self._size(j))) for j in dead]
+                if places[i]:
+                    out, = self.graph.c[i].outputs
+                    terms.append(self._taken(
+                        f"forward_{i}", places[i], [self.S.get((0, j)) for j in places[i]],
+                        self.S[0, out] if out not in self.stages.outputs and not any(
+                            r < self.graph.loss for r in self.graph.readers[out]) else None))
                 self._peak(terms, self._units(base), f"forward_{i}")
 
     # -- in and out --------------------------------------------------------------------------

@@ -30,7 +30,11 @@ class Stage:
     before: int
     """Bytes of gradients alive while the stage recomputes."""
     during: int
-    """Bytes of gradients and temporaries while ``node`` runs, its outputs included."""
+    """Bytes of gradients and temporaries while ``node`` runs, its outputs included, a gradient that
+    the output overwrites left out."""
+    overwrites: tuple[int, ...]
+    """Needed forward data whose place the output of ``node`` takes if it dies there; empty where a
+    gradient's place is taken whatever is chosen."""
     idle: int
     """The same for the hungriest backward node between the previous stage and this one; at least
     ``before``."""
@@ -49,7 +53,11 @@ class Stages:
     forward_base: tuple[int, ...]
     """Per forward C node: bytes while it runs in the forward when nothing is saved."""
     forward_dead: tuple[tuple[int, ...], ...]
-    """Per forward C node: D nodes of stage 0 that count on top of that if they are saved."""
+    """Per forward C node: D nodes of stage 0 that count on top of that if they are saved: those
+    that are dead by then, and one whose place the node's output would take."""
+    forward_places: tuple[tuple[int, ...], ...]
+    """Per forward C node: D nodes one of whose places the output takes, unless all of them are
+    saved, or the output itself is dead at once; they count in ``forward_base``."""
     floor: int
     """No schedule has a lower peak, in bytes: gradients, temporaries and what nodes read."""
 
@@ -64,7 +72,7 @@ def split_stages(graph: CDGraph) -> Stages:
     made_forward = {j for i in graph.forward for j in graph.c[i].outputs}
     free = frozenset(graph.inputs) | {j for j in made_forward if graph.d[j].size == 0}
     outputs = frozenset(graph.outputs) & made_forward
-    before, during, tail = _gradient_bytes(graph, made_forward)
+    before, during, tail, taking = _gradient_bytes(graph, made_forward)
 
     needs = {b: tuple(sorted({j for j in graph.c[b].inputs if j in made_forward} - free))
              for b in graph.backward}
@@ -80,14 +88,20 @@ def split_stages(graph: CDGraph) -> Stages:
         start = opening[position - 1] + 1 if position else graph.loss
         idle = max([before[b], *(during[i] for i in range(start, b))])
         stages.append(Stage(b, needs[b], tuple(sorted(useful_nodes)), tuple(sorted(useful_data)),
-                            before[b], during[b], idle))
+                            before[b], during[b], _overwrites(graph, b, needs[b], taking), idle))
     stages.reverse()
 
     candidates = set(stages[0].carried) if stages else set()
-    base, dead = _forward_bytes(graph, candidates)
-    floor = max([0, tail, *base, *(s.idle for s in stages),
-                 *(s.during + graph.bytes(s.need) for s in stages)])
-    return Stages(graph, tuple(stages), free, outputs, base, dead, floor)
+    base, dead, places = _forward_bytes(graph, candidates)
+    lean = (n - _largest(graph, p) for n, p in zip(base, places, strict=True))
+    floor = max([0, tail, *lean, *(s.idle for s in stages),
+                 *(s.during + graph.bytes(s.need)
+                   - _largest(graph, s.overwrites) for s in stages)])
+    return Stages(graph, tuple(stages), free, outputs, base, dead, places, floor)
+
+
+def _largest(graph: CDGraph, ds: Iterable[int]) -> int:
+    return max((graph.d[j].size for j in ds), default=0)
 
 
 def _close(graph: CDGraph, producer: tuple[int | None, ...], need: Iterable[int],
@@ -106,10 +120,16 @@ def _close(graph: CDGraph, producer: tuple[int | None, ...], need: Iterable[int]
             stack.extend(graph.c[i].inputs)
 
 
-def _gradient_bytes(graph: CDGraph, made_forward: set[int]) -> tuple[dict[int, int],
-                                                                     dict[int, int], int]:
-    """Per backward node the bytes of the backward's own data right before it and while it runs,
-    and the greatest value over the nodes (and over the state after the last one)."""
+def _overwrites(graph: CDGraph, b: int, need: tuple[int, ...],
+                taking: set[int]) -> tuple[int, ...]:
+    return () if b in taking else tuple(j for j in graph.c[b].overwritable if j in need)
+
+
+def _gradient_bytes(graph: CDGraph, made_forward: set[int]) -> tuple[
+        dict[int, int], dict[int, int], int, set[int]]:
+    """Per backward node the bytes of the backward's own data right before it and while it runs; the
+    greatest value over the nodes (and over the state after the last one); and the nodes whose
+    output takes the place of a gradient that dies there, or of nothing at all."""
     last: dict[int, int] = {}
     for b in graph.backward:
         for j in graph.c[b].inputs:
@@ -122,6 +142,7 @@ def _gradient_bytes(graph: CDGraph, made_forward: set[int]) -> tuple[dict[int, i
     live = graph.bytes(alive)
     before: dict[int, int] = {}
     during: dict[int, int] = {}
+    taking: set[int] = set()
     dies: dict[int, list[int]] = {}
     for j, b in last.items():
         if j not in skip and j not in stay:
@@ -131,17 +152,22 @@ def _gradient_bytes(graph: CDGraph, made_forward: set[int]) -> tuple[dict[int, i
         before[b] = live
         created = [j for j in graph.c[b].outputs if j not in skip]
         live += graph.bytes(created)
-        during[b] = live + graph.c[b].overhead
-        top = max(top, during[b])
         gone = dies.get(b, []) + [j for j in created if j not in last and j not in stay]
+        useless = any(j in gone for j in created)
+        # Of several places, the smallest: which one is taken may depend on what is carried.
+        places = [] if useless else [graph.d[j].size for j in graph.c[b].overwritable if j in gone]
+        if places or useless:
+            taking.add(b)
+        during[b] = live + graph.c[b].overhead - min(places, default=0)
+        top = max(top, during[b])
         live -= graph.bytes(gone)
-    return before, during, top
+    return before, during, top, taking
 
 
-def _forward_bytes(graph: CDGraph, candidates: set[int]) -> tuple[tuple[int, ...],
-                                                                  tuple[tuple[int, ...], ...]]:
-    """Per forward node: bytes when nothing is saved, and the candidates that come on top of them
-    when they are."""
+def _forward_bytes(graph: CDGraph, candidates: set[int]) -> tuple[
+        tuple[int, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Per forward node: bytes when nothing is saved, the candidates that come on top of them when
+    they are, and the candidates of which one makes place when it is not saved."""
     outputs = set(graph.outputs)
     last: dict[int, int] = {}
     for i in graph.forward:
@@ -153,17 +179,28 @@ def _forward_bytes(graph: CDGraph, candidates: set[int]) -> tuple[tuple[int, ...
     dead: list[int] = []
     base: list[int] = []
     extra: list[tuple[int, ...]] = []
+    several: list[tuple[int, ...]] = []
     for i in graph.forward:
         node = graph.c[i]
         for j in node.outputs:
             alive.add(j)
             live += graph.d[j].size
-        base.append(live + node.overhead)
-        extra.append(tuple(dead))
-        for j in {*node.inputs, *node.outputs}:
-            if j in alive and last[j] == i and j not in outputs and j not in fixed:
+        gone = [j for j in dict.fromkeys((*node.overwritable, *node.inputs, *node.outputs))
+                if j in alive and last[j] == i and j not in outputs and j not in fixed]
+        places = [j for j in node.overwritable if j in gone]
+        certain = [j for j in places if j not in candidates]
+        taken = certain[:1] or (places if len(places) == 1 else [])
+        if places and node.outputs[0] in gone:
+            # Only an output that stays takes a place: this one stays if it is saved.
+            taken = []
+            places = places if node.outputs[0] in candidates else []
+        base.append(live + node.overhead - graph.bytes(taken))
+        extra.append((*dead, *(j for j in taken if j in candidates)))
+        several.append(() if taken else tuple(places))
+        for j in gone:
+            if j in alive:
                 alive.discard(j)
                 live -= graph.d[j].size
                 if j in candidates:
                     dead.append(j)
-    return tuple(base), tuple(extra)
+    return tuple(base), tuple(extra), tuple(several)

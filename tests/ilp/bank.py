@@ -195,14 +195,21 @@ def random_graph(rng: random.Random, forward: int = 4, backward: int = 4) -> CDG
     d: list[DNode] = [DNode("x", rng.randint(0, 9))]
     c: list[CNode] = []
     there = [0]
+
+    def places(reads: Sequence[int], made: Sequence[int]) -> tuple[int, ...]:
+        """Sometimes, the inputs that the only output may overwrite: those of its size."""
+        if len(made) != 1 or rng.random() < 0.4:
+            return ()
+        return tuple(j for j in reads if d[j].size == d[made[0]].size)
+
     for i in range(forward):
         made = []
         for _ in range(rng.choice([1, 1, 2])):
             made.append(len(d))
-            d.append(DNode(f"d{len(d)}", rng.choice([0, 1, 2, 3, 5, 8])))
+            d.append(DNode(f"d{len(d)}", rng.choice([0, 1, 2, 4, 4, 4, 8])))
         reads = tuple(sorted(rng.sample(there, min(len(there), rng.choice([1, 1, 2])))))
         c.append(CNode(f"f{i}", "forward", reads, tuple(made), float(rng.choice([0, 1, 2, 5, 9])),
-                       rng.choice([0, 0, 3])))
+                       rng.choice([0, 0, 3]), overwritable=places(reads, made)))
         there += made
     data = [j for j in there if j]
     outputs = tuple(sorted({data[-1], rng.choice(data)})) if data and rng.random() < 0.9 else ()
@@ -220,14 +227,15 @@ def random_graph(rng: random.Random, forward: int = 4, backward: int = 4) -> CDG
         made = []
         for _ in range(rng.choice([0, 1, 1, 2])):
             made.append(len(d))
-            d.append(DNode(f"g{len(d)}", rng.choice([0, 1, 2, 4]), "grad"))
+            d.append(DNode(f"g{len(d)}", rng.choice([0, 1, 4, 4]), "grad"))
             kind = rng.random()
             if kind < 0.2:
                 stay.append(made[-1])
             elif kind < 0.4:
                 exits[made[-1]] = rng.randint(forward + i, forward + backward - 1)
         c.append(CNode(f"b{i}", "backward", tuple(sorted(reads)), tuple(made),
-                       float(rng.choice([1, 2, 3])), rng.choice([0, 0, 2])))
+                       float(rng.choice([1, 2, 3])), rng.choice([0, 0, 2]),
+                       overwritable=places(tuple(sorted(reads)), made)))
         grads += made
     return CDGraph(tuple(d), tuple(c), forward, inputs=(0,), outputs=outputs,
                    output_grads=tuple(output_grads), input_grads=tuple(stay), exits=exits).verify()
