@@ -87,21 +87,21 @@ class Engine:
                 memory.reserve(need.outputs + extra, 0, str(function))
             else:
                 memory.reserve(need.outputs, extra, str(function))
-            started = time.perf_counter_ns()
-            result, extra = self.sizes.run(key, need, function, args, kwargs)
-            cost = time.perf_counter_ns() - started
+            ran = self.sizes.run(key, need, function, args, kwargs)
         finally:
             for buffer in locked:
                 memory.unlock(buffer)
-        memory.clock += cost
-        self.replayer.own_ns += cost
+        result, spent = ran.result, ran.nanoseconds
+        memory.clock += spent
+        self.replayer.own_ns += spent
         memory.report.operations += 1
-        memory.report.operation_seconds += cost / 1e9
+        memory.report.operation_seconds += spent / 1e9
         operation = Operation(function, args, kwargs)
-        operation.random_state, operation.cost, operation.extra_bytes = state, cost, extra
+        operation.random_state = state
+        operation.cost, operation.extra_bytes = ran.cost, ran.extra
         self._record(operation, traits, inputs, constants, written, result)
         again = self.replayer.again_ns - again
-        overhead = time.perf_counter_ns() - began - cost - again
+        overhead = time.perf_counter_ns() - began - spent - again
         memory.report.bookkeeping_seconds += overhead / 1e9
         return result
 

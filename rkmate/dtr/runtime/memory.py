@@ -185,6 +185,14 @@ class Memory:
             storage.resize_(0)
         buffer.private = None
 
+    def hand_over(self, buffer: Buffer) -> None:
+        """An in-place repetition takes a locked buffer's private memory: it is evicted."""
+        buffer.resident = False
+        buffer.private = None
+        if buffer.counted:
+            self.held -= buffer.size
+        self.around.evict(buffer)
+
     def fill(self, buffer: Buffer) -> None:
         """Note that an evicted buffer has its contents again."""
         buffer.resident = True

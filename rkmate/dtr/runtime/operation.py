@@ -139,6 +139,7 @@ class Operation:
         "cost",
         "extra_bytes",
         "alive",
+        "gradients",
     )
 
     def __init__(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -159,6 +160,8 @@ class Operation:
         """Nanoseconds of the first call."""
         self.extra_bytes = 0
         """Temporary memory beyond inputs and outputs."""
+        self.gradients = torch.is_grad_enabled()
+        """The program's gradient mode, which some kernels read."""
         self.alive = 0
         """How many of the buffers that it made are still in the graph."""
 

@@ -81,6 +81,11 @@ class Replayer:
         for parent in frame.locked:
             self.memory.unlock(parent)
             self.memory.discard(parent)
+            if parent.private is not None and parent.resident and not parent.locks:
+                # The program dropped it, and whatever needed it is in memory again: evict it as
+                # eagerly as at its last release. With an evicted child left it stays a candidate.
+                if all(child.resident for child in parent.children):
+                    self.memory.evict(parent)
         frame.locked.clear()
 
     def _perform(self, operation: Operation) -> None:
@@ -119,7 +124,7 @@ class Replayer:
 
         args = map_places(operation.args, place)
         kwargs = {name: map_places(value, place) for name, value in operation.kwargs.items()}
-        with torch.no_grad(), self._randomness(operation, args, kwargs):
+        with torch.set_grad_enabled(operation.gradients), self._randomness(operation, args, kwargs):
             target = tensors.get(_RESULT)
             if target is not None:
                 traits = traits_of(operation.function)
@@ -182,12 +187,17 @@ class Replayer:
     def _run_in_place(self, operation: Operation) -> list[Buffer]:
         memory = self.memory
         fresh = sum(s.owner.size for _, s in operation.outputs if isinstance(s.owner, Buffer))
-        copies = sum(after.size for _, after in operation.written)
+        stolen = {before for before, after in operation.written if _can_steal(before, after)}
+        copies = sum(a.size for b, a in operation.written if b not in stolen)
         memory.reserve(fresh + copies + operation.extra_bytes, 0, operation.name)
         targets: dict[Buffer, torch.UntypedStorage] = {}
         for before, after in operation.written:
             source = before.storage()
             assert source is not None
+            if before in stolen:
+                targets[before] = source
+                memory.hand_over(before)
+                continue
             # A version that is in memory, or that nothing needs, is computed into scratch memory.
             storage = after.storage() if after.index >= 0 and not after.resident else None
             if storage is None:
@@ -220,6 +230,18 @@ class Replayer:
             memory.fill(buffer)
             back.append(buffer)
         return back
+
+
+def _can_steal(before: Buffer, after: Buffer) -> bool:
+    """The old version's memory may become the new one's: nobody else will want it soon."""
+    return (
+        before.private is not None
+        and before.locks == 1
+        and after.index >= 0
+        and not after.resident
+        and after.program is None
+        and all(child.resident or child is after for child in before.children)
+    )
 
 
 _RESULT = Buffer(-1, 0, torch.device("cpu"))

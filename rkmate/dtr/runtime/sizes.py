@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,20 @@ class Need(NamedTuple):
     """Bytes of temporary memory, on top of the results, at the worst moment."""
     measured: bool
     """Seen on a run of the same operation on the same shapes, not estimated."""
+    nanoseconds: int
+    """Least time that a run took so far; 0 before the first."""
+
+
+class Ran(NamedTuple):
+    """One call."""
+
+    result: Any
+    extra: int
+    """Bytes of temporary memory."""
+    nanoseconds: int
+    """What it took."""
+    cost: int
+    """What to expect of a repetition, in nanoseconds."""
 
 
 _SMALL = 64
@@ -65,18 +80,29 @@ class Sizes:
 
     def run(
         self, key: Any, need: Need, function: OpOverload, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[Any, int]:
-        """Call the function; the second value is the temporary memory that it took, in bytes."""
+    ) -> Ran:
+        """Call the function, and learn from the call."""
         if need.measured or not _on_cpu(args, kwargs):
-            return function(*args, **kwargs), need.extra
+            began = time.perf_counter_ns()
+            result = function(*args, **kwargs)
+            spent = time.perf_counter_ns() - began
+            if need.measured and not 0 < need.nanoseconds <= spent:
+                self._known[key] = need._replace(nanoseconds=spent)
+            # The least time seen is the operation's; more is the machine's.
+            cost = min(spent, need.nanoseconds) if need.nanoseconds else spent
+            return Ran(result, need.extra, spent, cost)
+        began = time.perf_counter_ns()
         try:
             seen = measure_peak(lambda: function(*args, **kwargs))
         except MeterError:
-            return function(*args, **kwargs), need.extra
+            result = function(*args, **kwargs)
+            spent = time.perf_counter_ns() - began
+            return Ran(result, need.extra, spent, spent)
         extra = max(0, seen.peak - max(0, seen.net))
         if torch.Tag.dynamic_output_shape not in function.tags:
-            self._known[key] = Need(max(0, seen.net), extra, True)
-        return seen.result, extra
+            self._known[key] = Need(max(0, seen.net), extra, True, 0)
+        spent = int(seen.seconds * 1e9)
+        return Ran(seen.result, extra, spent, spent)
 
 
 def _on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -109,7 +135,7 @@ def _estimate(function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         # Results whose shape depends on values, or no rule for shapes: an upper bound in practice
         # is what came in, with an index of 8 bytes per element.
-        return Need(sum(inputs) * 2, sum(inputs), False)
+        return Need(sum(inputs) * 2, sum(inputs), False, 0)
     fresh: dict[int, int] = {}
     given = {stand_in.untyped_storage()._cdata for stand_in in stand_ins}
 
@@ -121,5 +147,5 @@ def _estimate(function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:
     map_tensors(made, count)
     outputs = sum(fresh.values())
     if torch.Tag.pointwise in function.tags:
-        return Need(outputs, _SMALL, False)
-    return Need(outputs, sum(inputs) + outputs, False)
+        return Need(outputs, _SMALL, False, 0)
+    return Need(outputs, sum(inputs) + outputs, False, 0)
