@@ -1,0 +1,57 @@
+# Each target sets up what it needs. VENV names the environment to use, made when it is not there.
+
+VENV ?= .venv
+PYTHON ?= python3
+SHELL := /bin/bash
+PY := $(VENV)/bin/python
+WORKERS ?= 2
+
+# Workers side by side on few cores: threads inside operations would only fight for them, and with one
+# thread the order of additions, and so each bit of the results, is the same everywhere.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
+
+.PHONY: demo test slow lint wheel bench clean help
+
+help:
+	@echo "make demo    train a small GPT-2 plain and under half its memory, side by side"
+	@echo "make test    the tests, without the slow ones"
+	@echo "make slow    all tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make wheel   build the wheel, install it in an empty environment, import it"
+	@echo "make bench   the benchmarks"
+	@echo "make clean   remove what the others made, the environment included"
+
+demo: $(VENV)/.installed-examples
+	$(PY) examples/demo.py
+
+test: $(VENV)/.installed-test
+	$(PYTEST) tests
+
+slow: $(VENV)/.installed-test
+	$(PYTEST) -m "slow or not slow" tests
+
+lint: $(VENV)/.installed-dev
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+wheel: $(VENV)/.installed-dev
+	rm -rf build dist .venv-wheel
+	$(PY) -m build --wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet dist/*.whl -c constraints.txt
+	cd dist && ../.venv-wheel/bin/python -W error::SyntaxWarning -c "import rkmate; print(rkmate.__version__, rkmate.__file__)"
+
+bench: $(VENV)/.installed-bench
+	for script in benchmarks/*.py; do OMP_NUM_THREADS=$(WORKERS) $(PY) $$script || exit 1; done
+
+clean:
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv .venv-wheel
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per extra: installed again when the dependencies change.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$*]' -c constraints.txt
+	touch $@

@@ -1,0 +1,36 @@
+"""What holds for all tests: where plans are remembered, and what needs a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+_MADE: list[Path] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A cache of the run's own: what an earlier run left decides nothing. Workers inherit it."""
+    if not hasattr(config, "workerinput"):
+        _MADE.append(Path(tempfile.mkdtemp(prefix="rkmate-tests-")))
+        os.environ["RKMATE_CACHE_DIR"] = str(_MADE[0])
+
+
+def pytest_unconfigure() -> None:
+    """The run's cache goes with it."""
+    for folder in _MADE:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.environ.pop("RKMATE_CACHE_DIR", None)
+    _MADE.clear()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
