@@ -28,7 +28,8 @@ class Trace:
     random_state: torch.Tensor
 
 
-def assert_same_step(original: nn.Module, wrapped: nn.Module, sample: Sample, steps: int = 2) -> None:
+def assert_same_step(original: nn.Module, wrapped: nn.Module, sample: Sample,
+                     steps: int = 2) -> None:
     """Train both, from equal states, on the sample's inputs: after every step all must be equal.
 
     The modules must not share parameters. Gradients accumulate over two steps and the parameters

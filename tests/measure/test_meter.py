@@ -175,7 +175,7 @@ def test_parts_inside_a_profiler() -> None:
 
 
 def test_inside_a_profiler() -> None:
-    with torch.autograd.profiler.profile(), pytest.raises(MeterError, match="a profiler is running"):
+    with torch.autograd.profiler.profile(), pytest.raises(MeterError, match="a profiler"):
         measure_peak(lambda: None)
     assert measure_peak(lambda: zeros(1)).peak == KB
 
@@ -224,8 +224,6 @@ def test_silent(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.gpu
 def test_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     old = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda")]
 
     def fn() -> torch.Tensor:

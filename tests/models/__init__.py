@@ -28,8 +28,8 @@ from tests.models.vision import regnet, resnet, vit
 transformers.logging.set_verbosity_error()
 
 BANK: dict[str, Callable[..., Sample]] = {f.__name__: f for f in (
-    gpt2, bert, llama, t5, vit, resnet, regnet, transformer_encoder, transformer_decoder, transformer,
-    mlp_mixer, unet, densenet, batch_norm_cnn, lstm, views, tied)}
+    gpt2, bert, llama, t5, vit, resnet, regnet, transformer_encoder, transformer_decoder,
+    transformer, mlp_mixer, unet, densenet, batch_norm_cnn, lstm, views, tied)}
 """Name -> function of `seed`, and of `dropout` where the model has any."""
 
 WITH_DROPOUT: tuple[str, ...] = tuple(

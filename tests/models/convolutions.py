@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.models.sample import Sample, mean_square
+from tests.models.sample import Sample, squared_error
 
 
 class DenseLayer(nn.Module):
@@ -43,7 +43,8 @@ def densenet(dropout: float = 0.0, seed: int = 0) -> Sample:
             channels //= 2
     layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                nn.Linear(channels, 10)]
-    return Sample(nn.Sequential(*layers).train(), (torch.randn(4, 3, 32, 32),), {}, mean_square)
+    return Sample(nn.Sequential(*layers).train(), (torch.randn(4, 3, 32, 32),), {},
+                  squared_error(4, 10))
 
 
 class UNet(nn.Module):
@@ -82,7 +83,8 @@ def double(inputs: int, outputs: int) -> nn.Module:
 def unet(dropout: float = 0.0, seed: int = 0) -> Sample:
     """U-Net: long connections from the first layers to the last."""
     torch.manual_seed(seed)
-    return Sample(UNet(8, dropout).train(), (torch.randn(2, 3, 64, 64),), {}, mean_square)
+    return Sample(UNet(8, dropout).train(), (torch.randn(2, 3, 64, 64),), {},
+                  squared_error(2, 2, 64, 64))
 
 
 def batch_norm_cnn(dropout: float = 0.0, seed: int = 0) -> Sample:
@@ -96,4 +98,5 @@ def batch_norm_cnn(dropout: float = 0.0, seed: int = 0) -> Sample:
     model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Dropout(dropout), nn.Flatten(),
                           nn.Linear(16 * 16 * 16, 10)).train()
     model[4].eval()
-    return Sample(model, (torch.randn(4, 3, 32, 32),), {}, mean_square)
+    return Sample(model, (torch.randn(4, 3, 32, 32),), {},
+                  squared_error(4, 10))

@@ -39,8 +39,9 @@ def bert(dropout: float = 0.0, seed: int = 0) -> Sample:
     """BERT with a padding mask."""
     torch.manual_seed(seed)
     config = BertConfig(num_hidden_layers=3, hidden_size=64, num_attention_heads=4,
-                        intermediate_size=256, vocab_size=VOCABULARY, max_position_embeddings=LENGTH,
-                        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+                        intermediate_size=256, vocab_size=VOCABULARY,
+                        max_position_embeddings=LENGTH, hidden_dropout_prob=dropout,
+                        attention_probs_dropout_prob=dropout)
     x = tokens()
     mask = torch.ones_like(x)
     mask[:, -5:] = 0
@@ -62,7 +63,8 @@ def llama(dropout: float = 0.0, seed: int = 0) -> Sample:
 def t5(dropout: float = 0.0, seed: int = 0) -> Sample:
     """T5: a position bias with a gradient that all layers share, a decoder on encoder memory."""
     torch.manual_seed(seed)
-    config = T5Config(num_layers=2, num_decoder_layers=2, d_model=64, d_kv=16, num_heads=4, d_ff=128,
-                      vocab_size=VOCABULARY, dropout_rate=dropout, decoder_start_token_id=0)
+    config = T5Config(num_layers=2, num_decoder_layers=2, d_model=64, d_kv=16, num_heads=4,
+                      d_ff=128, vocab_size=VOCABULARY, dropout_rate=dropout,
+                      decoder_start_token_id=0)
     return Sample(T5ForConditionalGeneration(config).train(), (),
                   {"input_ids": tokens(), "labels": tokens(48)}, own_loss)

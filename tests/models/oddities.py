@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from tests.models.sample import Sample
 
 
-class Views(nn.Module):
-    """Slices, transposes, chunks and in-place updates of views; a counter that the forward moves."""
+class ViewLayer(nn.Module):
+    """Slices, transposes, chunks, in-place updates of views; a counter that the forward moves."""
 
     steps: torch.Tensor
     average: torch.Tensor
@@ -24,7 +24,7 @@ class Views(nn.Module):
         self.register_buffer("average", torch.zeros(width))
         self.dropout = dropout
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps.add_(1)
         h = self.qkv(x)
         h[..., 0].mul_(2.0)
@@ -32,14 +32,28 @@ class Views(nn.Module):
         with torch.no_grad():
             self.average.mul_(0.9).add_(0.1 * q.mean(dim=(0, 1)))
         mixed = torch.einsum("bik,bjk->bij", q, k).softmax(-1)
-        y = (mixed @ v).transpose(1, 2).contiguous().view(x.shape[0], -1, x.shape[1]).transpose(1, 2)
-        y = y.clone()
+        y = (mixed @ v).transpose(1, 2).contiguous().view(x.shape[0], -1, x.shape[1])
+        y = y.transpose(1, 2).clone()
         y[:, ::2] += x[:, ::2]
         y = F.dropout(y, self.dropout, self.training).relu_()
         y = self.out(y).mul_(self.scale)
         left, right = y.split(y.shape[-1] // 2, dim=-1)
-        return {"rows": torch.cat([right, left.sin()], dim=-1), "first": y[:, 0],
-                "again": y.expand(2, *y.shape)[1]}
+        return torch.cat([right, left.sin()], dim=-1)
+
+
+class Views(nn.Module):
+    """Layers, and an output of several views of one small tensor."""
+
+    def __init__(self, width: int, depth: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ViewLayer(width, dropout) for _ in range(depth))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        y = self.head(x)
+        return {"rows": y.transpose(0, 1), "first": y[:, 0], "again": y.expand(2, *y.shape)[1]}
 
 
 def views_loss(output: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -50,7 +64,7 @@ def views_loss(output: dict[str, torch.Tensor]) -> torch.Tensor:
 def views(dropout: float = 0.0, seed: int = 0) -> Sample:
     """Views and in-place operations; the output is a dictionary with views of one tensor."""
     torch.manual_seed(seed)
-    return Sample(Views(64, dropout).train(), (torch.randn(8, 32, 64),), {}, views_loss)
+    return Sample(Views(64, 3, dropout).train(), (torch.randn(8, 32, 64),), {}, views_loss)
 
 
 class Tied(nn.Module):
@@ -64,7 +78,8 @@ class Tied(nn.Module):
         self.head = nn.Linear(64, 90, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor, *, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, *,
+                target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = self.embedding(x)
         for _ in range(3):
             h = h + self.layer(h)

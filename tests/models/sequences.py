@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.models.sample import Sample, mean_square
+from tests.models.sample import Sample, cross_entropy, squared_error
 
 
 def transformer_encoder(dropout: float = 0.0, seed: int = 0) -> Sample:
@@ -13,7 +13,7 @@ def transformer_encoder(dropout: float = 0.0, seed: int = 0) -> Sample:
     torch.manual_seed(seed)
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    return Sample(model.train(), (torch.randn(4, 64, 64),), {}, mean_square)
+    return Sample(model.train(), (torch.randn(4, 64, 64),), {}, squared_error(4, 64, 64))
 
 
 def transformer_decoder(dropout: float = 0.0, seed: int = 0) -> Sample:
@@ -22,7 +22,7 @@ def transformer_decoder(dropout: float = 0.0, seed: int = 0) -> Sample:
     layer = nn.TransformerDecoderLayer(64, 4, 128, dropout, batch_first=True, norm_first=True)
     model = nn.TransformerDecoder(layer, 2)
     target, memory = torch.randn(4, 48, 64), torch.randn(4, 64, 64, requires_grad=True)
-    return Sample(model.train(), (target, memory), {}, mean_square)
+    return Sample(model.train(), (target, memory), {}, squared_error(4, 48, 64))
 
 
 class Transformer(nn.Module):
@@ -46,7 +46,7 @@ def transformer(dropout: float = 0.0, seed: int = 0) -> Sample:
     """nn.Transformer: encoder and decoder, one embedding used twice."""
     torch.manual_seed(seed)
     source, target = torch.randint(100, (4, 48)), torch.randint(100, (4, 40))
-    return Sample(Transformer(dropout).train(), (source, target), {}, mean_square)
+    return Sample(Transformer(dropout).train(), (source, target), {}, cross_entropy(100, 4, 40))
 
 
 class LSTMTagger(nn.Module):
@@ -56,7 +56,7 @@ class LSTMTagger(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(100, 32)
         self.lstm = nn.LSTM(32, 32, num_layers=2, dropout=dropout, batch_first=True)
-        self.head = nn.Linear(32, 100)
+        self.head = nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h, _ = self.lstm(self.embedding(x))
@@ -67,7 +67,8 @@ class LSTMTagger(nn.Module):
 def lstm(dropout: float = 0.0, seed: int = 0) -> Sample:
     """A recurrent network, short: its graph grows with the length."""
     torch.manual_seed(seed)
-    return Sample(LSTMTagger(dropout).train(), (torch.randint(100, (16, 12)),), {}, mean_square)
+    return Sample(LSTMTagger(dropout).train(), (torch.randint(100, (16, 12)),), {},
+                  cross_entropy(10, 16, 12))
 
 
 class MixerBlock(nn.Module):
@@ -110,4 +111,5 @@ class Mixer(nn.Module):
 def mlp_mixer(dropout: float = 0.0, seed: int = 0) -> Sample:
     """MLP-Mixer."""
     torch.manual_seed(seed)
-    return Sample(Mixer(4, 48, dropout).train(), (torch.randn(4, 3, 32, 32),), {}, mean_square)
+    return Sample(Mixer(4, 48, dropout).train(), (torch.randn(4, 3, 32, 32),), {},
+                  squared_error(4, 10))
