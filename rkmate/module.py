@@ -5,49 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from rkmate.budget import Budget
-from rkmate.codegen.compiled import Compiled
-from rkmate.codegen.emit import Emitter
-from rkmate.errors import ArgumentError, PlanError, RkmateWarning, ScheduleError
-from rkmate.graph.structure import take_apart
-from rkmate.pipeline import Settings, prepare
+from rkmate.codegen.compiled import Gradients, Kept
+from rkmate.errors import ArgumentError, RkmateWarning
+from rkmate.graph.capture import inside_transform
 from rkmate.plan import Plan
-from rkmate.progress import Progress
-from rkmate.schedule.simulate import simulate
-from rkmate.search import Searcher
+from rkmate.plans import Known, Planning, Plans, planning_lock
+from rkmate.signature import Watch, signature
 
 NewShape = Literal["plan", "original", "error"]
 logger = logging.getLogger("rkmate")
-
-_REMEMBERED = 16
-"""Signatures whose plans are kept; the least recently used goes first."""
-
-
-@dataclass(frozen=True)
-class Planning:
-    """How the plans of one wrapped module are made."""
-
-    budget: Budget
-    planner: str
-    settings: Settings
-    progress: bool
-
-
-@dataclass
-class Ready:
-    """One signature's plan, and what runs it."""
-
-    plan: Plan
-    compiled: Compiled
-    trained: bool = False
 
 
 class PlannedModule(nn.Module):
@@ -60,44 +32,30 @@ class PlannedModule(nn.Module):
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, plan: Plan | None, verify: bool, on_new_shape: NewShape) -> None:
         _adopt(self, model)
-        self.__dict__["_planning"] = planning
-        self.__dict__["_verify"] = verify
-        self.__dict__["_on_new_shape"] = on_new_shape
-        self.__dict__["_ready"] = OrderedDict()
-        self.__dict__["_told"] = set()
-        self.__dict__["_latest"] = self._prepare(args, kwargs, plan)
+        self._set_up(Plans(model, planning), verify, on_new_shape)
+        key, _ = signature(self._watch, args, kwargs)
+        self.__dict__["_latest"] = self._plans.make(key, args, kwargs, plan)
+
+    def _set_up(self, plans: Plans, verify: bool, on_new_shape: NewShape) -> None:
+        self.__dict__.update(_plans=plans, _verify=verify, _on_new_shape=on_new_shape, _told=set(),
+                             _latest=None, _watch=Watch(self._original))
 
     # -- planning -------------------------------------------------------------------------
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any],
-                 plan: Plan | None = None) -> Ready:
-        model, planning = self._original, self._planning
-        prepared = prepare(model, args, kwargs, planning.settings, Progress(planning.progress),
-                           costs=plan.costs if plan is not None else None)
-        if plan is None:
-            plan = Searcher(prepared).plan(planning.budget, planning.planner)
-        else:
-            _check_plan(plan, prepared)
-        labels = [b.label for b in plan.blocks]
-        generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1],
-                            prepared.graph).emit()
-        plan = replace(plan, source=generated.text)
-        compiled = Compiled(model, prepared.capture, prepared.partition, generated, prepared.device)
-        ready = Ready(plan, compiled)
-        self._ready[_signature(model, args, kwargs)] = ready
-        while len(self._ready) > _REMEMBERED:
-            self._ready.popitem(last=False)
-        return ready
 
     @property
     def plan(self) -> Plan:
         """The plan of the latest signature."""
-        return self._latest.plan
+        if self._latest is None:
+            plans = self._plans.all()
+            if plans:
+                return plans[-1]
+            raise ArgumentError("this copy has no plan yet: its first call makes one")
+        return self._latest.current.plan
 
     @property
     def source(self) -> str:
         """The generated Python of the latest signature."""
-        return self._latest.compiled.generated.text
+        return self.plan.source
 
     @property
     def original(self) -> nn.Module:
@@ -108,35 +66,52 @@ class PlannedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward; under the plan when gradients are wanted."""
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled(self, args, kwargs)
         model = self._original
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if _planning_here():
+                return model(*args, **kwargs)      # inside another module that is being captured
+            with planning_lock:                    # another thread traces: the flag is not ours
+                pass
+        if not torch.is_grad_enabled():
             return model(*args, **kwargs)
-        key = _signature(model, args, kwargs)
-        ready = self._ready.get(key)
-        if ready is None:
-            ready = self._new_signature(key, args, kwargs)
-            if ready is None:
+        if inside_transform():
+            raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
+                                "jvp): use the original module (.original) there")
+        key, tensors = signature(self._watch, args, kwargs)
+        known = self._plans.find(key)
+        if known is None:
+            known = self._new_signature(key, args, kwargs)
+            if known is None:
                 return model(*args, **kwargs)
-        self._ready.move_to_end(key)
-        self.__dict__["_latest"] = ready
-        tensors, _ = take_apart((args, kwargs), result=False)
-        return ready.compiled(tensors)
+        self.__dict__["_latest"] = known
+        current = known.current.compiled
+        found, pattern = known, current.wanted
 
-    def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ready | None:
-        flags = key[0]
-        if all(k[0] != flags for k in self._ready):
-            self._tell("flags", "a submodule's train flag or a parameter's requires_grad differs from "
-                                "what was planned: the original module runs instead, without a budget")
+        def redo(kept: Kept, given: Mapping[int, torch.Tensor]) -> Gradients:
+            return self._plans.again(found, pattern, kept, given)
+
+        return current(tensors, redo)
+
+    def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        if len(self._plans) and not self._plans.has_flags(key[0]):
+            self._tell("flags", "a submodule's train flag or hooks, or a parameter's requires_grad, "
+                                "differ from what was planned: the original module runs instead, "
+                                "without a budget. Wrap the module again to plan for them")
             return None
-        if self._on_new_shape == "error":
+        if len(self._plans) and self._on_new_shape == "error":
             raise ArgumentError("the call's shapes, dtypes, autocast state or constants differ from "
                                 'the planned ones, and on_new_shape is "error"')
-        if self._on_new_shape == "original":
+        if len(self._plans) and self._on_new_shape == "original":
             self._tell("shape", "a call with other shapes, dtypes or constants than planned: the "
                                 "original module runs instead, without a budget")
             return None
-        logger.info("a new signature: planning for it")
-        return self._prepare(args, kwargs)
+        if len(self._plans) and "plan" not in self._told:
+            self._told.add("plan")
+            logger.warning("a call with other shapes, dtypes, autocast state or constants than "
+                           "planned: a plan is made for them, and kept (this is said once)")
+        return self._plans.make(key, args, kwargs)
 
     def _tell(self, what: str, message: str) -> None:
         if what not in self._told:
@@ -154,6 +129,15 @@ class PlannedModule(nn.Module):
     def training(self, value: bool) -> None:
         self._original.training = value
 
+    def train(self, mode: bool = True) -> PlannedModule:
+        """The original's `train`, which may leave some submodules in eval mode."""
+        self._original.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PlannedModule:
+        self._original._apply(fn, recurse)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -163,33 +147,58 @@ class PlannedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training":
             self._original.training = value
+        elif name in self.__dict__ or hasattr(PlannedModule, name):
+            # What concerns the wrapper itself: `forward` when a library puts another in its place,
+            # `__class__`, hooks.
+            object.__setattr__(self, name, value)
         else:
             setattr(self._original, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._original, name)
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._original, name)
 
     def extra_repr(self) -> str:
         """The plan in one line."""
-        return repr(self.plan)
+        return repr(self.plan) if self._latest is not None else "no plan yet"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModule:
-        """A copy with parameters of its own; its plans are made again from the saved ones."""
-        return _revive(copy.deepcopy(self._original, memo), *self._state())
+        """A copy with parameters of its own, which follows the same plans."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        module = _revive(copy.deepcopy(self._original, memo), *self._state())
+        memo[id(self)] = module
+        return module
 
     def __reduce__(self) -> Any:
         return _revive, (self._original, *self._state())
 
     def _state(self) -> tuple[Any, ...]:
-        return self._planning, self._verify, self._on_new_shape
+        return self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape
 
 
-def _revive(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> PlannedModule:
-    """A wrapped module without plans yet: the first call makes one."""
+@torch.compiler.disable
+def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A compiled function breaks its graph around a planned module, which runs as planned."""
+    return module.forward(*args, **kwargs)
+
+
+def _planning_here() -> bool:
+    """Whether this thread makes a plan now (of a module that this one is a part of)."""
+    if not planning_lock.acquire(blocking=False):
+        return False
+    planning_lock.release()
+    return True
+
+
+def _revive(model: nn.Module, planning: Planning, saved: tuple[Plan, ...], verify: bool,
+            on_new_shape: NewShape) -> PlannedModule:
+    """A wrapped module that follows saved plans: the first call of each signature finds its own."""
     module = PlannedModule.__new__(PlannedModule)
     _adopt(module, model)
-    module.__dict__.update(_planning=planning, _verify=verify, _on_new_shape=on_new_shape,
-                           _ready=OrderedDict(), _told=set(), _latest=None)
+    module._set_up(Plans(model, planning, saved), verify, on_new_shape)
     return module
 
 
@@ -206,40 +215,3 @@ def _adopt(module: PlannedModule, model: nn.Module) -> None:
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
            "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-
-
-def _check_plan(plan: Plan, prepared: Any) -> None:
-    if plan.fingerprint != prepared.fingerprint:
-        raise PlanError("the plan belongs to another model, or to other input shapes, dtypes or train "
-                        "flags: make a plan for this one")
-    try:
-        result = simulate(prepared.graph, plan.schedule, held=prepared.held,
-                          reserve_at_loss=prepared.reserve_at_loss)
-    except (ScheduleError, IndexError, KeyError) as error:
-        raise PlanError(f"the plan's schedule does not run on this model: {error}") from error
-    if result.peak != plan.peak_bytes:
-        raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
-                        f"says {result.peak:,}: make the plan again")
-
-
-def _signature(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a plan is specialised on."""
-    tensors, structure = take_apart((tuple(args), dict(kwargs)), result=False)
-    flags = (tuple(m.training for m in model.modules()),
-             tuple(p.requires_grad for p in model.parameters()))
-    shapes = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad, t.stride()) for t in tensors)
-    constants = tuple(_hashable(c) for c in structure.constants())
-    device = tensors[0].device.type if tensors else "cpu"
-    autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-                if torch.is_autocast_enabled(device) else None)
-    places = tuple(p.device for p in model.parameters()), tuple(p.dtype for p in model.parameters())
-    return flags, shapes, structure.spec, constants, autocast, places
-
-
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return ("id", id(value))
-    return (type(value), value)
-

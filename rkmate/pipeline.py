@@ -138,13 +138,20 @@ class Prepared:
 
 def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings,
             progress: Progress, wanted: tuple[bool, ...] | None = None,
-            costs: Sequence[tuple[float, int]] | None = None) -> Prepared:
-    """Capture, simplify, cut and measure. `costs`: of a saved plan, instead of measuring."""
+            costs: Sequence[tuple[float, int]] | None = None,
+            captured: Capture | None = None,
+            tensors: Mapping[Source, torch.Tensor] | None = None) -> Prepared:
+    """Capture, simplify, cut and measure.
+
+    `costs`: of a saved plan, instead of measuring. `captured`, `tensors`: what an earlier call
+    captured, and the tensors that the caller holds, instead of the model and its arguments.
+    """
     check_model(model)
     seconds: dict[str, float] = {}
     start = time.perf_counter()
-    with progress.stage("capturing", None):
-        captured = capture(model, args, kwargs)
+    if captured is None:
+        with progress.stage("capturing", None):
+            captured = capture(model, args, kwargs)
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
                             "requires a gradient, so there is nothing to train")
@@ -156,15 +163,15 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     texts = [block_text(parts.program, b) for b in parts.blocks]
     classes = classes_of(texts)
     seconds["cut"] = time.perf_counter() - start
-    tensors, _ = take_apart((args, kwargs), result=False)
-    device = _device(model, tensors)
+    arguments, _ = take_apart((args, kwargs), result=False)
+    device = _device(model, arguments if tensors is None else list(tensors.values()))
     start = time.perf_counter()
     if costs is not None:
         known = dict(enumerate(costs))
     elif settings.costs == "analytic":
         known = analytic_costs(parts)
     else:
-        sources = held_tensors(captured, model, tensors)
+        sources = held_tensors(captured, model, arguments) if tensors is None else tensors
         with progress.stage("measuring", len(parts.blocks)) as tick:
             known = measure(parts, texts, sources, _cost_memory(), settings.measure,
                             on_progress=lambda done, total: tick(done))

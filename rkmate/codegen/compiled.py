@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,18 @@ import torch
 from torch import nn
 
 from rkmate.codegen.emit import Generated
-from rkmate.codegen.runtime import Call, Environment, connect
+from rkmate.codegen.runtime import (
+    Environment,
+    State,
+    generator_state,
+    generators_at,
+    version,
+)
+from rkmate.codegen.segments import Call, connect, connect_unplanned, without_autocast
+from rkmate.errors import BackwardError
 from rkmate.graph.capture import Capture
 from rkmate.graph.partition import Partition
+from rkmate.graph.text import source_key
 
 _numbers = iter(range(1 << 62))
 
@@ -32,8 +41,25 @@ class TensorSlot:
         return value
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a second run of one forward needs."""
+
+    held: Mapping[str, torch.Tensor]
+    """By source key; the very tensors of the first run."""
+    versions: Mapping[str, int]
+    state: State | None
+    """Of the generators before the forward; None when nothing is drawn."""
+
+
+Gradients = dict[str, torch.Tensor]
+"""By source key."""
+Redo = Callable[[Kept, Mapping[int, torch.Tensor]], Gradients]
+"""Gradients for output gradients (by output number) that this plan does not take."""
+
+
 class Compiled:
-    """Runs the generated source; one instance per signature of a wrapped module."""
+    """Runs the generated source; one instance per signature and set of output gradients."""
 
     def __init__(self, model: nn.Module, capture: Capture, partition: Partition,
                  generated: Generated, device: torch.device) -> None:
@@ -41,7 +67,8 @@ class Compiled:
         self.generated = generated
         self.device = device
         self.result = capture.result
-        self.wanted = partition.program.joint.wanted
+        joint = partition.program.joint
+        self.wanted = joint.wanted
         filename = f"<rkmate plan {next(_numbers)}>"
         namespace: dict[str, Any] = {}
         exec(compile(generated.text, filename, "exec"), namespace)
@@ -52,54 +79,130 @@ class Compiled:
         self._slots: dict[str, TensorSlot] = {}
         self._inputs: dict[str, int] = {}
         self._fixed: dict[str, torch.Tensor] = {}
-        for key in dict.fromkeys([*generated.sources, *generated.overwritten]):
-            kind, _, name = key.partition(":")
-            if kind == "input":
-                self._inputs[key] = int(name)
-            elif kind == "constant":
-                self._fixed[key] = capture.constants[name]
-            else:
-                self._slots[key] = slot(model, name, kind)
+        for source in capture.sources.values():
+            key = source_key(source)
+            if source.kind == "input":
+                self._inputs[key] = int(source.key)
+            elif source.kind == "constant":
+                self._fixed[key] = capture.constants[str(source.key)]
+            elif source.kind != "tangent":
+                self._slots[key] = slot(model, str(source.key), source.kind)
         self._params = [[slot(model, p, "param") for p in s.params] for s in generated.segments]
-        self._non_differentiable = [i for i, d in enumerate(capture.differentiable) if not d]
+        targets = [[f"param:{p}" for p in s.params] for s in generated.segments]
+        targets[-1] += [f"input:{i}" for i in generated.input_grads]
+        self._targets = targets
+        self._last = max(k for k, t in enumerate(targets) if t)
+        self._fixed_outputs = [i for i, w in enumerate(self.wanted) if not w]
         self._tangents = [(i, f"grad_output_{i}") for i, w in enumerate(self.wanted) if w]
-        meta = [n.meta["val"] if n is not None else None for n in partition.program.joint.outputs]
+        self._unplanned = [i for i, d in enumerate(capture.differentiable)
+                           if d and not self.wanted[i]]
+        self._all_targets = list(dict.fromkeys(source_key(s) for s, _ in capture.grads))
+        meta = [n.meta["val"] if n is not None else None for n in joint.outputs]
         self._meta = [(tuple(m.shape), m.dtype, tuple(m.stride())) if m is not None else None
                       for m in meta]
+        written = {s for s, _ in joint.mutations}
+        self._free = {source_key(s) for s in written}
+        # What the forward overwrites, and reads other than as batch-norm statistics, was copied.
+        self._unrepeatable = [source_key(s) for n, s in joint.sources.items() if s in written and any(
+            u.target is torch.ops.aten.clone.default for u in n.users)]
+        cd = partition.program.cd
+        self._output_names = [cd.d[j].name for j in partition.program.held]
+        self._draws = any(c.random for c in cd.c)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo) -> Any:
         """The forward of one step; the backward follows through autograd."""
         held: dict[str, torch.Tensor] = {k: s.get() for k, s in self._slots.items()}
         held.update(self._fixed)
         for key, i in self._inputs.items():
             held[key] = tensors[i].detach()                    # detach: the boundary of autograd
-        env = Environment(held, self.device)
-        with torch.no_grad():
-            outputs = self._forward(env)
-        call = Call(env, self._backward)
+        versions = {k: version(t) for k, t in held.items() if k not in self._free}
+        several = len(self._unplanned) + len(self._tangents) > 1
+        state = generator_state(self.device) if several and self._draws else None
+        kept = Kept(held, versions, state) if several else None
+        env = Environment(held, versions, self.device)
+        with torch.no_grad(), without_autocast(self.device):
+            results = self._forward(env)
+        env.watch(self._output_names)
+        call = Call(env, self._backward, self._last, self._targets)
         params = [[s.get() for s in slots] for slots in self._params]
         inputs = [tensors[i] for i in self.generated.input_grads]
-        # What is an input comes back as a fresh alias: autograd keeps it apart from the original.
-        known = {id(t) for t in held.values()}
-        outputs = [o.view_as(o) if id(o) in known else o for o in outputs]
-        flat = connect(call, self._receive, outputs, self._non_differentiable, params, inputs)
+        # Fresh aliases: what the user gets refers to the environment, and must not stand in it.
+        outputs = [o.detach() for o in results]
+        del results
+
+        def receive(call: Call, grads: list[torch.Tensor | None]) -> None:
+            self._receive(call, grads, kept, redo)
+
+        flat = connect(call, receive, outputs, self._fixed_outputs, params, inputs)
+        if self._unplanned and kept is not None:
+            again = kept
+
+            def unplanned(given: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+                found = redo(again, given)
+                return [found.get(k) for k in self._all_targets]
+
+            targets = [tensors[self._inputs[k]] if k in self._inputs else self._slots[k].get()
+                       for k in self._all_targets]
+            connect_unplanned(unplanned, flat, self._unplanned, targets)
         return self.result.fill(flat)
 
-    def _receive(self, call: Call, grads: list[torch.Tensor | None]) -> None:
+    def _receive(self, call: Call, grads: list[torch.Tensor | None], kept: Kept | None,
+                 redo: Redo) -> None:
         """Move the gradients of the outputs into the environment; empties the list."""
-        from rkmate.errors import BackwardError
-
-        unplanned = [i for i, g in enumerate(grads)
-                     if g is not None and not self.wanted[i] and self.capture.differentiable[i]]
-        if unplanned:
-            raise BackwardError(
-                f"the loss uses output {unplanned[0]}, for which no backward was planned")
-        for i, name in self._tangents:
+        given: dict[int, torch.Tensor] = {}
+        for i, _ in self._tangents:
             grad, grads[i] = grads[i], None
-            shape, dtype, _ = self._meta[i]  # type: ignore[misc]
-            if grad is None:
-                grad = torch.zeros(shape, dtype=dtype, device=self.device)
-            call.env.give((name,), grad.contiguous())
+            if grad is not None:
+                given[i] = grad
+                del grad
+        if len(given) < len(self._tangents) and kept is not None:
+            # The gradients of what only the others lead to have to be None, not zeros.
+            call.env.clear()
+            call.ready = redo(kept, given)
+            return
+        self._give(call.env, given)
+
+    def _give(self, env: Environment, given: dict[int, torch.Tensor]) -> None:
+        for i, name in self._tangents:
+            env.give((name,), self._as_traced(i, given.pop(i)))
+
+    def again(self, kept: Kept, given: dict[int, torch.Tensor]) -> Gradients:
+        """Gradients by a second run of a forward; nothing is written, nothing is drawn anew.
+
+        `given`: by output number, the gradients of exactly the outputs that this plan takes. The
+        dictionary is emptied.
+        """
+        if self._unrepeatable:
+            name = self._unrepeatable[0].partition(":")[2]
+            raise BackwardError(
+                f"the loss leads to other outputs than this forward was planned for, and the forward "
+                f"cannot be run again, because it has overwritten {name!r}: run this step again; "
+                "from now on the plan expects this loss")
+        env = Environment(kept.held, kept.versions, self.device, dry=True)
+        found: Gradients = {}
+        with torch.no_grad(), without_autocast(self.device):
+            if kept.state is None:
+                self._forward(env)
+            else:
+                with generators_at(self.device, kept.state):
+                    self._forward(env)
+            self._give(env, given)
+            for function, targets in zip(self._backward, self._targets, strict=True):
+                for key, grad in zip(targets, function(env), strict=True):
+                    if grad is not None:
+                        found[key] = found[key] + grad if key in found else grad
+        return found
+
+    def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of output `i` in the layout that the traced backward expects."""
+        shape, dtype, stride = self._meta[i]  # type: ignore[misc]
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        same = grad.dtype is dtype and not grad.is_conj() and not grad.is_neg() and all(
+            n == 1 or a == b for n, a, b in zip(shape, grad.stride(), stride, strict=True))
+        if same:
+            return grad
+        return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device).copy_(grad)
 
 
 def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:

@@ -268,9 +268,9 @@ class Emitter:
             if c in self.ran:
                 statement = f"with env.replay({state}): {statement}"
             else:
-                lines.insert(0, (f"env.remember({state})", ""))
-                self.ran.add(c)
-                return [lines[0], (statement, comment), *lines[1:]]
+                statement = f"with env.remember({state}): {statement}"
+        elif self.cd.c[c].random:
+            statement = f"with env.draw(): {statement}"
         self.ran.add(c)
         return [(statement, comment), *lines]
 

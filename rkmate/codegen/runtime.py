@@ -1,14 +1,19 @@
-"""What generated source runs on: the environment of one call, and the autograd functions."""
+"""What generated source runs on: the environment of one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from rkmate.errors import BackwardError
+
+_random = threading.RLock()
+"""Held around every random operation of a planned step: a replay moves the default generator back,
+and no other planned module may draw meanwhile."""
 
 
 class Environment:
@@ -17,22 +22,31 @@ class Environment:
     Consumed by one backward; the forward of another call has an environment of its own.
     """
 
-    __slots__ = ("_held", "_rng", "_values", "device", "spent")
+    __slots__ = ("_held", "_rng", "_values", "_versions", "_watched", "device", "dry")
 
-    def __init__(self, held: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(self, held: Mapping[str, torch.Tensor], versions: Mapping[str, int],
+                 device: torch.device, *, dry: bool = False) -> None:
+        """`versions`: of what is held, at the forward; without those that may change before the
+        backward, because it does not depend on their value. `dry`: nothing is written back."""
         self._values: dict[str, torch.Tensor] = {}
         self._held = held
-        self._rng: dict[str, tuple[Any, Any]] = {}
+        self._rng: dict[str, tuple[State, State]] = {}
+        self._versions = versions
+        self._watched: dict[str, int] = {}
         self.device = device
-        self.spent = False
+        self.dry = dry
 
     def take(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Values that die where they are taken."""
+        if self._watched:
+            self._check_outputs(names)
         pop = self._values.pop
         return [pop(n) for n in names]
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Values that stay."""
+        if self._watched:
+            self._check_outputs(names)
         values = self._values
         return [values[n] for n in names]
 
@@ -53,146 +67,116 @@ class Environment:
         return self._values[name]
 
     def sources(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Parameters, buffers, constants and inputs."""
-        held = self._held
-        return [held[n] for n in names]
+        """Parameters, buffers, constants and inputs.
+
+        Raises `BackwardError` when one was changed in place since the forward.
+        """
+        held, versions = self._held, self._versions
+        found = [held[n] for n in names]
+        for n, t in zip(names, found, strict=True):
+            if n in versions and versions[n] != version(t):
+                raise BackwardError(_changed(n))
+        return found
 
     def source(self, name: str) -> torch.Tensor:
         """One of them."""
-        return self._held[name]
+        return self.sources((name,))[0]
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Write back what the forward overwrites, once."""
-        self._held[name].copy_(value)
+        if not self.dry:
+            self._held[name].copy_(value)
 
-    def remember(self, name: str) -> None:
-        """Store the generator's state before a random operation that will run again."""
-        self._rng[name] = _state(self.device)
+    def watch(self, names: Iterable[str]) -> None:
+        """Remember the versions of what the user gets, and may write into."""
+        values = self._values
+        self._watched = {n: version(values[n]) for n in names if n in values}
+
+    def _check_outputs(self, names: Sequence[str]) -> None:
+        for n in names:
+            if n in self._watched and self._watched[n] != version(self._values[n]):
+                raise BackwardError("an output of the module was changed in place after the forward, "
+                                    "and the backward needs its value: change a copy of it")
+
+    def draw(self) -> threading.RLock:  # type: ignore[valid-type]
+        """Held around a random operation that runs once."""
+        return _random
+
+    @contextmanager
+    def remember(self, name: str) -> Iterator[None]:
+        """Store the generator's state around a random operation that will run again."""
+        with _random:
+            before = _state(self.device)
+            yield
+            self._rng[name] = before, _state(self.device)
 
     @contextmanager
     def replay(self, name: str) -> Iterator[None]:
         """Run a random operation again with the draws of its first run."""
-        now = _state(self.device)
-        _restore(self.device, self._rng[name])
-        try:
-            yield
-        finally:
-            _restore(self.device, now)
+        with _random:
+            now = _state(self.device)
+            before, after = self._rng[name]
+            _restore(self.device, before)
+            try:
+                yield
+                if _state(self.device) != after:
+                    raise BackwardError("another thread drew random numbers while a planned step "
+                                        "drew or repeated its own: the gradients would be wrong")
+            finally:
+                _restore(self.device, now)
 
     def clear(self) -> None:
         """Free everything."""
         self._values.clear()
         self._held = {}
         self._rng.clear()
-        self.spent = True
+        self._versions = {}
+        self._watched = {}
 
 
-def _state(device: torch.device) -> tuple[Any, Any]:
-    # As NumPy arrays: the states are no business of the device's allocator.
-    cpu = torch.get_rng_state().numpy().copy()
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor was written in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _changed(key: str) -> str:
+    kind, _, name = key.partition(":")
+    what = {"param": f"the parameter {name!r}", "buffer": f"the buffer {name!r}",
+            "input": f"input tensor number {name}"}.get(kind, f"the constant {name!r}")
+    return (f"{what} was changed in place between the forward and its backward, so the gradients "
+            "would be wrong: run the backward before the change, or change a copy")
+
+
+State = tuple[bytes, bytes | None]
+"""States of the CPU's generator and of the device's: no business of the device's allocator."""
+
+
+def generator_state(device: torch.device) -> State:
+    """The states of the generators that a step on `device` draws from."""
+    return _state(device)
+
+
+@contextmanager
+def generators_at(device: torch.device, state: State) -> Iterator[None]:
+    """Run with the generators at a state from before; afterwards they are where they were."""
+    with _random:
+        now = _state(device)
+        _restore(device, state)
+        try:
+            yield
+        finally:
+            _restore(device, now)
+
+
+def _state(device: torch.device) -> State:
+    cpu = torch.get_rng_state().numpy().tobytes()
     if device.type == "cpu":
         return cpu, None
-    return cpu, torch.get_device_module(device).get_rng_state(device).numpy().copy()
+    return cpu, torch.get_device_module(device).get_rng_state(device).numpy().tobytes()
 
 
-def _restore(device: torch.device, state: tuple[Any, Any]) -> None:
-    torch.set_rng_state(torch.from_numpy(state[0]))
+def _restore(device: torch.device, state: State) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(state[0]), dtype=torch.uint8))
     if state[1] is not None:
-        torch.get_device_module(device).set_rng_state(torch.from_numpy(state[1]), device)
-
-
-class Call:
-    """One forward and the backward that belongs to it."""
-
-    __slots__ = ("env", "functions")
-
-    def __init__(self, env: Environment,
-                 functions: Sequence[Callable[[Environment], list[Any]]]) -> None:
-        self.env = env
-        self.functions = functions
-
-    def run(self, number: int) -> list[Any]:
-        """One segment of the backward: parameter gradients, then (last segment) input gradients."""
-        if self.env.spent:
-            raise BackwardError(
-                "this forward has been through a backward already, and its activations are gone; "
-                "run the forward again (retain_graph=True cannot keep them)")
-        try:
-            result = self.functions[number](self.env)
-        except BaseException:
-            self.env.clear()
-            raise
-        if number == len(self.functions) - 1:
-            self.env.clear()
-        return result
-
-
-class _Segment(torch.autograd.Function):
-    """A slice of the backward. The token orders the segments; its gradient carries nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, number: int, token: torch.Tensor | None,
-                *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.number, ctx.first = call, number, token is None
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        _no_double_backward()
-        call, number = ctx.call, ctx.number
-        result = call.run(number)
-        return (None, None, None if ctx.first else _TOKEN, *result)
-
-
-class _Outputs(torch.autograd.Function):
-    """The first segment of the backward: takes the gradients of the module's outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, receive: Callable[..., None], fixed: Sequence[int],
-                outputs: list[torch.Tensor], token: torch.Tensor | None,
-                *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.receive, ctx.first = call, receive, token is None
-        result = tuple(outputs)
-        outputs.clear()
-        ctx.mark_non_differentiable(*(result[i] for i in fixed))
-        return result
-
-    # The gradients come as one list, which the run time empties: they die inside the backward.
-    boxed_grads_call = True
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        _no_double_backward()
-        box = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
-        del grads
-        ctx.receive(ctx.call, box)
-        result = ctx.call.run(0)
-        return (None, None, None, None, None if ctx.first else _TOKEN, *result)
-
-
-_TOKEN = torch.empty(0)
-
-
-def _no_double_backward() -> None:
-    if torch.is_grad_enabled():
-        raise BackwardError("a planned module has no double backward (create_graph=True): compute "
-                            "higher-order gradients on the original module, or with rkmate.dtr")
-
-
-def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], None],
-            outputs: list[torch.Tensor], fixed: Sequence[int],
-            params: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Hang the segments of the backward into autograd's graph; returns the module's outputs.
-
-    `params`: per segment, in the order of the backward. `inputs`: the inputs whose gradients the
-    last segment returns.
-    """
-    token: torch.Tensor | None = None
-    last = len(params) - 1
-    for number in range(last, 0, -1):
-        extra = inputs if number == last else ()
-        token = _Segment.apply(call, number, token, *params[number], *extra)
-    extra = inputs if last == 0 else ()
-    return list(_Outputs.apply(call, receive, fixed, outputs, token, *params[0], *extra))
+        own = torch.frombuffer(bytearray(state[1]), dtype=torch.uint8)
+        torch.get_device_module(device).set_rng_state(own, device)

@@ -125,7 +125,10 @@ def _text(found: Capture) -> str:
 
 
 def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
-    tensors, inputs = take_apart((args, kwargs), result=False)
+    given, inputs = take_apart((args, kwargs), result=False)
+    # One tensor passed twice is two inputs: another call may pass two.
+    tensors = [t if all(t is not u for u in given[:k]) else
+               t.detach().requires_grad_(t.requires_grad) for k, t in enumerate(given)]
     flat = _Flat(model, inputs)
     flat.training = model.training
     with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
@@ -211,6 +214,11 @@ def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
         if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
             return value.fake_mode  # type: ignore[no-any-return]
     raise CaptureError("the model has no tensors")
+
+
+def inside_transform() -> bool:
+    """Whether a torch.func transform (vmap, grad, jvp) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextlib.contextmanager

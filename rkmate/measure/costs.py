@@ -36,6 +36,10 @@ class MeasureSettings:
     """An operation that has been timed for this long is not repeated further."""
 
 
+_GENERATOR_STATE = torch.get_rng_state().numel()
+"""Bytes of the generator's state, which is read before and after a random operation."""
+
+
 Costs = dict[int, tuple[float, int]]
 """C node -> (seconds, bytes of temporary memory)."""
 
@@ -131,7 +135,8 @@ class _Runner:
                 self._backward(block, lambda i: self.run(i, meter))
             for i, peak in meter.peaks().items():
                 kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs)
-                self.overhead[i] = max(0, peak - kept)
+                least = _GENERATOR_STATE if self.cd.c[i].random else 0
+                self.overhead[i] = max(least, peak - kept)
             self.values = entering
             del entering
             self._forward(block, self.run_timed, free=False)

@@ -1,0 +1,209 @@
+"""The plans of one wrapped module: made, kept and looked up by signature and by loss."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.budget import Budget
+from rkmate.codegen.compiled import Compiled, Gradients, Kept
+from rkmate.codegen.emit import Emitter
+from rkmate.errors import InfeasibleBudget, PlanError, RkmateWarning, ScheduleError
+from rkmate.graph.capture import Capture
+from rkmate.graph.text import source_key
+from rkmate.pipeline import Prepared, Settings, prepare, wanted_outputs
+from rkmate.plan import Plan
+from rkmate.progress import Progress
+from rkmate.schedule.simulate import simulate
+from rkmate.search import Searcher
+
+logger = logging.getLogger("rkmate")
+
+_REMEMBERED = 16
+"""Signatures whose plans are kept; the least recently used goes first."""
+
+Pattern = tuple[bool, ...]
+"""Per output, whether a gradient comes for it."""
+
+planning_lock = threading.RLock()
+"""Held while a plan is made: tracing sets flags of the whole process."""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How the plans of one wrapped module are made."""
+
+    budget: Budget
+    planner: str
+    settings: Settings
+    progress: bool
+
+
+@dataclass
+class Ready:
+    """One plan, and what runs it."""
+
+    plan: Plan
+    compiled: Compiled
+
+
+@dataclass
+class Known:
+    """One signature: its capture, and a plan per pattern of output gradients."""
+
+    capture: Capture
+    ready: dict[Pattern, Ready] = field(default_factory=dict)
+    pattern: Pattern = ()
+    """What the latest backward took."""
+
+    @property
+    def current(self) -> Ready:
+        """The plan that the next forward follows."""
+        return self.ready[self.pattern]
+
+
+class Plans:
+    """Makes the plans of one module on demand, and keeps the latest."""
+
+    def __init__(self, model: nn.Module, planning: Planning, saved: Sequence[Plan] = ()) -> None:
+        """`saved`: plans to follow where they fit, instead of searching for one."""
+        self.model = model
+        self.planning = planning
+        self._saved = list(saved)
+        self._known: OrderedDict[Any, Known] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def all(self) -> list[Plan]:
+        """Every plan that is kept."""
+        with planning_lock:
+            return [r.plan for k in self._known.values() for r in k.ready.values()] or self._saved
+
+    def find(self, key: Any) -> Known | None:
+        """The plans of a signature; it becomes the latest used."""
+        known = self._known.get(key)
+        if known is not None:
+            with planning_lock:
+                if key in self._known:
+                    self._known.move_to_end(key)
+        return known
+
+    def has_flags(self, flags: Any) -> bool:
+        """Whether some plan was made under these train and gradient flags."""
+        with planning_lock:
+            return any(k[0] == flags for k in self._known)
+
+    def make(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+             plan: Plan | None = None) -> Known:
+        """Plan for a new signature. `plan`: one to follow; `PlanError` when it does not fit."""
+        with planning_lock:
+            if key in self._known:
+                return self._known[key]
+            prepared = prepare(self.model, args, kwargs, self.planning.settings,
+                               Progress(self.planning.progress),
+                               costs=plan.costs if plan is not None else None)
+            try:
+                ready = self._ready(prepared, plan)
+            except InfeasibleBudget as error:
+                if not self._known:
+                    raise
+                shapes = ", ".join(str(tuple(t.shape)) for t in _tensors(args, kwargs))
+                raise InfeasibleBudget(f"a call with inputs of shape {shapes}: {error}",
+                                       error.minimum_bytes) from error
+            wanted = prepared.partition.program.joint.wanted
+            known = Known(prepared.capture, {wanted: ready}, wanted)
+            self._known[key] = known
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+            return known
+
+    def again(self, known: Known, planned: Pattern, kept: Kept,
+              given: Mapping[int, torch.Tensor]) -> Gradients:
+        """Gradients of a forward that was planned for another loss: it runs a second time.
+
+        The next forwards are planned for the gradients that came.
+        """
+        pattern = tuple(i in given for i in range(len(planned)))
+        with planning_lock, torch.enable_grad():
+            if pattern not in known.ready:
+                known.ready[pattern] = self._replan(known, pattern, kept)
+            able = [p for p in (pattern, tuple(a or b for a, b in zip(pattern, planned, strict=True)))
+                    if p in known.ready]
+        ready = known.ready[able[0]]
+        known.pattern = pattern
+        names = ", ".join(f"output {i}" for i in sorted(given))
+        warnings.warn(
+            f"the loss leads to {names}, which is not what this forward was planned for: it runs a "
+            f"second time, with up to {ready.plan.peak_bytes:,} bytes beside what it keeps. From now "
+            "on the plan expects this loss", RkmateWarning, stacklevel=2)
+        with torch.no_grad():
+            return ready.compiled.again(kept, dict(given))
+
+    def _replan(self, known: Known, pattern: Pattern, kept: Kept) -> Ready:
+        held = {s: kept.held[source_key(s)].detach() for s in known.capture.sources.values()
+                if s.kind != "tangent"}
+        prepared = prepare(self.model, (), {}, self.planning.settings,
+                           Progress(self.planning.progress), wanted=pattern,
+                           captured=known.capture, tensors=held)
+        try:
+            return self._ready(prepared, None)
+        except InfeasibleBudget as error:
+            warnings.warn(f"{error}; the plan for this loss has that peak", RkmateWarning,
+                          stacklevel=3)
+            return self._ready(prepared, None, Budget(bytes=error.minimum_bytes))
+
+    def _ready(self, prepared: Prepared, plan: Plan | None, budget: Budget | None = None) -> Ready:
+        if plan is not None:
+            _check_plan(plan, prepared)
+        else:
+            plan = self._saved_for(prepared)
+        if plan is None:
+            plan = Searcher(prepared).plan(budget or self.planning.budget, self.planning.planner)
+        labels = [b.label for b in plan.blocks]
+        generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1],
+                            prepared.graph).emit()
+        plan = replace(plan, source=generated.text)
+        return Ready(plan, Compiled(self.model, prepared.capture, prepared.partition, generated,
+                                    prepared.device))
+
+    def _saved_for(self, prepared: Prepared) -> Plan | None:
+        for plan in self._saved:
+            if plan.fingerprint == prepared.fingerprint:
+                try:
+                    _check_plan(plan, prepared)
+                except PlanError:
+                    continue
+                return plan
+        return None
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    from rkmate.graph.structure import take_apart
+
+    return take_apart((args, kwargs), result=False)[0]
+
+
+def _check_plan(plan: Plan, prepared: Prepared) -> None:
+    if plan.fingerprint != prepared.fingerprint:
+        raise PlanError("the plan belongs to another model, or to other input shapes, dtypes or train "
+                        "flags: make a plan for this one")
+    try:
+        result = simulate(prepared.graph, plan.schedule, held=prepared.held,
+                          reserve_at_loss=prepared.reserve_at_loss)
+    except (ScheduleError, IndexError, KeyError) as error:
+        raise PlanError(f"the plan's schedule does not run on this model: {error}") from error
+    if result.peak != plan.peak_bytes:
+        raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
+                        f"says {result.peak:,}: make the plan again")
+
+
+__all__ = ["Known", "Planning", "Plans", "Ready", "planning_lock", "wanted_outputs"]
