@@ -38,7 +38,6 @@ class Searcher:
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
-        self._found: dict[int, Candidate] = {}
 
     @cached_property
     def baseline(self) -> Candidate:
@@ -138,7 +137,7 @@ class Searcher:
         base = max(0, limit - p.constant_bytes)
         low, high = base, max(base, limit) + (limit // 2)
         seen: set[tuple[Op, ...]] = set()
-        for step in range(12):
+        for step in range(9):
             memory = base if step == 0 else (low + high) // 2
             ops = self.table.sequence(memory)
             if ops is None:
@@ -154,7 +153,7 @@ class Searcher:
                 high = memory
             if high - low <= self.table.slot_bytes:
                 break
-        finished = [self._finish(c, limit) for c in sorted(fits, key=lambda c: c.seconds)[:4]]
+        finished = [self._finish(c, limit) for c in sorted(fits, key=lambda c: c.seconds)[:2]]
         return min(finished, key=lambda c: c.seconds)
 
     def _finish(self, candidate: Candidate, limit: int) -> Candidate:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from rkmate.graph.cd import CDGraph
 from rkmate.schedule.simulate import simulate
 from rkmate.schedule.steps import Compute, Loss, Schedule, forgotten_after, from_order
@@ -94,20 +96,18 @@ def _keep_more(graph: CDGraph, schedule: Schedule, budget: int, held: tuple[int,
         for j in (*node.inputs, *node.outputs):
             last_use[j] = k
     dropped: set[int] = set()
+    room = budget - np.array(memory, dtype=np.int64)
     for _, k, gaps in sorted(candidates):
-        added: dict[int, int] = {}
-        fits = True
+        spent: list[tuple[int, int, int]] = []
         for a, b, size in gaps:
-            for p in range(a + 1, b):
-                added[p] = added.get(p, 0) + size
-                if memory[p] + added[p] > budget:
-                    fits = False
-                    break
-            if not fits:
+            between = room[a + 1:b]
+            if between.size and int(between.min()) < size:
                 break
-        if fits:
+            between -= size
+            spent.append((a, b, size))
+        if len(spent) == len(gaps):
             dropped.add(k)
-            for p, size in added.items():
-                memory[p] += size
-            # Keeping an output longer leaves no gap for another recomputation of it to claim.
+        else:
+            for a, b, size in spent:
+                room[a + 1:b] += size
     return dropped

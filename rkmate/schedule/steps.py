@@ -87,10 +87,13 @@ def overwritten(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
 def forgotten_after(steps: Sequence[Step], k: int) -> set[int]:
     """The D nodes that are forgotten right after step `k`."""
     gone: set[int] = set()
-    for step in steps[k + 1:]:
+    k += 1
+    while k < len(steps):
+        step = steps[k]
         if not isinstance(step, Forget):
             break
         gone.add(step.d)
+        k += 1
     return gone
 
 
