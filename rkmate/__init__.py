@@ -1,11 +1,13 @@
 """rkmate: train any PyTorch model inside a memory budget."""
 
+from rkmate.device_memory import BatchSize, auto_budget, max_batch_size
 from rkmate.errors import (
     ArgumentError,
     BackwardError,
     CaptureError,
     GraphError,
     InfeasibleBudget,
+    MissingExtra,
     PlanError,
     PlanningTimeout,
     RkmateError,
@@ -13,8 +15,10 @@ from rkmate.errors import (
     ScheduleError,
     SolverError,
 )
+from rkmate.measure.step import measure_step
 from rkmate.module import PlannedModule
 from rkmate.plan import Plan
+from rkmate.show.curve import Curve
 from rkmate.wrap import plan, tradeoff, wrap
 
 __version__ = "0.1.0"
@@ -22,9 +26,12 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "BackwardError",
+    "BatchSize",
     "CaptureError",
+    "Curve",
     "GraphError",
     "InfeasibleBudget",
+    "MissingExtra",
     "Plan",
     "PlanError",
     "PlannedModule",
@@ -33,6 +40,9 @@ __all__ = [
     "RkmateWarning",
     "ScheduleError",
     "SolverError",
+    "auto_budget",
+    "max_batch_size",
+    "measure_step",
     "plan",
     "tradeoff",
     "wrap",

@@ -12,8 +12,8 @@ from rkmate.errors import ArgumentError
 _UNITS = {"b": 1, "": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
           "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_HELP = 'bytes (an int), text such as "600MiB" or "1.5GB", or a float in (0, 1]: a fraction of the ' \
-        "model's own peak"
+_HELP = 'bytes (an int), text such as "600MiB" or "1.5GB", a float in (0, 1], which is a fraction of ' \
+        "the model's own peak, or \"auto\" for what is free on the CUDA device"
 
 
 @dataclass(frozen=True)

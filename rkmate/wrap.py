@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from rkmate.budget import Budget, parse_budget
+from rkmate.device_memory import auto_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.module import NewShape, PlannedModule, Planning
 from rkmate.pipeline import Settings, check_model, prepare
@@ -16,6 +17,7 @@ from rkmate.planners.registry import planner as find_planner
 from rkmate.progress import Progress
 from rkmate.search import Searcher
 from rkmate.show.curve import Curve
+
 
 def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
@@ -26,8 +28,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     Args:
         model: the module to train, with the train flags that it will be trained with.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
-        budget: bytes (int), text ("600MiB", "1.5GB"), or a float in (0, 1], a fraction of the
-            model's own peak. It bounds what a training step allocates above what stands before it,
+        budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
+            model's own peak, or ``"auto"``, which is what `auto_budget` says. It bounds what a training step allocates above what stands before it,
             parameter gradients left out.
         planner: how the schedule is found.
         progress: show progress on a terminal.
@@ -51,7 +53,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     """
     check_model(model)
     args, kwargs = _inputs(args, kwargs)
-    planning = _planning(budget, plan, planner, costs, settings, progress)
+    planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress)
     if on_new_shape not in ("plan", "original", "error"):
         raise ArgumentError(f'on_new_shape is {on_new_shape!r}; it should be "plan", "original" or '
                             '"error"')
@@ -64,7 +66,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
     check_model(model)
     args, kwargs = _inputs(args, kwargs)
-    planning = _planning(budget, None, planner, costs, settings, progress)
+    planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress)
     prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
     assert planning.budget is not None
     return Searcher(prepared).plan(planning.budget, planner)
@@ -83,13 +85,18 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     """
     check_model(model)
     args, kwargs = _inputs(args, kwargs)
-    wanted = None if budgets is None else [parse_budget(b) for b in budgets]
+    wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
     planning = _planning(1.0, None, planner, costs, settings, progress)
     searcher = Searcher(prepare(model, args, kwargs, planning.settings, Progress(progress)))
     if wanted is None:
         low, high = searcher.smallest.peak, searcher.baseline.peak
         wanted = [Budget(bytes=low + (high - low) * k // 9) for k in range(9, -1, -1)]
     return Curve(tuple(searcher.plan(b, planner) for b in wanted))
+
+
+def _in_bytes(budget: Any, model: nn.Module) -> Any:
+    """``"auto"`` in bytes; other budgets as they are."""
+    return auto_budget(model) if isinstance(budget, str) and budget == "auto" else budget
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

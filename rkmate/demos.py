@@ -1,0 +1,73 @@
+"""Small models to try the package on, without files: ``rkmate plan gpt2 --budget 50%``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.errors import MissingExtra
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A built-in model."""
+
+    make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+    """Returns a model and sample arguments; random weights, nothing is downloaded."""
+    about: str
+    needs: str | None = None
+    """Package that brings the model."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can be made here."""
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+
+
+def _mlp() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.LayerNorm(256)]
+    return nn.Sequential(*layers), (torch.randn(256, 256),), {}
+
+
+def _gpt2() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=1024, n_positions=128,
+                        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
+    ids = torch.randint(0, 1024, (4, 128))
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model.train(), (), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _resnet() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2],
+                          layer_type="basic", num_labels=10)
+    model: nn.Module = ResNetForImageClassification(config)
+    return model.train(), (), {"pixel_values": torch.randn(4, 3, 96, 96),
+                               "labels": torch.randint(0, 10, (4,))}
+
+
+DEMOS: dict[str, Demo] = {
+    "mlp": Demo(_mlp, "eight GELU layers, batch of 256"),
+    "gpt2": Demo(_gpt2, "GPT-2 of four layers, batch of 4, 128 tokens", "transformers"),
+    "resnet": Demo(_resnet, "ResNet-18, batch of 4, 96 pixels", "transformers"),
+}
+
+
+def make_demo(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A built-in model with sample arguments. Raises `MissingExtra`."""
+    demo = DEMOS[name]
+    if not demo.installed:
+        raise MissingExtra(f"the demo model {name!r} needs {demo.needs}: "
+                           'pip install "rkmate[examples]"')
+    torch.manual_seed(0)
+    return demo.make()

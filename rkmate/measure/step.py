@@ -1,0 +1,52 @@
+"""The memory of a whole training step, as a budget counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from rkmate.errors import ArgumentError
+from rkmate.measure.meter import Peak, measure_peak
+
+T = TypeVar("T")
+
+
+def measure_step(module: nn.Module, step: Callable[[], T], *, timeline: bool = True) -> Peak[T]:
+    """Run a step twice and measure the second: its peak, and its memory over time.
+
+    A budget leaves parameter gradients out, so they are allocated before the measurement and given
+    back after it. Buffers (batch-norm statistics) are updated twice; parameters are not, unless the
+    step does it.
+
+    Args:
+        module: what is trained; wrapped or not, on CPU or on one CUDA device.
+        step: forward and backward of one batch, no optimizer, no ``zero_grad``:
+            ``lambda: module(x).loss.backward()``.
+        timeline: also return the level after each allocation and each free.
+
+    Returns:
+        Bytes above the level at the step's begin; give it to ``plan.plot`` or ``plan.report``.
+
+    Raises:
+        MeterError: a profiler is running.
+        ArgumentError: the module has no parameters, or stands on several devices.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    devices = {p.device for p in module.parameters()}
+    if len(devices) != 1:
+        raise ArgumentError("the module has no parameters" if not devices else
+                            f"the module stands on several devices: {', '.join(map(str, devices))}")
+    before = [None if p.grad is None else p.grad.detach().clone() for p in trained]
+    try:
+        step()                                   # first-time work stays out of the measurement
+        for p in trained:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        measured: Peak[Any] = measure_peak(step, devices.pop(), timeline=timeline)
+        return measured
+    finally:
+        for p, grad in zip(trained, before, strict=True):
+            p.grad = grad
