@@ -61,9 +61,22 @@ class PythonState:
             for k in sorted({*m.__dict__, *attributes}):
                 old, new = attributes.get(k, _MISSING), m.__dict__.get(k, _MISSING)
                 # A recurrent layer keeps lists of its weights, which the tracer swaps.
-                if old is not new and not (isinstance(m, nn.RNNBase) and k in _LISTS):
+                if old is not new and not (isinstance(m, nn.RNNBase) and k in _LISTS) \
+                        and not _rebuilt(old, new):
                     found.append((name, m, k, old, new))
         return found
+
+
+def _rebuilt(old: Any, new: Any) -> bool:
+    """Whether a container is an equal copy: the tracer rebuilds plain ones."""
+    if type(old) is not type(new) or not isinstance(old, (dict, list, tuple, set)):
+        return False
+    if tensors_in(old) or tensors_in(new):
+        return False
+    try:
+        return bool(old == new)
+    except Exception:
+        return False        # what cannot be compared counts as changed
 
 
 class HostDraws:
