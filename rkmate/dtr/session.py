@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import threading
@@ -44,6 +45,11 @@ class _Operations(TorchDispatchMode):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self._call = engine.call
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Saves a wrapper around every operation; torch.compile does not trace into this mode.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,6 +111,7 @@ class Session:
         self._stream: TextIO | None = None
         self._engine: Engine | None = None
         self._modes: list[Any] = []
+        self._frozen = False
         self.reports: list[Report] = []
         """One report per ``batch()`` and one for the rest of the block."""
 
@@ -147,6 +154,11 @@ class Session:
     def _resume(self) -> None:
         assert self._engine is not None
         _ACTIVE.session = self
+        # Each operation leaves a few objects: without this, full garbage collections, which walk
+        # every module of torch, would come every few thousand operations.
+        self._frozen = gc.get_freeze_count() == 0
+        if self._frozen:
+            gc.freeze()
         self._modes = [_MemoryReads(self._engine), _Operations(self._engine)]
         for mode in self._modes:
             mode.__enter__()
@@ -155,6 +167,9 @@ class Session:
         while self._modes:
             self._modes.pop().__exit__(None, None, None)
         _ACTIVE.session = None
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False
 
     def __exit__(
         self,

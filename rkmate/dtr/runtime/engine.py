@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from rkmate.dtr.heuristics.protocol import Heuristic
+from rkmate.dtr.runtime.arguments import Arguments
 from rkmate.dtr.runtime.buffer import Buffer
 from rkmate.dtr.runtime.logging import LogWriter
 from rkmate.dtr.runtime.memory import Memory
@@ -25,7 +26,7 @@ from rkmate.dtr.runtime.operation import (
 from rkmate.dtr.runtime.random_state import generator_of, state_of
 from rkmate.dtr.runtime.replay import Replayer
 from rkmate.dtr.runtime.report import Report
-from rkmate.dtr.runtime.sizes import Sizes, signature
+from rkmate.dtr.runtime.sizes import Sizes
 from rkmate.errors import RkmateError
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -65,72 +66,58 @@ class Engine:
         memory = self.memory
         memory.tidy()
         traits = traits_of(function)
-        inputs, constants = self._arguments(args, kwargs)
-        again = self.replayer.again_ns
-        written = self._written(traits, function, args, kwargs)
-        for tensor in written:
-            address = tensor.untyped_storage()._cdata
-            if address not in memory.live and address in self._readers:
-                self._freeze(address)
-        locked = self._bring_in(inputs)
-        try:
-            if traits.view:
-                return function(*args, **kwargs)
-            key = signature(function, args, kwargs)
-            need = self.sizes.need(key, function, args, kwargs)
-            state = None
-            extra = need.extra
-            if traits.random:
-                extra += _STATE_BYTES
-                state = state_of(generator_of(args, kwargs))
-            if need.measured:
-                memory.reserve(need.outputs + extra, 0, str(function))
-            else:
-                memory.reserve(need.outputs, extra, str(function))
+        seen = Arguments(memory.live, args, kwargs)
+        if traits.view:
+            for buffer in seen.inputs:
+                if not buffer.resident:
+                    self.replayer.materialize(buffer)
+            return function(*args, **kwargs)
+        again = self.replayer.spent_ns
+        written: list[torch.Tensor] = []
+        if traits.mutated or traits.keeps_statistics:
+            written = self._written(traits, function, args, kwargs)
+            for tensor in written:
+                address = tensor.untyped_storage()._cdata
+                if address not in memory.live and address in self._readers:
+                    self._freeze(address)
+        for constant in seen.constants.values():
+            if constant.requires_grad and constant.is_leaf and constant.grad is None:
+                memory.leaves[id(constant)] = weakref.ref(constant)
+        key = (function, *seen.key)
+        need = self.sizes.need(key, function, args, kwargs)
+        state = None
+        extra = need.extra
+        if traits.random:
+            extra += _STATE_BYTES
+            state = state_of(generator_of(args, kwargs))
+        sure, hope = (extra, 0) if need.measured else (0, extra)
+        if memory.fits(need.outputs + extra) and all(b.resident for b in seen.inputs):
+            for buffer in seen.inputs:
+                memory.columns.touch(buffer, memory.clock)
             ran = self.sizes.run(key, need, function, args, kwargs)
-        finally:
-            for buffer in locked:
-                memory.unlock(buffer)
+        else:
+            locked = self._bring_in(seen.inputs)
+            try:
+                memory.reserve(need.outputs + sure, hope, str(function))
+                ran = self.sizes.run(key, need, function, args, kwargs)
+            finally:
+                for buffer in locked:
+                    memory.unlock(buffer)
         result, spent = ran.result, ran.nanoseconds
         memory.clock += spent
-        self.replayer.own_ns += spent
-        memory.report.operations += 1
-        memory.report.operation_seconds += spent / 1e9
-        operation = Operation(function, args, kwargs)
+        self.replayer.own_ns += ran.cost
+        report = memory.report
+        report.operations += 1
+        report.operation_seconds += spent / 1e9
+        operation = Operation(function, seen.args, seen.kwargs)
         operation.random_state = state
         operation.cost, operation.extra_bytes = ran.cost, ran.extra
-        self._record(operation, traits, inputs, constants, written, result)
-        again = self.replayer.again_ns - again
-        overhead = time.perf_counter_ns() - began - spent - again
-        memory.report.bookkeeping_seconds += overhead / 1e9
+        if traits.keeps_statistics:
+            operation.args = without_statistics(function, seen.args)
+        self._record(operation, seen, written, result)
+        again = self.replayer.spent_ns - again
+        report.bookkeeping_seconds += (time.perf_counter_ns() - began - spent - again) / 1e9
         return result
-
-    def _arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[dict[Buffer, None], dict[int, torch.Tensor]]:
-        inputs: dict[Buffer, None] = {}
-        constants: dict[int, torch.Tensor] = {}
-        live, leaves = self.memory.live, self.memory.leaves
-
-        def visit(value: Any) -> None:
-            if isinstance(value, torch.Tensor):
-                address = value.untyped_storage()._cdata
-                buffer = live.get(address)
-                if buffer is not None:
-                    inputs[buffer] = None
-                    return
-                constants[address] = value
-                if value.requires_grad and value.is_leaf and value.grad is None:
-                    leaves[id(value)] = weakref.ref(value)
-            elif isinstance(value, (list, tuple)):
-                for item in value:
-                    visit(item)
-
-        for value in args:
-            visit(value)
-        for value in kwargs.values():
-            visit(value)
-        return inputs, constants
 
     def _written(
         self, traits: Traits, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -170,55 +157,43 @@ class Engine:
         return locked
 
     def _record(
-        self,
-        operation: Operation,
-        traits: Traits,
-        inputs: dict[Buffer, None],
-        constants: dict[int, torch.Tensor],
-        written: list[torch.Tensor],
-        result: Any,
+        self, operation: Operation, seen: Arguments, written: list[torch.Tensor], result: Any
     ) -> None:
         memory, live = self.memory, self.memory.live
-        args = operation.args
-        if traits.keeps_statistics:
-            args = without_statistics(operation.function, args)
-
-        def place(tensor: torch.Tensor) -> Place:
-            storage = tensor.untyped_storage()
-            owner = live.get(storage._cdata)
-            return Place(storage if owner is None else owner, tensor)
-
-        operation.inputs = list(inputs)
-        results = list(result) if isinstance(result, (list, tuple)) else [result]
-        fresh: dict[int, tuple[int, torch.Tensor]] = {}
+        constants = seen.constants
+        fresh: dict[int, tuple[int, torch.Tensor, torch.UntypedStorage]] = {}
+        results = result if isinstance(result, (list, tuple)) else (result,)
         for position, tensor in enumerate(results):
             if isinstance(tensor, torch.Tensor):
-                address = tensor.untyped_storage()._cdata
-                if address not in live and address not in constants and address not in fresh:
-                    fresh[address] = (position, tensor)
-        changed = {live[a]: None for a in (t.untyped_storage()._cdata for t in written) if a in live}
+                storage = tensor.untyped_storage()
+                address = storage._cdata
+                if address not in live and address not in constants:
+                    fresh.setdefault(address, (position, tensor, storage))
+        changed: dict[Buffer, None] = {}
+        for tensor in written:
+            buffer = live.get(tensor.untyped_storage()._cdata)
+            if buffer is not None:
+                changed[buffer] = None
         if not fresh and not changed:
             return
-        operation.args = map_tensors(args, place)
-        operation.kwargs = {name: map_tensors(v, place) for name, v in operation.kwargs.items()}
-        operation.constants = [a for a in constants]
-        for address in operation.constants:
+        parents = operation.inputs = list(seen.inputs)
+        for address in constants:
+            operation.constants.append(address)
             self._readers.setdefault(address, set()).add(operation)
         if self.log is not None:
             self.log.begin(operation, constants)
-        parents = list(inputs)
-        # A version that cannot be computed again must not lose the contents that others read.
-        lost = [old for old in changed if old.operation is None]
         for old in changed:
-            if old in lost:
+            # A version that cannot be computed again must not lose what others were made from.
+            lost = old.operation is None
+            if lost:
                 self._settle(old.children)
             buffer = memory.succeed(old, parents, operation.cost)
             operation.written.append((old, buffer))
             self._made(operation, buffer)
-            if old in lost:
+            if lost:
                 self._cut(buffer)
-        for position, tensor in fresh.values():
-            buffer = memory.add(tensor.untyped_storage(), parents, operation.cost)
+        for position, tensor, storage in fresh.values():
+            buffer = memory.add(storage, parents, operation.cost)
             operation.outputs.append((position, Place(buffer, tensor)))
             self._made(operation, buffer)
         if self.log is not None:

@@ -36,6 +36,7 @@ class Memory:
         """Parameters that the program used and that have no gradient yet."""
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._dropped: list[tuple[Buffer, bool]] = []
+        self._untold: list[Buffer] = []
         self.on_drop: Callable[[Buffer], None] = lambda buffer: None
         """Told when the program lets go of a storage."""
         self.on_forget: Callable[[Operation], None] = lambda operation: None
@@ -109,11 +110,26 @@ class Memory:
             buffer, was_resident = self._dropped.pop()
             if buffer.index < 0:
                 continue
-            if was_resident and buffer.resident:
-                buffer.resident = False
-                if buffer.children:
-                    self.around.evict(buffer)
             self.discard(buffer)
+            if was_resident and buffer.index >= 0:
+                self._untold.append(buffer)
+
+    def tell(self) -> None:
+        """Tell the neighbourhoods of drops. Most buffers leave the graph before it matters."""
+        self.tidy()
+        while self._untold:
+            buffer = self._untold.pop()
+            if buffer.index >= 0 and buffer.resident and buffer.storage() is None:
+                buffer.resident = False
+                self.around.evict(buffer)
+
+    def fits(self, need: int) -> bool:
+        """Whether ``need`` bytes more fit as things are; if so, they are counted in the peak."""
+        if self.held + need > self.budget:
+            return False
+        if self.held + need > self.report.peak_bytes:
+            self.report.peak_bytes = self.held + need
+        return True
 
     def discard(self, buffer: Buffer) -> None:
         """Remove a buffer that nothing needs, and then its parents that nothing needs any more."""
@@ -149,6 +165,7 @@ class Memory:
         """
         if self.held + need + hope > self.budget:
             self._leave_gradients_out()
+            self.tell()
             while self.held + need + hope > self.budget and len(self.pool):
                 self._evict_one()
             if self.held + need > self.budget:
@@ -224,6 +241,13 @@ class Memory:
             buffer.program = None
         self.live.clear()
         self._dropped.clear()
+        self._untold.clear()
+        # Without their cycles, buffers and operations go at once, not at a garbage collection.
+        for node in self.columns.nodes:
+            if isinstance(node, Buffer):
+                node.parents.clear()
+                node.children.clear()
+                node.operation = None
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """A parameter's gradient stays after the step and does not count against the budget."""

@@ -17,20 +17,19 @@ if TYPE_CHECKING:
 class Place:
     """A tensor's geometry on a storage: what a view is, apart from the storage itself."""
 
-    __slots__ = ("owner", "size", "stride", "offset", "dtype")
+    __slots__ = ("owner", "shape", "offset")
 
     def __init__(self, owner: Buffer | torch.UntypedStorage, tensor: torch.Tensor) -> None:
         self.owner = owner
         """A tracked buffer, or the storage of a constant."""
-        self.size = tensor.shape
-        self.stride = tensor.stride()
+        self.shape = (tensor.shape, tensor.stride(), tensor.dtype)
         self.offset = tensor.storage_offset()
-        self.dtype = tensor.dtype
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry on ``storage``, outside autograd."""
-        blank = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return blank.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+        size, stride, dtype = self.shape
+        blank = torch.empty(0, dtype=dtype, device=storage.device)
+        return blank.set_(storage, self.offset, size, stride)  # type: ignore[call-overload, no-any-return]
 
 
 @dataclass(frozen=True)

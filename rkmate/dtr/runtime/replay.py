@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,8 +14,8 @@ from rkmate.dtr.runtime.memory import Memory
 from rkmate.dtr.runtime.operation import Operation, Place, map_places, traits_of
 from rkmate.dtr.runtime.random_state import generator_of, replayed
 
-_PATIENCE_NS = 1_000_000_000
-"""Recomputation below this many nanoseconds is never called thrashing when a limit is set by time."""
+_PATIENCE_NS = 50_000_000
+"""Less recomputation than this is not called thrashing: early on, any ratio can be large."""
 
 
 class _Frame:
@@ -35,13 +36,16 @@ class Replayer:
         self.memory = memory
         self.overhead_limit = overhead_limit
         self.own_ns = 0
-        """Nanoseconds in the program's own operations."""
+        """Expected nanoseconds of the program's own operations so far."""
         self.again_ns = 0
-        """Nanoseconds in repetitions."""
+        """Expected nanoseconds of the repetitions so far."""
+        self.spent_ns = 0
+        """Nanoseconds that repetitions took."""
 
     def materialize(self, buffer: Buffer) -> None:
         """Compute ``buffer`` and whatever evicted inputs that takes."""
         stack: list[_Frame] = []
+        self.memory.tell()
         try:
             stack.append(self._enter(buffer))
             while stack:
@@ -89,8 +93,7 @@ class Replayer:
         frame.locked.clear()
 
     def _perform(self, operation: Operation) -> None:
-        self.memory.tidy()
-        began = time.perf_counter_ns()
+        self.memory.tell()
         if operation.written:
             back = self._run_in_place(operation)
         else:
@@ -98,16 +101,13 @@ class Replayer:
         self.memory.around.materialize(back)
         for buffer in back:
             self.memory.pool.append(buffer)
-        spent = time.perf_counter_ns() - began
-        self.memory.clock += spent
         self.memory.report.rematerializations += 1
-        self.memory.report.recompute_seconds += spent / 1e9
-        self.again_ns += spent
-        allowed = (self.overhead_limit - 1) * self.own_ns
-        if self.again_ns > max(allowed, _PATIENCE_NS):
+        # Expected times, not the clock's: a pause of the machine is no thrashing.
+        self.again_ns += operation.cost
+        if self.again_ns > max((self.overhead_limit - 1) * self.own_ns, _PATIENCE_NS):
             raise ThrashingError(
-                f"recomputation took {self.again_ns / 1e9:.2f} s so far, the program's own "
-                f"operations {self.own_ns / 1e9:.2f} s: more than {self.overhead_limit} times in "
+                f"operations worth {self.again_ns / 1e9:.2f} s ran again, and the program's own so "
+                f"far are worth {self.own_ns / 1e9:.2f} s: more than {self.overhead_limit} times in "
                 f"all. A larger budget than {int(self.memory.budget):,} bytes is needed"
             )
 
@@ -122,10 +122,24 @@ class Replayer:
             assert storage is not None
             return spot.on(storage)
 
+        began = time.perf_counter_ns()
+        try:
+            return self._function(operation, tensors.get(_RESULT), place)
+        finally:
+            spent = time.perf_counter_ns() - began
+            self.spent_ns += spent
+            self.memory.clock += spent
+            self.memory.report.recompute_seconds += spent / 1e9
+
+    def _function(
+        self,
+        operation: Operation,
+        target: torch.UntypedStorage | None,
+        place: Callable[[Place], torch.Tensor],
+    ) -> object:
         args = map_places(operation.args, place)
         kwargs = {name: map_places(value, place) for name, value in operation.kwargs.items()}
         with torch.set_grad_enabled(operation.gradients), self._randomness(operation, args, kwargs):
-            target = tensors.get(_RESULT)
             if target is not None:
                 traits = traits_of(operation.function)
                 assert traits.into is not None
@@ -133,7 +147,9 @@ class Replayer:
                 return traits.into(*args, **kwargs)
             return operation.function(*args, **kwargs)
 
-    def _randomness(self, operation: Operation, args: tuple[object, ...], kwargs: dict[str, object]):  # type: ignore[no-untyped-def]
+    def _randomness(
+        self, operation: Operation, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> AbstractContextManager[None]:
         if operation.random_state is None:
             return nullcontext()
         return replayed(generator_of(args, kwargs), operation.random_state)

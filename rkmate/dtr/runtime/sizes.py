@@ -41,27 +41,6 @@ _SMALL = 64
 """Scalars that an operation turns into tensors on the way."""
 
 
-def signature(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation's memory depends on: shapes, strides, types and plain arguments."""
-    parts: list[Any] = [function]
-    for value in args:
-        parts.append(_part(value))
-    for name, value in kwargs.items():
-        parts.append(name)
-        parts.append(_part(value))
-    return tuple(parts)
-
-
-def _part(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.dtype)
-    if isinstance(value, (list, tuple)):
-        return tuple([_part(item) for item in value])
-    if isinstance(value, (int, float, str, bool)) or value is None:
-        return value
-    return str(value)
-
-
 class Sizes:
     """Learns each signature's need at its first call; knows it afterwards.
 
