@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rkmate.planners.canonical import canonical
-from rkmate.planners.dag import Dag, forward_dag
+from rkmate.planners.dag import Dag, trained_forward
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged
 
 BUDGETS = 24
@@ -71,14 +71,16 @@ class Chen:
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
         def make() -> list[Candidate]:
-            dag = forward_dag(problem.graph, problem.held)
-            total = dag.bytes((1 << len(dag)) - 1)
-            found = {tuple(sqrt_segments(dag)): "sqrt(n) segments"}
+            forward = trained_forward(problem.graph, problem.block_c, problem.held)
+            dag = forward.dag
+            whole = (1 << len(dag)) - 1
+            total = dag.bytes(whole)
+            found = {(whole,): "one segment", tuple(sqrt_segments(dag)): "sqrt(n) segments"}
             for k in range(1, BUDGETS + 1):
                 sets = tuple(memory_segments(dag, max(1, total * k // BUDGETS)))
                 found.setdefault(sets, f"segments of {total * k // BUDGETS} bytes")
-            strategies = [(canonical(problem.graph, dag, sets, keep_last=last,
-                                     by_blocks=False), note)
+            strategies = [(canonical(problem.graph, forward.whole, forward.lift(sets),
+                                     keep_last=last, by_blocks=False), note)
                           for sets, note in found.items() for last in (True, False)]
             return [judged(problem, s.order, s.loss_at, note) for s, note in strategies]
 

@@ -6,7 +6,7 @@ compute v, M_v its size. Sets of nodes are Python integers, one bit a node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,3 +119,37 @@ def forward_dag(graph: CDGraph, held: Iterable[int] = ()) -> Dag:
     return Dag(tuple(graph.c[i].time for i in graph.forward),
                tuple(graph.bytes(j for j in graph.c[i].outputs if j not in held)
                      for i in graph.forward), tuple(edges))
+
+
+@dataclass(frozen=True)
+class TrainedForward:
+    """The forward of a captured model without what is computed once and kept (masks, positions).
+
+    Such constants are inputs in the paper's sense. As nodes they would cross every cut, double the
+    number of lower sets each, and leave no place where a single value is alive.
+    """
+
+    dag: Dag
+    """What depends on trained values."""
+    nodes: tuple[int, ...]
+    """For each node of `dag`, its C node."""
+    whole: Dag
+    """All of the forward, node for node."""
+
+    def lift(self, sets: Sequence[int]) -> tuple[int, ...]:
+        """Lower sets of `dag` as lower sets of `whole`: the constants belong to all of them."""
+        constants = (1 << len(self.whole)) - 1
+        for c in self.nodes:
+            constants &= ~(1 << c)
+        return tuple(sum((1 << self.nodes[v] for v in members(lower)), constants) for lower in sets)
+
+
+def trained_forward(graph: CDGraph, block_c: Iterable[Iterable[int]],
+                    held: Iterable[int] = ()) -> TrainedForward:
+    """Leave out of the forward the C nodes that belong to no block: they depend on no block's."""
+    whole = forward_dag(graph, held)
+    nodes = sorted({c for block in block_c for c in block if c < graph.loss})
+    place = {c: v for v, c in enumerate(nodes)}
+    edges = tuple((place[v], place[w]) for v, w in whole.edges if v in place and w in place)
+    return TrainedForward(Dag(tuple(whole.times[c] for c in nodes),
+                              tuple(whole.sizes[c] for c in nodes), edges), tuple(nodes), whole)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rkmate.planners.canonical import canonical, without_liveness
-from rkmate.planners.dag import forward_dag
+from rkmate.graph.cd import CDGraph
+from rkmate.planners.canonical import Canonical, canonical, without_liveness
+from rkmate.planners.dag import trained_forward
 from rkmate.planners.lower_sets import (
     Centric,
     Family,
@@ -36,37 +37,48 @@ class LowerSetPlanner:
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
-        if not self.liveness and any(problem.graph.c[i].random for i in problem.graph.forward):
-            # Without liveness only the paper's order of blocks makes sense, and it would draw
-            # random numbers in another order.
-            return infeasible("the forward would draw random numbers in another order")
         try:
-            return best(problem.once(self.name, lambda: self._candidates(problem)), budget)
+            candidates = problem.once(self.name, lambda: self._candidates(problem))
         except TooManyLowerSets as error:
             return infeasible(str(error))
+        if not candidates:
+            return infeasible("block after block, the forward would draw random numbers in another "
+                              "order")
+        return best(candidates, budget)
 
     def _candidates(self, problem: Problem) -> list[Candidate]:
         graph = problem.graph
-        dag = forward_dag(graph, problem.held)
+        forward = trained_forward(graph, problem.block_c, problem.held)
+        dag = forward.dag
         if not len(dag):
-            return [judged(problem, range(len(graph.c)), 0)]
+            return [judged(problem, range(len(graph.c)), graph.loss)]
         program = LowerSetProgram(dag, self.family, time_steps=TIME_STEPS)
         low = program.minimum_bytes()
         high = 2 * dag.bytes((1 << len(dag)) - 1)    # one block for all: nothing needs more
-        found = {}
+        found = {((1 << len(dag)) - 1,): "1 lower set"}
         for k in range(LEVELS):
             solution = program.solve(low + (high - low) * k * k // (LEVELS - 1) ** 2, self.centric)
             if solution is not None:
                 found[solution.sets] = f"{len(solution.sets)} lower sets"
         result = []
         for sets, note in found.items():
-            for last in (True, False) if self.liveness else (False,):
-                strategy = canonical(graph, dag, sets, keep_last=last,
+            for last in (True, False):
+                strategy = canonical(graph, forward.whole, forward.lift(sets), keep_last=last,
                                      by_blocks=not self.liveness)
                 if self.liveness:
                     result.append(judged(problem, strategy.order, strategy.loss_at, note))
-                else:
+                elif _draws_in_order(graph, strategy):
                     schedule = without_liveness(graph, strategy, problem.held)
                     seen = problem.simulate(schedule)
                     result.append(Candidate(schedule, seen.peak, seen.seconds, note))
         return result
+
+
+def _draws_in_order(graph: CDGraph, strategy: Canonical) -> bool:
+    """Whether the first runs of random operations come as in the graph.
+
+    Without liveness only the paper's order makes sense, block after block; a reordered forward
+    would give other random numbers to each operation.
+    """
+    first = dict.fromkeys(c for c in strategy.order if graph.c[c].random)
+    return list(first) == sorted(first)
