@@ -69,8 +69,8 @@ def scores_plan() -> rkmate.Plan:
 @functools.cache
 def long_plan() -> rkmate.Plan:
     """More than 2,000 nodes."""
-    model, args = tower(120)
-    return rkmate.plan(model, args, budget=0.5, costs="analytic")
+    model, args = tower(130)
+    return rkmate.plan(model, args, budget=1.0, costs="analytic")
 
 
 @functools.cache

@@ -1,0 +1,73 @@
+"""Plans in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from rkmate.plan import Plan
+from rkmate.show.amounts import count, duration, share, size
+from tests.show.models import curve, long_plan, scores_plan, wrapped
+
+
+@pytest.mark.parametrize(("n", "text"), [
+    (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (8808038, "8.4 MiB"), (104857600, "100 MiB"),
+    (1073741823, "1.0 GiB"), (3 << 40, "3.0 TiB"), (5000 << 40, "5000 TiB")])
+def test_sizes(n: int, text: str) -> None:
+    assert size(n) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0, "0.00 us"), (1.9e-3, "1.90 ms"), (2.5e-5, "25.0 us"), (0.1234, "123 ms"), (61.2, "61.2 s"),
+    (0.99999, "1.00 s")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_shares_and_counts() -> None:
+    assert (share(1, 3), share(1, 0)) == ("33%", "-")
+    assert (count(1, "block"), count(2, "block"), count(2, "copy", "copies")) == \
+        ("1 block", "2 blocks", "2 copies")
+
+
+def test_print_shows_every_block() -> None:
+    plan = wrapped().plan
+    lines = str(plan).splitlines()
+    rows = [line.split() for line in lines[lines.index("") + 2:]]
+    assert [r[:3] for r in rows] == [[str(b), i.label, i.path or "(the"] for b, i in
+                                     enumerate(plan.blocks)]
+    assert size(plan.peak_bytes) in lines[1]
+    assert size(plan.budget_bytes) in lines[1]
+
+
+def test_repr_is_one_line() -> None:
+    assert "\n" not in repr(wrapped().plan)
+    assert len(repr(wrapped().plan)) < 200
+
+
+def test_long_tables_are_cut() -> None:
+    lines = str(long_plan()).splitlines()
+    assert len(lines) < 60
+    assert lines[-1].strip() == f"... and {len(long_plan().blocks) - 39} more blocks"
+
+
+@pytest.mark.parametrize("plan", [wrapped().plan, scores_plan(), *curve()[::3], curve()[-1]])
+def test_explanations_name_figures_and_modules(plan: Plan) -> None:
+    text = plan.explain()
+    assert size(plan.peak_bytes) in text
+    assert size(plan.baseline_peak_bytes) in text
+    assert ("Recomputation adds" in text) == (plan.step_seconds > plan.baseline_seconds)
+    assert ("are forgotten" in text) == bool(plan.schedule.recomputed())
+    assert "The peak stands" in text
+    assert ("smallest budget" in text) == (plan.minimum_bytes is not None)
+    assert "  " not in text
+
+
+def test_what_costs_most_is_named() -> None:
+    text = wrapped().plan.explain()
+    assert "gelu in layers." in text
+
+
+def test_notebooks_get_a_table() -> None:
+    html = wrapped().plan._repr_html_()
+    assert html.count("<tr>") >= 5 + len(wrapped().plan.blocks)
+    assert "layers.1" in html
