@@ -14,8 +14,9 @@ from torch import nn
 from rkmate.codegen.compiled import Gradients, Kept
 from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.capture import inside_transform
+from rkmate.measure.first_step import FirstStep, statistics_of
 from rkmate.plan import Plan
-from rkmate.plans import Known, Planning, Plans, planning_lock
+from rkmate.plans import Known, Planning, Plans, Ready, planning_lock
 from rkmate.signature import Watch, signature
 
 NewShape = Literal["plan", "original", "error"]
@@ -92,7 +93,17 @@ class PlannedModule(nn.Module):
         def redo(kept: Kept, given: Mapping[int, torch.Tensor]) -> Gradients:
             return self._plans.again(found, pattern, kept, given)
 
-        return current(tensors, redo)
+        first = self._first_step(known.current)
+        return current(tensors, redo, first.finish if first is not None else None)
+
+    def _first_step(self, ready: Ready) -> FirstStep | None:
+        """Watches a plan's first step, where that is wanted and the device can tell."""
+        statistics = statistics_of(ready.compiled.device) if self._verify else None
+        if statistics is None or ready.measured:
+            return None
+        ready.measured = True
+        return FirstStep(statistics, ready.plan.peak_bytes, ready.plan.budget_bytes,
+                         self._original.parameters())
 
     def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         if len(self._plans) and not self._plans.has_flags(key[0]):

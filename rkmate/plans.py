@@ -53,6 +53,8 @@ class Ready:
 
     plan: Plan
     compiled: Compiled
+    measured: bool = False
+    """Whether a step has been measured against the prediction."""
 
 
 @dataclass

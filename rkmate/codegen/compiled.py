@@ -109,8 +109,9 @@ class Compiled:
         self._output_names = [cd.d[j].name for j in partition.program.held]
         self._draws = any(c.random for c in cd.c)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo) -> Any:
-        """The forward of one step; the backward follows through autograd."""
+    def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo,
+                 finished: Callable[[], None] | None = None) -> Any:
+        """The forward of one step; the backward follows through autograd, and calls `finished`."""
         held: dict[str, torch.Tensor] = {k: s.get() for k, s in self._slots.items()}
         held.update(self._fixed)
         for key, i in self._inputs.items():
@@ -124,6 +125,7 @@ class Compiled:
             results = self._forward(env)
         env.watch(self._output_names)
         call = Call(env, self._backward, self._last, self._targets)
+        call.finished = finished
         params = [[s.get() for s in slots] for slots in self._params]
         inputs = [tensors[i] for i in self.generated.input_grads]
         # Fresh aliases: what the user gets refers to the environment, and must not stand in it.

@@ -16,7 +16,7 @@ Function = Callable[[Environment], list[Any]]
 class Call:
     """One forward and the backward that belongs to it."""
 
-    __slots__ = ("env", "functions", "last", "next", "ready", "targets")
+    __slots__ = ("env", "finished", "functions", "last", "next", "ready", "targets")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -29,6 +29,8 @@ class Call:
         self.next = 0
         self.ready: dict[str, torch.Tensor] | None = None
         """Gradients that were found in another way: the segments only hand them out."""
+        self.finished: Callable[[], None] | None = None
+        """Called when the last segment has run."""
 
     def start(self) -> None:
         """Raise `BackwardError` when the backward has begun before."""
@@ -56,6 +58,8 @@ class Call:
             raise
         if number == self.last:
             self.env.clear()
+            if self.finished is not None:
+                self.finished()
         return result
 
 
