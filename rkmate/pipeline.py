@@ -52,6 +52,8 @@ class Settings:
     options: OptionSettings = OptionSettings()
     slots: int = 500
     """Memory slots of the dynamic program."""
+    planning_seconds: float | None = None
+    """Limit of a planner that can stop early; None: its own."""
 
 
 @dataclass

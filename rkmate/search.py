@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from rkmate.budget import Budget
-from rkmate.errors import InfeasibleBudget, PlanningTimeout
+from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
 from rkmate.graph.cut import PRELUDE
 from rkmate.graph.summary import GraphSummary
 from rkmate.pipeline import Prepared, with_option_counts
@@ -31,6 +32,16 @@ class Candidate:
     ops: tuple[Op, ...]
     peak: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one planner made of one budget."""
+
+    plan: Plan | None
+    """None unless the status is ok."""
+    status: Literal["ok", "infeasible", "timeout"]
+    note: str
 
 
 class Searcher:
@@ -69,47 +80,70 @@ class Searcher:
 
     def plan(self, budget: Budget, planner: str = "rockmate",
              time_limit: float | None = None) -> Plan:
-        """The fastest schedule found within the budget. Raises `InfeasibleBudget`.
+        """The fastest schedule found within the budget.
 
-        `time_limit`: seconds of planning, for planners that can stop early.
+        `time_limit`: seconds of planning, for planners that can stop early; the settings' unless
+        given.
+
+        Raises:
+            InfeasibleBudget: the planner has a schedule within a larger budget only.
+            PlanningTimeout: its time was over before it found one.
+            ArgumentError: it has no schedule for this model at any budget.
         """
         limit = budget.of(self.baseline.peak)
-        if planner != "rockmate":
-            return self._other(limit, planner, time_limit)
-        if self.baseline.peak <= limit:
-            return self._plan(self.baseline, limit, planner, "nothing needs to be forgotten")
-        if self.smallest.peak > limit:
+        attempt = self.attempt(limit, planner, time_limit)
+        if attempt.plan is not None:
+            return attempt.plan
+        if planner == "rockmate":
             raise InfeasibleBudget(
                 f"no schedule fits in {limit:,} bytes; the smallest budget that this model can be "
                 f"trained in is {self.smallest.peak:,} bytes "
                 f"({self.smallest.peak / self.baseline.peak:.0%} of its own peak of "
                 f"{self.baseline.peak:,} bytes)", self.smallest.peak)
+        if attempt.status == "timeout":
+            raise PlanningTimeout(f"{planner} found no schedule within {limit:,} bytes in the time "
+                                  f"it had; {attempt.note or 'give it more, or another planner'}")
+        least = self._least_of(find_planner(planner), limit)
+        if least is None:
+            raise ArgumentError(f"planner is {planner!r}, which has no schedule for this model at "
+                                f"any budget: {attempt.note or 'take another one'}")
+        raise InfeasibleBudget(
+            f"{planner} has no schedule within {limit:,} bytes; the smallest budget that it meets "
+            f"is {least:,} bytes. {attempt.note}".rstrip(), least)
+
+    def attempt(self, limit: int, planner: str = "rockmate",
+                time_limit: float | None = None) -> Attempt:
+        """What a planner finds within `limit` bytes; that it finds nothing is a result, too."""
+        if time_limit is None:
+            time_limit = self.prepared.settings.planning_seconds
+        if planner != "rockmate":
+            return self._other(limit, planner, time_limit)
+        if self.baseline.peak <= limit:
+            plan = self._plan(self.baseline, limit, planner, "nothing needs to be forgotten")
+            return Attempt(plan, "ok", plan.note)
+        if self.smallest.peak > limit:
+            return Attempt(None, "infeasible",
+                           f"the smallest budget is {self.smallest.peak:,} bytes")
         with self.prepared.timed("search"):
             best = self._best(limit)
-        return self._plan(best, limit, planner, "")
+        return Attempt(self._plan(best, limit, planner, ""), "ok", "")
 
-    def _other(self, limit: int, name: str, time_limit: float | None) -> Plan:
+    def _other(self, limit: int, name: str, time_limit: float | None) -> Attempt:
         """The schedule of another planner of the literature, as it returns it."""
         method = find_planner(name)
         with self.prepared.timed("search"):
             outcome = method.plan(self.problem, limit, time_limit=time_limit)
-        if outcome.schedule is None:
-            if outcome.status == "timeout":
-                raise PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
-                                      f"it had; {outcome.note or 'give it more, or another planner'}")
-            least = self._least_of(method, limit)
-            raise InfeasibleBudget(
-                f"{name} has no schedule within {limit:,} bytes; the smallest budget that it meets "
-                f"is {least:,} bytes. {outcome.note}".rstrip(), least)
-        chosen = self._judge(outcome.schedule, ())
+        note = outcome.note
+        chosen = None if outcome.schedule is None else self._judge(outcome.schedule, ())
         if name == "auto" and self.smallest.peak <= limit:
-            own = self._best(limit)
-            if own.seconds < chosen.seconds:
-                return self._plan(own, limit, name, "rockmate with its finishing pass; "
-                                  f"of the others, {outcome.note}")
-        return self._plan(chosen, limit, name, outcome.note)
+            own = self.baseline if self.baseline.peak <= limit else self._best(limit)
+            if chosen is None or own.seconds < chosen.seconds:
+                chosen, note = own, f"rockmate with its finishing pass; of the others, {note}"
+        if chosen is None:
+            return Attempt(None, "timeout" if outcome.status == "timeout" else "infeasible", note)
+        return Attempt(self._plan(chosen, limit, name, note), "ok", note)
 
-    def _least_of(self, method: Planner, limit: int) -> int:
+    def _least_of(self, method: Planner, limit: int) -> int | None:
         """The smallest budget that a planner meets, by bisection on what it returns."""
         best: int | None = None
         low, high = limit, 2 * max(limit, self.baseline.peak)
@@ -118,14 +152,12 @@ class Searcher:
             outcome = method.plan(self.problem, middle, time_limit=2.0)
             if outcome.schedule is None:
                 if best is None:
-                    break
+                    return None
                 low = middle
             else:
                 best = high = self.simulate(outcome.schedule).peak
             if high - low <= 1:
                 break
-        if best is None:
-            raise PlanningTimeout(f"{method.name} finds no schedule for this model at any budget")
         return best
 
     def _best(self, limit: int) -> Candidate:
@@ -133,7 +165,7 @@ class Searcher:
         simulator's, so more than the budget may be asked of it as long as the simulator agrees."""
         p = self.prepared
         fits = [self.smallest]
-        # What the chain's model counts too much grows with the limit: search upwards from a sure one.
+        # What the chain's model counts too much grows with the limit: search up from a sure one.
         base = max(0, limit - p.constant_bytes)
         low, high = base, max(base, limit) + (limit // 2)
         seen: set[tuple[Op, ...]] = set()

@@ -22,15 +22,16 @@ from rkmate.show.curve import Curve
 def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
          plan: Plan | None = None, costs: str = "measured", verify: bool = True,
-         on_new_shape: NewShape = "plan", settings: Settings | None = None) -> PlannedModule:
+         on_new_shape: NewShape = "plan", planning_seconds: float | None = None,
+         settings: Settings | None = None) -> PlannedModule:
     """An equivalent module that trains inside a memory budget.
 
     Args:
         model: the module to train, with the train flags that it will be trained with.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
         budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
-            model's own peak, or ``"auto"``, which is what `auto_budget` says. It bounds what a training step allocates above what stands before it,
-            parameter gradients left out.
+            model's own peak, or ``"auto"``, which is what `auto_budget` says. It bounds what a
+            training step allocates above what stands before it, parameter gradients left out.
         planner: how the schedule is found.
         progress: show progress on a terminal.
         plan: a plan made before (`Plan.load`), instead of a budget.
@@ -39,6 +40,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         on_new_shape: what a call with other shapes, dtypes or constants does: ``"plan"`` makes a
             plan for it with the same budget, ``"original"`` runs the original module, ``"error"``
             raises.
+        planning_seconds: the limit of a planner that can stop early (the integer programs on the
+            whole graph, ``auto``, ``dtr``); their own unless given.
         settings: of the stages.
 
     Returns:
@@ -53,7 +56,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     """
     check_model(model)
     args, kwargs = _inputs(args, kwargs)
-    planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress)
+    planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
+                         planning_seconds)
     if on_new_shape not in ("plan", "original", "error"):
         raise ArgumentError(f'on_new_shape is {on_new_shape!r}; it should be "plan", "original" or '
                             '"error"')
@@ -62,11 +66,13 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
 
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
-         costs: str = "measured", settings: Settings | None = None) -> Plan:
+         costs: str = "measured", planning_seconds: float | None = None,
+         settings: Settings | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
     check_model(model)
     args, kwargs = _inputs(args, kwargs)
-    planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress)
+    planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
+                         planning_seconds)
     prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
     assert planning.budget is not None
     return Searcher(prepared).plan(planning.budget, planner)
@@ -75,7 +81,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
 def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
              budgets: Sequence[int | float | str] | None = None, planner: str = "rockmate",
              progress: bool = True, costs: str = "measured",
-             settings: Settings | None = None) -> Curve:
+             planning_seconds: float | None = None, settings: Settings | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
 
     One capture, one measurement and one set of options serve all of them. Without `budgets`: from
@@ -86,7 +92,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     check_model(model)
     args, kwargs = _inputs(args, kwargs)
     wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
-    planning = _planning(1.0, None, planner, costs, settings, progress)
+    planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds)
     searcher = Searcher(prepare(model, args, kwargs, planning.settings, Progress(progress)))
     if wanted is None:
         low, high = searcher.smallest.peak, searcher.baseline.peak
@@ -110,7 +116,7 @@ def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str, settings: Settings | None,
-              progress: bool) -> Planning:
+              progress: bool, planning_seconds: float | None) -> Planning:
     if (budget is None) == (plan is None):
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
@@ -121,8 +127,13 @@ def _planning(budget: Any, plan: Plan | None, planner: str, costs: str, settings
     from dataclasses import replace
 
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
-    base = settings or Settings()
-    return Planning(checked, planner, replace(base, costs=costs), progress)  # type: ignore[arg-type]
+    base = replace(settings or Settings(), costs=costs)  # type: ignore[arg-type]
+    if planning_seconds is not None:
+        if not planning_seconds > 0:
+            raise ArgumentError(f"planning_seconds is {planning_seconds}; it should be a positive "
+                                "number of seconds")
+        base = replace(base, planning_seconds=planning_seconds)
+    return Planning(checked, planner, base, progress)
 
 
 __all__ = ["InfeasibleBudget", "PlanError", "plan", "tradeoff", "wrap"]
