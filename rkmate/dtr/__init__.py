@@ -18,10 +18,12 @@ from rkmate.dtr.log import Program, parse_log, read_log
 from rkmate.dtr.runtime.report import Report
 from rkmate.dtr.session import Session
 from rkmate.dtr.simulator import Result, Trace, simulate
+from rkmate.dtr.wrapping import DynamicModule, wrap
 
 __all__ = [
     "HEURISTICS",
     "BudgetExceeded",
+    "DynamicModule",
     "LogError",
     "Program",
     "Report",
@@ -34,6 +36,7 @@ __all__ = [
     "parse_log",
     "read_log",
     "simulate",
+    "wrap",
 ]
 
 

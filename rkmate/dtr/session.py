@@ -148,10 +148,21 @@ class Session:
             banish=self._banish,
             log=writer,
         )
-        self._resume()
+        self.resume()
         return self
 
-    def _resume(self) -> None:
+    @property
+    def engine(self) -> Engine:
+        """The running engine. Raises ``RuntimeStateError`` outside the block."""
+        if self._engine is None:
+            raise RuntimeStateError("the block under rkmate.dtr is not running")
+        return self._engine
+
+    def resume(self) -> None:
+        """Watch operations again after ``pause``; raises ``RuntimeStateError`` when another
+        session is running in this thread."""
+        if getattr(_ACTIVE, "session", None) is not None:
+            raise RuntimeStateError("a block under rkmate.dtr cannot stand inside another one")
         assert self._engine is not None
         _ACTIVE.session = self
         # Each operation leaves a few objects: without this, full garbage collections, which walk
@@ -163,7 +174,8 @@ class Session:
         for mode in self._modes:
             mode.__enter__()
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
+        """Stop watching operations; evicted tensors must not be used until ``resume``."""
         while self._modes:
             self._modes.pop().__exit__(None, None, None)
         _ACTIVE.session = None
@@ -179,7 +191,7 @@ class Session:
     ) -> None:
         engine = self._engine
         assert engine is not None
-        self._pause()
+        self.pause()
         try:
             if error is not None:
                 engine.lift_limits()

@@ -51,6 +51,7 @@ class Engine:
         self.sizes = Sizes()
         self.banish = banish
         self.log = log
+        self._waiting: list[Buffer] = []
         self._readers: dict[int, set[Operation]] = {}
         self.memory.on_forget = self._forget
         if log is not None:
@@ -65,6 +66,8 @@ class Engine:
         began = time.perf_counter_ns()
         memory = self.memory
         memory.tidy()
+        if self.banish:
+            self._banish()
         traits = traits_of(function)
         seen = Arguments(memory.live, args, kwargs)
         if traits.view:
@@ -111,7 +114,11 @@ class Engine:
         report.operation_seconds += spent / 1e9
         operation = Operation(function, seen.args, seen.kwargs)
         operation.random_state = state
-        operation.cost, operation.extra_bytes = ran.cost, ran.extra
+        operation.cost = ran.cost
+        if ran.measured:
+            operation.extra_bytes = ran.extra
+        else:
+            operation.hoped_bytes = ran.extra
         if traits.keeps_statistics:
             operation.args = without_statistics(function, seen.args)
         self._record(operation, seen, written, result)
@@ -204,6 +211,22 @@ class Engine:
         operation.alive += 1
 
     # -- what can no longer be computed -------------------------------------------------------
+
+    def _banish(self) -> None:
+        """Free for good what the program dropped and no evicted buffer depends on (appendix C.5).
+
+        What was computed from it can no longer be, and stays in memory.
+        """
+        self._waiting += self.memory.take_drops()
+        waiting = [buffer for buffer in self._waiting if buffer.index >= 0]
+        self._waiting = []
+        for buffer in waiting:
+            children = [child for child in buffer.children if isinstance(child, Buffer)]
+            if any(not child.resident or child.storage() is None for child in children):
+                self._waiting.append(buffer)
+                continue
+            for child in children:
+                self._cut(child)
 
     def _freeze(self, address: int) -> None:
         """A constant is about to change: settle whatever was computed from it."""

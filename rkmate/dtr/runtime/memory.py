@@ -123,6 +123,10 @@ class Memory:
                 buffer.resident = False
                 self.around.evict(buffer)
 
+    def take_drops(self) -> list[Buffer]:
+        """What the program dropped and the graph still has, since neighbourhoods were told."""
+        return [buffer for buffer in self._untold if buffer.index >= 0]
+
     def fits(self, need: int) -> bool:
         """Whether ``need`` bytes more fit as things are; if so, they are counted in the peak."""
         if self.held + need > self.budget:

@@ -137,6 +137,7 @@ class Operation:
         "random_state",
         "cost",
         "extra_bytes",
+        "hoped_bytes",
         "alive",
         "gradients",
     )
@@ -158,7 +159,9 @@ class Operation:
         self.cost = 0
         """Nanoseconds of the first call."""
         self.extra_bytes = 0
-        """Temporary memory beyond inputs and outputs."""
+        """Temporary memory beyond inputs and outputs, as measured."""
+        self.hoped_bytes = 0
+        """The same where it could only be estimated."""
         self.gradients = torch.is_grad_enabled()
         """The program's gradient mode, which some kernels read."""
         self.alive = 0

@@ -170,7 +170,9 @@ class Replayer:
         )
         if direct:
             buffer = wanted[0][1]
-            memory.reserve(buffer.size + operation.extra_bytes, 0, operation.name)
+            memory.reserve(
+                buffer.size + operation.extra_bytes, operation.hoped_bytes, operation.name
+            )
             storage = buffer.storage()
             assert storage is not None
             storage.resize_(buffer.size)
@@ -179,7 +181,8 @@ class Replayer:
             return [buffer]
         # The program's storages are filled by copying: one at a time, each result freed after it.
         copied = max((b.size for _, b in wanted if b.program is not None), default=0)
-        memory.reserve(total + max(operation.extra_bytes, copied), 0, operation.name)
+        need = total + max(operation.extra_bytes, copied)
+        memory.reserve(need, operation.hoped_bytes, operation.name)
         result = self._call(operation, {})
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         del result
@@ -205,7 +208,8 @@ class Replayer:
         fresh = sum(s.owner.size for _, s in operation.outputs if isinstance(s.owner, Buffer))
         stolen = {before for before, after in operation.written if _can_steal(before, after)}
         copies = sum(a.size for b, a in operation.written if b not in stolen)
-        memory.reserve(fresh + copies + operation.extra_bytes, 0, operation.name)
+        need = fresh + copies + operation.extra_bytes
+        memory.reserve(need, operation.hoped_bytes, operation.name)
         targets: dict[Buffer, torch.UntypedStorage] = {}
         for before, after in operation.written:
             source = before.storage()

@@ -31,6 +31,8 @@ class Ran(NamedTuple):
     result: Any
     extra: int
     """Bytes of temporary memory."""
+    measured: bool
+    """They were measured, in this call or an earlier one."""
     nanoseconds: int
     """What it took."""
     cost: int
@@ -69,19 +71,19 @@ class Sizes:
                 self._known[key] = need._replace(nanoseconds=spent)
             # The least time seen is the operation's; more is the machine's.
             cost = min(spent, need.nanoseconds) if need.nanoseconds else spent
-            return Ran(result, need.extra, spent, cost)
+            return Ran(result, need.extra, need.measured, spent, cost)
         began = time.perf_counter_ns()
         try:
             seen = measure_peak(lambda: function(*args, **kwargs))
         except MeterError:
             result = function(*args, **kwargs)
             spent = time.perf_counter_ns() - began
-            return Ran(result, need.extra, spent, spent)
+            return Ran(result, need.extra, False, spent, spent)
         extra = max(0, seen.peak - max(0, seen.net))
         if torch.Tag.dynamic_output_shape not in function.tags:
             self._known[key] = Need(max(0, seen.net), extra, True, 0)
         spent = int(seen.seconds * 1e9)
-        return Ran(seen.result, extra, spent, spent)
+        return Ran(seen.result, extra, True, spent, spent)
 
 
 def _on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:

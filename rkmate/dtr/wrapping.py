@@ -1,0 +1,261 @@
+"""``rkmate.dtr.wrap``: a module whose forward and backward stay inside a budget."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from rkmate.dtr.errors import BudgetExceeded, ThrashingError
+from rkmate.dtr.runtime.report import Report
+from rkmate.dtr.session import Session
+from rkmate.errors import ArgumentError, BackwardError
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class DynamicModule(nn.Module):
+    """A module that trains inside a budget without a plan. Made by ``rkmate.dtr.wrap``.
+
+    It shares the original's parameters, buffers and submodules, returns what the original returns,
+    and passes other attributes on. Each call is one batch: its activations are kept, evicted and
+    rematerialized from the forward to the end of the backward.
+    """
+
+    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+        _adopt(self, model)
+        self.__dict__["_options"] = options
+        self.__dict__["_reports"] = []
+
+    @property
+    def original(self) -> nn.Module:
+        """The module that was wrapped."""
+        return self._original  # type: ignore[no-any-return]
+
+    @property
+    def reports(self) -> list[Report]:
+        """One report per batch whose backward has ended, oldest first."""
+        return self.__dict__["_reports"]  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward; inside the budget when gradients are wanted."""
+        model = self._original
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
+        tensors = [leaves[i] for i in places]
+        names, parameters = [], []
+        for name, parameter in model.named_parameters():
+            names.append(name)
+            parameters.append(parameter)
+        wanted = any(t.requires_grad for t in (*tensors, *parameters))
+        if not torch.is_grad_enabled() or not wanted:
+            return model(*args, **kwargs)
+        batch = _Batch(self, leaves, structure, places, names)
+        results = _Boundary.apply(batch, len(tensors), *tensors, *parameters)
+        return batch.rebuild(results)
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The original's train flag."""
+        return bool(self._original.training)
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self._original.training = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._original, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicModule:
+        return DynamicModule(copy.deepcopy(self._original, memo), self._options)
+
+    def __reduce__(self) -> Any:
+        return DynamicModule, (self._original, self._options)
+
+
+class _Batch:
+    """One forward and the backward that belongs to it."""
+
+    def __init__(
+        self,
+        module: DynamicModule,
+        leaves: list[Any],
+        structure: Any,
+        places: list[int],
+        names: list[str],
+    ) -> None:
+        self.module = module
+        self.session = Session(**module.__dict__["_options"])
+        self.leaves = leaves
+        self.structure = structure
+        self.places = places
+        self.names = names
+        self.inner: list[torch.Tensor] = []
+        self.results: list[torch.Tensor] = []
+        self.shape: Any = None
+        self.plain: list[Any] = []
+        self.spent = False
+
+    def run(self, inputs: tuple[torch.Tensor, ...], parameters: tuple[torch.Tensor, ...]) -> list[Any]:
+        """The forward, on copies of the leaves that share their memory."""
+        model = self.module._original
+        fresh = [t.detach().requires_grad_(t.requires_grad) for t in (*inputs, *parameters)]
+        self.inner = fresh
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, fresh, strict=False):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        state = dict(zip(self.names, fresh[len(inputs) :], strict=True))
+        kept = _State(model)
+        self.session.__enter__()
+        try:
+            with torch.enable_grad():
+                result = torch.func.functional_call(model, state, args, kwargs)
+            values, self.shape = tree_flatten(result)
+            engine = self.session.engine
+            for value in values:
+                if isinstance(value, torch.Tensor):
+                    engine.keep(value)
+        except BaseException as error:
+            self.session.__exit__(type(error), error, error.__traceback__)
+            if isinstance(error, (BudgetExceeded, ThrashingError)):
+                kept.restore()
+            raise
+        self.session.pause()
+        self.leaves = []
+        self.plain = values
+        self.results = [v for v in values if isinstance(v, torch.Tensor)]
+        return [v.detach() for v in self.results]
+
+    def rebuild(self, results: tuple[torch.Tensor, ...]) -> Any:
+        """The original's result, with the boundary's tensors in it."""
+        given = iter(results)
+        values = [next(given) if isinstance(v, torch.Tensor) else v for v in self.plain]
+        self.plain = []
+        return tree_unflatten(values, self.shape)
+
+    def back(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+        """The backward: gradients of the inputs and the parameters."""
+        if self.spent:
+            raise BackwardError(
+                "a second backward through one forward: its activations are gone after the first"
+            )
+        self.spent = True
+        wanted = [t for t in self.inner if t.requires_grad]
+        pairs = [
+            (r, g)
+            for r, g in zip(self.results, gradients, strict=True)
+            if g is not None and r.requires_grad
+        ]
+        self.results = []
+        session = self.session
+        session.resume()
+        try:
+            with torch.enable_grad():
+                torch.autograd.backward(
+                    [r for r, _ in pairs], [g for _, g in pairs], inputs=wanted
+                )
+            pairs.clear()
+        except BaseException as error:
+            session.__exit__(type(error), error, error.__traceback__)
+            raise
+        session.__exit__(None, None, None)
+        self.module.reports.append(session.report)
+        found = [t.grad for t in self.inner]
+        self.inner = []
+        return found
+
+
+class _Boundary(torch.autograd.Function):
+    """One autograd node for the whole call: what lies inside is the session's business."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: _Batch, inputs: int, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        results = batch.run(tensors[:inputs], tensors[inputs:])
+        ctx.batch = batch
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(r for r, inner in zip(results, batch.results, strict=True) if not inner.requires_grad)
+        )
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        return (None, None, *ctx.batch.back(gradients))
+
+
+class _State:
+    """What a failed forward must leave as it was: buffers and the generators' states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Buffers are small beside activations; NumPy's memory keeps the copies out of the budget.
+        self._buffers = [
+            (b, b.detach().cpu().reshape(-1).view(torch.uint8).numpy().copy())
+            for b in model.buffers()
+            if b.layout is torch.strided
+        ]
+        self._cpu = torch.get_rng_state().numpy().copy()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(torch.from_numpy(value).view(buffer.dtype).reshape(buffer.shape))
+        torch.set_rng_state(torch.from_numpy(self._cpu))
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+def _adopt(module: DynamicModule, model: nn.Module) -> None:
+    module.__dict__["_original"] = model
+    training = model.training
+    nn.Module.__init__(module)
+    model.training = training
+    for name in _SHARED:
+        if name in model.__dict__:
+            module.__dict__[name] = model.__dict__[name]
+
+
+def wrap(model: nn.Module, budget: int | str | None, **options: Any) -> DynamicModule:
+    """A module that does what ``model`` does, its forward and backward inside ``budget`` bytes.
+
+    ``options`` are those of ``Session``. Only the first backward through a call is possible, and
+    no double backward: for these, use the context manager. Raises ``ArgumentError`` for a model
+    that is no module and for wrong options; a call raises ``BudgetExceeded`` or
+    ``ThrashingError``, after which parameters, buffers and generators are as before the call.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, DynamicModule):
+        raise ArgumentError("model is wrapped already")
+    if options.get("log") is not None:
+        raise ArgumentError("log is for the context manager: each call of a module is a run")
+    given = {"budget": budget, **options}
+    try:
+        Session(**given)
+    except TypeError as error:
+        raise ArgumentError(f"wrap: {error}") from None
+    return DynamicModule(model, given)
+
