@@ -82,11 +82,12 @@ def pages_of(plan: Plan, replayed: Replay | None) -> list[int]:
     Without a replay, the first of its class."""
     first: dict[object, int] = {}
     result = []
+    runs = plan.schedule.recomputed()
     for b, info in enumerate(plan.blocks):
         key: list[object] = [info.label]
         if replayed is not None:
             for i in plan.graph.block_c[b]:
-                key.append(i in replayed.recomputed_seconds)
+                key.append(runs.get(i, 0))
                 key.extend(j in replayed.alive_at_loss for j in plan.graph.computations[i].outputs)
         result.append(first.setdefault(tuple(key), b))
     return result

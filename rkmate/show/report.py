@@ -146,7 +146,7 @@ def _source(plan: Plan) -> Iterator[str]:
         return
     yield ('<p><span class="forget">forget</span> frees a storage, <span class="recompute">recompute'
            '</span> runs a computation again, <span class="detach">detach</span> is a boundary of '
-           "autograd.</p>")
+           'autograd, <span class="place">in place</span> writes over an input that dies there.</p>')
     yield source_html(plan.source)
 
 

@@ -1,0 +1,44 @@
+"""Factories for the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.show.models import Scores, tower
+
+
+def sample() -> Any:
+    return tower(2)
+
+
+def with_keywords() -> Any:
+    model, (ids,) = tower(2)
+    return model, (), {"ids": ids}
+
+
+def model_only() -> Any:
+    return Scores()
+
+
+def wrong_arguments() -> Any:
+    return Scores(), torch.zeros(2)
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y if y.sum() > 0 else -y
+
+
+def branching() -> Any:
+    return Branch(), (torch.randn(2, 4),)
+
+
+number = 3

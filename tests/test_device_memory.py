@@ -1,0 +1,121 @@
+"""Budgets from device memory, and the largest batch that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from rkmate.device_memory import training_bytes
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(32, 32), nn.GELU())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(x).square().mean()
+        return out
+
+
+def inputs(n: int) -> tuple[Any, ...]:
+    return (torch.randn(n * 16, 32),)
+
+
+def smallest_peak(n: int) -> int:
+    with pytest.raises(rkmate.InfeasibleBudget) as error:
+        rkmate.plan(Net(), inputs(n), budget=1, costs="analytic")
+    return error.value.minimum_bytes
+
+
+def test_training_needs_gradients_and_states() -> None:
+    model = nn.Linear(10, 10)
+    size = 110 * 4
+    assert training_bytes(model) == 3 * size
+    assert training_bytes(model, 0) == size
+    model.weight.grad = torch.zeros(10, 10)
+    assert training_bytes(model, 1) == size + 40
+    model.bias.requires_grad_(False)
+    assert training_bytes(model, 1) == 400
+
+
+@pytest.mark.parametrize("call", [
+    lambda: rkmate.wrap(Net(), inputs(1), budget="auto"),
+    lambda: rkmate.plan(Net(), inputs(1), budget="auto"),
+    lambda: rkmate.tradeoff(Net(), inputs(1), budgets=["auto"]),
+    lambda: rkmate.auto_budget(Net()),
+    lambda: rkmate.max_batch_size(Net(), inputs)])
+def test_auto_needs_a_cuda_device(call: Any) -> None:
+    with pytest.raises(rkmate.ArgumentError, match="CUDA"):
+        call()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_leaves_room_for_gradients_and_states() -> None:
+    model = Net().cuda()
+    free, total = torch.cuda.mem_get_info()
+    budget = rkmate.auto_budget(model)
+    size = sum(p.nbytes for p in model.parameters())
+    assert free * 0.8 < budget <= free + torch.cuda.memory_reserved() - 3 * size - 0.03 * total
+    assert rkmate.auto_budget(model, optimizer_states=0) > budget
+    wrapped = rkmate.wrap(model, (torch.randn(16, 32, device="cuda"),), budget="auto")
+    assert wrapped.plan.overhead == 0
+
+
+def test_the_largest_batch_is_the_largest() -> None:
+    model = Net()
+    held = sum(p.nbytes for p in model.parameters())
+    room = smallest_peak(5) + 100
+    found = rkmate.max_batch_size(model, inputs, device_memory=4 * held + room, costs="analytic",
+                                  progress=False)
+    assert found.budget_bytes == room
+    assert smallest_peak(found.size) <= room < smallest_peak(found.size + 1)
+    assert found.plan.peak_bytes <= room
+    assert 1 <= found.size_without < found.size
+    plain = rkmate.plan(model, inputs(found.size_without), budget=1.0, costs="analytic")
+    more = rkmate.plan(model, inputs(found.size_without + 1), budget=1.0, costs="analytic")
+    assert plain.baseline_peak_bytes <= room < more.baseline_peak_bytes
+    assert dict(found.tried)[found.size] is not None
+    assert dict(found.tried)[found.size + 1] is None
+    assert found.seconds_per_sample == pytest.approx(found.plan.step_seconds / found.size)
+    assert f"batch of {found.size}" in str(found)
+
+
+def test_the_search_stops_at_the_most_that_is_asked() -> None:
+    found = rkmate.max_batch_size(Net(), inputs, device_memory="1GiB", most=3, costs="analytic",
+                                  progress=False)
+    assert (found.size, found.size_without) == (3, 3)
+
+
+def test_not_even_one_fits() -> None:
+    model = Net()
+    held = sum(p.nbytes for p in model.parameters())
+    with pytest.raises(rkmate.InfeasibleBudget, match="a batch of one") as error:
+        rkmate.max_batch_size(model, inputs, device_memory=4 * held + 100, costs="analytic",
+                              progress=False)
+    assert error.value.minimum_bytes == smallest_peak(1)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"device_memory": 0.5}, "device_memory is 0.5"), ({"device_memory": "50%"}, "share"),
+    ({"device_memory": 1000}, "alone need"), ({"device_memory": "1GiB", "most": 0}, "most is 0"),
+    ({"device_memory": "1GiB", "costs": "guess"}, "costs is")])
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(rkmate.ArgumentError, match=message):
+        rkmate.max_batch_size(Net(), inputs, **arguments)
+
+
+def test_inputs_of_a_wrong_type() -> None:
+    with pytest.raises(rkmate.ArgumentError, match="make_inputs returned Tensor"):
+        rkmate.max_batch_size(Net(), lambda n: torch.zeros(n, 32), device_memory="1GiB")
+
+
+def test_keyword_inputs() -> None:
+    found = rkmate.max_batch_size(Net(), lambda n: ((), {"x": torch.randn(n, 32)}),
+                                  device_memory="1GiB", most=2, costs="analytic", progress=False)
+    assert found.size == 2
