@@ -14,6 +14,7 @@ from torch import nn
 from rkmate.codegen.compiled import Gradients, Kept
 from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.capture import inside_transform
+from rkmate.graph.refusals import refuse_what_cannot_repeat
 from rkmate.measure.first_step import FirstStep, statistics_of
 from rkmate.plan import Plan
 from rkmate.plans import Known, Planning, Plans, Ready, planning_lock
@@ -32,10 +33,12 @@ class PlannedModule(nn.Module):
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, plan: Plan | None, verify: bool, on_new_shape: NewShape) -> None:
+        refuse_what_cannot_repeat(model, args, kwargs)
         _adopt(self, model)
         self._set_up(Plans(model, planning), verify, on_new_shape)
-        key, _ = signature(self._watch, args, kwargs)
-        self.__dict__["_latest"] = self._plans.make(key, args, kwargs, plan)
+        key, tensors = signature(self._watch, args, kwargs)
+        known = self._plans.make(key, args, kwargs, plan)
+        self.__dict__["_latest"] = self._plans.current(known, tensors)
 
     def _set_up(self, plans: Plans, verify: bool, on_new_shape: NewShape) -> None:
         self.__dict__.update(_plans=plans, _verify=verify, _on_new_shape=on_new_shape, _told=set(),
@@ -51,7 +54,7 @@ class PlannedModule(nn.Module):
             if plans:
                 return plans[-1]
             raise ArgumentError("this copy has no plan yet: its first call makes one")
-        return self._latest.current.plan
+        return self._latest.plan  # type: ignore[no-any-return]
 
     @property
     def source(self) -> str:
@@ -86,15 +89,15 @@ class PlannedModule(nn.Module):
             known = self._new_signature(key, args, kwargs)
             if known is None:
                 return model(*args, **kwargs)
-        self.__dict__["_latest"] = known
-        current = known.current.compiled
-        found, pattern = known, current.wanted
+        latest = self._plans.current(known, tensors)
+        self.__dict__["_latest"] = latest
+        found, pattern = known, latest.compiled.wanted
 
         def redo(kept: Kept, given: Mapping[int, torch.Tensor]) -> Gradients:
             return self._plans.again(found, pattern, kept, given)
 
-        first = self._first_step(known.current)
-        return current(tensors, redo, first.finish if first is not None else None)
+        first = self._first_step(latest)
+        return latest.compiled(tensors, redo, first.finish if first is not None else None)
 
     def _first_step(self, ready: Ready) -> FirstStep | None:
         """Watches a plan's first step, where that is wanted and the device can tell."""

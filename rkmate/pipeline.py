@@ -196,9 +196,10 @@ def check_model(model: Any) -> None:
 
 
 def wanted_outputs(captured: Capture) -> tuple[bool, ...]:
-    """Which outputs the loss will use: the one named ``loss``, else scalars, else all.
+    """Which outputs the loss will use: the one named ``loss``, else scalars, else all but by-products.
 
-    A model that returns its loss beside other tensors (logits, a cache) is trained by the loss.
+    A model that returns its loss beside other tensors (logits, a cache) is trained by the loss. Where
+    this guess is wrong, the first backward says so, and the plan follows.
     """
     meta = [n.meta["val"] if n is not None else None for n in captured.outputs]
     able = captured.differentiable
@@ -206,7 +207,17 @@ def wanted_outputs(captured: Capture) -> tuple[bool, ...]:
     if named is not None and able[named] and meta[named].dim() == 0:
         return tuple(i == named for i in range(len(able)))
     scalars = [ok and m is not None and m.dim() == 0 for ok, m in zip(able, meta, strict=True)]
-    return tuple(scalars) if any(scalars) else able
+    if any(scalars):
+        return tuple(scalars)
+    aside = captured.result.under(_BY_PRODUCTS)
+    main = tuple(ok and i not in aside for i, ok in enumerate(able))
+    return main if any(main) else able
+
+
+_BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "cross_attentions", "mems",
+                "encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions",
+                "decoder_hidden_states", "decoder_attentions", "cache_params", "router_logits")
+"""Fields of Hugging Face outputs that stand beside what the model is trained by."""
 
 
 def held_tensors(captured: Capture, model: nn.Module,

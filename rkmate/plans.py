@@ -17,9 +17,10 @@ from rkmate.budget import Budget
 from rkmate.codegen.compiled import Compiled, Gradients, Kept
 from rkmate.codegen.emit import Emitter
 from rkmate.errors import InfeasibleBudget, PlanError, RkmateWarning, ScheduleError
-from rkmate.graph.capture import Capture
+from rkmate.graph.capture import Capture, Source
+from rkmate.graph.structure import take_apart
 from rkmate.graph.text import source_key
-from rkmate.pipeline import Prepared, Settings, prepare, wanted_outputs
+from rkmate.pipeline import Prepared, Settings, held_tensors, prepare
 from rkmate.plan import Plan
 from rkmate.progress import Progress
 from rkmate.schedule.simulate import simulate
@@ -64,12 +65,9 @@ class Known:
     capture: Capture
     ready: dict[Pattern, Ready] = field(default_factory=dict)
     pattern: Pattern = ()
-    """What the latest backward took."""
-
-    @property
-    def current(self) -> Ready:
-        """The plan that the next forward follows."""
-        return self.ready[self.pattern]
+    """What the next forward is planned for."""
+    latest: Ready | None = None
+    """The plan that the latest forward followed."""
 
 
 class Plans:
@@ -128,40 +126,58 @@ class Plans:
                 self._known.popitem(last=False)
             return known
 
+    def current(self, known: Known, tensors: Sequence[torch.Tensor]) -> Ready:
+        """The plan that the next forward follows; made for the loss of the latest one."""
+        ready = known.ready.get(known.pattern)
+        if ready is None:
+            with planning_lock:
+                held = held_tensors(known.capture, self.model, tensors)
+                prepared = self._prepared(known, known.pattern, held)
+                try:
+                    ready = self._ready(prepared, None)
+                except InfeasibleBudget as error:
+                    raise InfeasibleBudget(f"a loss that leads to {_names(known.pattern)}: {error}",
+                                           error.minimum_bytes) from error
+                known.ready[known.pattern] = ready
+        known.latest = ready
+        return ready
+
     def again(self, known: Known, planned: Pattern, kept: Kept,
               given: Mapping[int, torch.Tensor]) -> Gradients:
         """Gradients of a forward that was planned for another loss: it runs a second time.
 
-        The next forwards are planned for the gradients that came.
+        The next forward is planned for the gradients that came.
         """
         pattern = tuple(i in given for i in range(len(planned)))
+        narrower = all(b for a, b in zip(pattern, planned, strict=True) if a)
+        known.pattern = pattern if narrower else \
+            tuple(a or b for a, b in zip(pattern, planned, strict=True))
         with planning_lock, torch.enable_grad():
-            if pattern not in known.ready:
-                known.ready[pattern] = self._replan(known, pattern, kept)
-            able = [p for p in (pattern, tuple(a or b for a, b in zip(pattern, planned, strict=True)))
-                    if p in known.ready]
-        ready = known.ready[able[0]]
-        known.pattern = pattern
-        names = ", ".join(f"output {i}" for i in sorted(given))
+            ready = known.ready.get(pattern)
+            if ready is None:
+                ready = known.ready[pattern] = self._for_one_step(known, pattern, kept)
         warnings.warn(
-            f"the loss leads to {names}, which is not what this forward was planned for: it runs a "
-            f"second time, with up to {ready.plan.peak_bytes:,} bytes beside what it keeps. From now "
-            "on the plan expects this loss", RkmateWarning, stacklevel=2)
+            f"the loss leads to {_names(pattern)}{' alone' if narrower else ''}, which is not what "
+            f"this forward was planned for: it runs a second time, with up to "
+            f"{ready.plan.peak_bytes:,} bytes beside what it keeps. The next forward is planned for "
+            "this loss", RkmateWarning, stacklevel=2)
         with torch.no_grad():
             return ready.compiled.again(kept, dict(given))
 
-    def _replan(self, known: Known, pattern: Pattern, kept: Kept) -> Ready:
+    def _for_one_step(self, known: Known, pattern: Pattern, kept: Kept) -> Ready:
         held = {s: kept.held[source_key(s)].detach() for s in known.capture.sources.values()
                 if s.kind != "tangent"}
-        prepared = prepare(self.model, (), {}, self.planning.settings,
-                           Progress(self.planning.progress), wanted=pattern,
-                           captured=known.capture, tensors=held)
+        prepared = self._prepared(known, pattern, held)
         try:
             return self._ready(prepared, None)
         except InfeasibleBudget as error:
-            warnings.warn(f"{error}; the plan for this loss has that peak", RkmateWarning,
-                          stacklevel=3)
+            warnings.warn(f"{error}; this step takes that much", RkmateWarning, stacklevel=3)
             return self._ready(prepared, None, Budget(bytes=error.minimum_bytes))
+
+    def _prepared(self, known: Known, pattern: Pattern,
+                  held: Mapping[Source, torch.Tensor]) -> Prepared:
+        return prepare(self.model, (), {}, self.planning.settings, Progress(self.planning.progress),
+                       wanted=pattern, captured=known.capture, tensors=held)
 
     def _ready(self, prepared: Prepared, plan: Plan | None, budget: Budget | None = None) -> Ready:
         if plan is not None:
@@ -188,9 +204,12 @@ class Plans:
         return None
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    from rkmate.graph.structure import take_apart
+def _names(pattern: Pattern) -> str:
+    numbers = [str(i) for i, taken in enumerate(pattern) if taken]
+    return f"output {', '.join(numbers)} (counted from 0)"
 
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return take_apart((args, kwargs), result=False)[0]
 
 
@@ -206,6 +225,3 @@ def _check_plan(plan: Plan, prepared: Prepared) -> None:
     if result.peak != plan.peak_bytes:
         raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
                         f"says {result.peak:,}: make the plan again")
-
-
-__all__ = ["Known", "Planning", "Plans", "Ready", "planning_lock", "wanted_outputs"]

@@ -8,6 +8,7 @@ checks take the traceable path), then AOTAutograd's joint graph with descriptors
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.refusals import explained, refuse_what_cannot_repeat
+from rkmate.graph.refusals import explained, has_generator
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.state import HostDraws, PythonState
 from rkmate.graph.structure import Structure, take_apart
@@ -95,7 +96,6 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     The model is left as it was: parameters, buffers, gradients, train flags, random state and
     Python attributes.
     """
-    refuse_what_cannot_repeat(model, args, kwargs)
     before = PythonState(model)
     draws = HostDraws()
     try:
@@ -132,7 +132,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     flat = _Flat(model, inputs)
     flat.training = model.training
     with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
-            torch.enable_grad():
+            torch.enable_grad(), _quiet():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(flat, tuple(tensors), strict=False)
@@ -180,6 +180,10 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
             sources[node] = source(node.meta["desc"])
         elif node.op == "get_attr":
             value = getattr(module, node.target)
+            if not isinstance(value, torch.Tensor) and has_generator(model):
+                raise CaptureError(f"{type(model).__name__} draws from a torch.Generator of its own, "
+                                   "whose state a plan cannot keep: draw from the default generator "
+                                   "(torch.manual_seed seeds it)")
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(f"{type(model).__name__} uses the higher-order operation "
                                    f"{node.target}, which cannot be planned statically; "
@@ -198,7 +202,12 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
         elif isinstance(desc, D.InputMutationAOTOutput):
             mutations.append((source(desc.mutated_input), node))
         elif isinstance(desc, D.GradAOTOutput):
-            grads.append((source(desc.grad_of), node))
+            of = source(desc.grad_of)
+            if node.meta["val"].layout is not torch.strided:
+                raise CaptureError(
+                    f"{type(model).__name__}: the gradient of {of.key} is sparse, and only dense "
+                    "gradients can be planned (nn.Embedding: sparse=False)")
+            grads.append((of, node))
         else:
             raise CaptureError(f"{type(model).__name__}: the captured graph has an output of a kind "
                                f"that is not supported: {desc}")
@@ -219,6 +228,18 @@ def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
 def inside_transform() -> bool:
     """Whether a torch.func transform (vmap, grad, jvp) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What the tracer logs about a failure comes back as its exception."""
+    tracer = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before = tracer.level
+    tracer.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        tracer.setLevel(before)
 
 
 @contextlib.contextmanager

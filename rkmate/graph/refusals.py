@@ -6,13 +6,16 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from rkmate.errors import ArgumentError, CaptureError
+from rkmate.errors import ArgumentError, CaptureError, RkmateWarning
 from rkmate.graph.structure import objects_in
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -27,15 +30,26 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
         if m._backward_hooks or m._backward_pre_hooks:
             raise CaptureError(f"{where} has module backward hooks, which a planned step cannot run: "
                                "remove them, or hook the parameters or the module's outputs")
+        hooks = [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+                 if not isinstance(h, (WeightNorm, SpectralNorm))]
+        if hooks:
+            warnings.warn(f"{where} has forward hooks: what they compute is part of the plan, what "
+                          "else they do happens only while it is traced", RkmateWarning, stacklevel=4)
         if m._compiled_call_impl is not None:
             raise ArgumentError(f"{where} was compiled in place (Module.compile): wrap the model "
                                 "before compiling")
     for value in objects_in((args, kwargs)):
+        if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
+            raise ArgumentError(f"an input tensor has the layout {value.layout}; only dense tensors "
+                                "can be planned")
         if isinstance(value, torch.Generator):
             raise ArgumentError("a torch.Generator among the arguments cannot be captured: seed the "
                                 "default generator (torch.manual_seed), or draw outside and pass the "
                                 "tensor")
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise ArgumentError(f"{tensor_name} has no shape yet (a lazy module): run the model once "
+                                "before wrapping it")
         if type(tensor).__name__ == "DTensor":
             raise ArgumentError(
                 f"{tensor_name} is a DTensor: a sharded model cannot be captured. Wrap the model "
@@ -43,9 +57,11 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
         if tensor.layout is not torch.strided:
             raise ArgumentError(f"{tensor_name} has the layout {tensor.layout}; only dense tensors "
                                 "can be planned")
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-            raise ArgumentError(f"{tensor_name} has no shape yet (a lazy module): run the model once "
-                                "before wrapping it")
+
+
+def has_generator(model: nn.Module) -> bool:
+    """Whether some submodule keeps a generator of its own."""
+    return any(isinstance(v, torch.Generator) for m in model.modules() for v in vars(m).values())
 
 
 def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -8,7 +8,7 @@ cache) becomes a *skeleton*: a deep copy in which every tensor is a numbered slo
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,13 @@ class Structure:
         value = pytree.tree_unflatten(list(self.leaves), self.spec)
         found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         return found.index if isinstance(found, _Slot) else None
+
+    def under(self, names: Collection[str]) -> set[int]:
+        """The tensors under some keys or attributes of the outermost container."""
+        value = pytree.tree_unflatten(list(self.leaves), self.spec)
+        content = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        return {s.index for k, v in content.items() if k in names
+                for s in objects_in(v) if isinstance(s, _Slot)}
 
     def constants(self) -> tuple[Any, ...]:
         """The leaves that are not tensors, in order: what a call is specialised on."""
