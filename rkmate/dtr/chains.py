@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from rkmate.dtr.log import Compute, LoggedOperation, Program, Release, Retain
+from dataclasses import dataclass
+
+from rkmate.dtr.heuristics import make_heuristic
+from rkmate.dtr.log import CONSTANT, Compute, LoggedOperation, Program, Release, Retain
+from rkmate.dtr.simulator import Replay
 from rkmate.errors import ArgumentError
 
 
@@ -46,3 +50,44 @@ def linear_chain(length: int) -> Program:
         constant_memory=0,
         operations=count,
     )
+
+
+@dataclass(frozen=True)
+class Duel:
+    """An adversary's network against a heuristic."""
+
+    nodes: int
+    """Tensors of the network, its root left out: what a static schedule computes once each."""
+    operations: int
+    """Operations that the heuristic needed."""
+    paths: tuple[int, ...]
+    """Length of each path from the root."""
+
+
+def adversary(heuristic: str, paths: int, nodes: int) -> Duel:
+    """Theorem 3.2's network, grown against ``heuristic`` under a budget of ``paths`` tensors.
+
+    A root that stays in memory has ``paths`` paths below it, so that one of them always has no
+    tensor in memory; the next node goes to the end of such a path, the longest one (appendix B).
+    Every tensor has unit size and time.
+    """
+    if paths < 2 or nodes < paths:
+        raise ArgumentError("paths must be at least 2, and nodes at least as many")
+    names = [str(number) for number in range(nodes + 1)]
+    program = Program([], names, list(range(nodes + 1)), nodes + 1, nodes, 1, nodes)
+    replay = Replay(program, make_heuristic(heuristic), paths, float("inf"), None)
+    replay.first(LoggedOperation(CONSTANT, (), (0,), (1,), (-1,), 0))
+    replay.pin(0)
+    ends: list[list[int]] = []
+    for number in range(1, nodes + 1):
+        if number <= paths:
+            path: list[int] = [0]
+            ends.append(path)
+        else:
+            free = [p for p in ends if not any(replay.resident(tensor) for tensor in p[1:])]
+            path = max(free, key=len)
+        replay.first(LoggedOperation("f", (path[-1],), (number,), (1,), (-1,), 1))
+        path.append(number)
+    result = replay.result("ok")
+    operations = result.model_compute + result.remat_compute
+    return Duel(nodes, operations, tuple(len(path) - 1 for path in ends))

@@ -111,7 +111,7 @@ def simulate(
     if not overhead_limit >= 1:
         raise ArgumentError(f"overhead_limit must be at least 1, and is {overhead_limit}")
     rule = make_heuristic(heuristic, seed) if isinstance(heuristic, str) else heuristic
-    replay = _Replay(program, rule, budget, (overhead_limit - 1) * program.compute, trace)
+    replay = Replay(program, rule, budget, (overhead_limit - 1) * program.compute, trace)
     status: Status = "ok"
     try:
         replay.run()
@@ -131,7 +131,9 @@ class _Frame:
         self.next = 0
 
 
-class _Replay:
+class Replay:
+    """A run in progress. ``run`` does all of it; ``first`` one operation at a time."""
+
     def __init__(
         self,
         program: Program,
@@ -162,7 +164,7 @@ class _Replay:
     def run(self) -> None:
         for step in self.program.steps:
             if isinstance(step, Compute):
-                self._first(step.operation)
+                self.first(step.operation)
             elif isinstance(step, Retain):
                 tensor = self.tensors[step.tensor]
                 if step.pin:
@@ -177,7 +179,16 @@ class _Replay:
                 if storage.references == 0 and storage.resident and not storage.pinned:
                     self._evict(storage)
 
+    def pin(self, tensor: int) -> None:
+        """Keep a tensor's storage in memory from here on."""
+        self._pin(self.tensors[tensor].storage)
+
+    def resident(self, tensor: int) -> bool:
+        """Whether a tensor's storage is in memory."""
+        return self.tensors[tensor].storage.resident
+
     def result(self, status: Status) -> Result:
+        """The numbers so far, under ``status``."""
         return Result(
             heuristic=self.heuristic.name,
             budget=self.budget,
@@ -193,7 +204,8 @@ class _Replay:
             evict_seq_sha1=hashlib.sha1("|".join(self.evicted).encode()).hexdigest(),
         )
 
-    def _first(self, operation: LoggedOperation) -> None:
+    def first(self, operation: LoggedOperation) -> None:
+        """Run an operation for the first time; raises ``_Stop`` when it cannot."""
         parents = [self.tensors[number] for number in operation.arguments]
         made = []
         for place, number in enumerate(operation.results):
