@@ -1,5 +1,6 @@
 """rkmate: train any PyTorch model inside a memory budget."""
 
+from rkmate.compare import Comparison, compare
 from rkmate.device_memory import BatchSize, auto_budget, max_batch_size
 from rkmate.errors import (
     ArgumentError,
@@ -28,6 +29,7 @@ __all__ = [
     "BackwardError",
     "BatchSize",
     "CaptureError",
+    "Comparison",
     "Curve",
     "GraphError",
     "InfeasibleBudget",
@@ -41,6 +43,7 @@ __all__ = [
     "ScheduleError",
     "SolverError",
     "auto_budget",
+    "compare",
     "max_batch_size",
     "measure_step",
     "plan",

@@ -123,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     _target(report, budget=True, plan_file=True)
     report.add_argument("file", metavar="FILE", help="page to write (.html)")
     report.add_argument("--no-curve", action="store_true", help="leave the other budgets out")
+    from rkmate.compare import command as compare_command
+
+    compare_command.add_arguments(command("compare", "every planner at equal budgets", _compare))
     from rkmate.dtr.cli import add_arguments
 
     simulate = command("simulate", "replay a log of operations under dynamic rematerialization",
@@ -293,6 +296,12 @@ def _report(args: argparse.Namespace) -> int:
         curve = rkmate.tradeoff(target.model, target.args, target.kwargs, **_options(args))
     print(plan.report(args.file, curve=curve))
     return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from rkmate.compare.command import run
+
+    return run(args, load_target)
 
 
 def _simulate(args: argparse.Namespace) -> int:

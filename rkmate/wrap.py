@@ -55,7 +55,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         PlanError: `plan` does not belong to this model.
     """
     check_model(model)
-    args, kwargs = _inputs(args, kwargs)
+    args, kwargs = checked_inputs(args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds)
     if on_new_shape not in ("plan", "original", "error"):
@@ -70,7 +70,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          settings: Settings | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
     check_model(model)
-    args, kwargs = _inputs(args, kwargs)
+    args, kwargs = checked_inputs(args, kwargs)
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
                          planning_seconds)
     prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
@@ -90,7 +90,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     asked for and cannot be met, and otherwise what `wrap` raises.
     """
     check_model(model)
-    args, kwargs = _inputs(args, kwargs)
+    args, kwargs = checked_inputs(args, kwargs)
     wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
     planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds)
     searcher = Searcher(prepare(model, args, kwargs, planning.settings, Progress(progress)))
@@ -105,7 +105,8 @@ def _in_bytes(budget: Any, model: nn.Module) -> Any:
     return auto_budget(model) if isinstance(budget, str) and budget == "auto" else budget
 
 
-def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Sample inputs as a tuple and a dict. Raises `ArgumentError`."""
     if not isinstance(args, (tuple, list)):
         raise ArgumentError(f"args is {type(args).__name__}; it should be a tuple with the sample "
                             "positional arguments: (x,) for one tensor")

@@ -1,0 +1,127 @@
+"""Run every planner on one model at the same budgets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+
+from rkmate.budget import Budget, parse_budget
+from rkmate.compare.comparison import Comparison, Row
+from rkmate.compare.measured import Bench
+from rkmate.errors import ArgumentError, ScheduleError, SolverError
+from rkmate.pipeline import Settings, check_model, prepare
+from rkmate.plan import Plan
+from rkmate.planners.registry import PLANNERS
+from rkmate.planners.registry import planner as find_planner
+from rkmate.progress import Progress
+from rkmate.search import Searcher
+from rkmate.wrap import checked_inputs
+
+BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
+"""Fractions of the model's own peak."""
+TIME_LIMIT = 20.0
+"""Seconds that a planner has for one budget."""
+
+
+def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+            budgets: Sequence[int | float | str] = BUDGETS, planners: Sequence[str] | None = None,
+            measure: bool = False, time_limit: float = TIME_LIMIT, progress: bool = True,
+            costs: Literal["measured", "analytic"] = "measured",
+            settings: Settings | None = None) -> Comparison:
+    """Every planner on one model at equal budgets.
+
+    The model is captured once, its operations are measured once, and the options of its blocks are
+    solved once. One simulator predicts the peak and the time of each schedule.
+
+    Args:
+        model: with the train flags that it will be trained with.
+        args, kwargs: sample inputs of its forward, of the size that it will be trained with.
+        budgets: each in bytes, as text or as a fraction of the model's own peak, like `rkmate.wrap`'s.
+        planners: names; all but ``auto``, which runs the others, unless given.
+        measure: also train a step under each schedule, in a process of its own, in turns with the
+            original model: peak and time. Adds the original model, and
+            ``torch.utils.checkpoint.checkpoint_sequential`` where the model is an ``nn.Sequential``.
+            A loss is taken from the output: its ``loss``, else its scalars, else mean squares. A
+            script that asks for it needs an ``if __name__ == "__main__":`` guard.
+        time_limit: seconds that a planner has for one budget, where it can stop early.
+        progress: show progress on a terminal.
+        costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing, and is the
+            same on every machine.
+        settings: of the stages.
+
+    Returns:
+        Rows that print as a table and draw as a picture. A planner without a schedule is a row that
+        says so, not an error.
+
+    Raises:
+        ArgumentError: an argument is wrong; with `measure`, also a model that cannot be pickled.
+        CaptureError: the model has no static graph.
+    """
+    check_model(model)
+    args, kwargs = checked_inputs(args, kwargs)
+    if isinstance(budgets, (str, int, float)) or not budgets:
+        raise ArgumentError(f"budgets is {budgets!r}; it should be a list of budgets")
+    wanted = [parse_budget(b) for b in budgets]
+    names = [n for n in PLANNERS if n != "auto"] if planners is None else list(planners)
+    for name in names:
+        find_planner(name)
+    if costs not in ("measured", "analytic"):
+        raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
+    if not time_limit > 0:
+        raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
+    shown = Progress(progress)
+    prepared = prepare(model, args, kwargs, replace(settings or Settings(), costs=costs), shown)
+    searcher = Searcher(prepared)
+    _ = searcher.problem                             # the options of the blocks, and the chain
+    shared = {k: v for k, v in prepared.stage_seconds.items() if k != "chain"}
+    found = _planned(searcher, wanted, names, time_limit, shown)
+    rows = [row for row, _ in found]
+    if measure:
+        rows = _measured(Bench(model, args, kwargs), found, shown)
+    return Comparison(tuple(rows), type(model).__name__, costs, searcher.baseline.peak,
+                      searcher.baseline.seconds, shared)
+
+
+def _planned(searcher: Searcher, budgets: Sequence[Budget], names: Sequence[str],
+             time_limit: float, progress: Progress) -> list[tuple[Row, Plan | None]]:
+    base = searcher.baseline
+    limits = list(dict.fromkeys(budget.of(base.peak) for budget in budgets))
+    found: list[tuple[Row, Plan | None]] = []
+    with progress.stage("planning", len(limits) * len(names)) as tick:
+        for limit in limits:
+            for name in names:
+                found.append(_row(searcher, limit, name, time_limit))
+                tick(len(found))
+    return found
+
+
+def _row(searcher: Searcher, limit: int, name: str,
+         time_limit: float) -> tuple[Row, Plan | None]:
+    start = time.perf_counter()
+    try:
+        attempt = searcher.attempt(limit, name, time_limit)
+    except (SolverError, ScheduleError) as error:
+        return Row(name, limit, "failed", time.perf_counter() - start, note=str(error)), None
+    seconds = time.perf_counter() - start
+    plan = attempt.plan
+    if plan is None:
+        return Row(name, limit, attempt.status, seconds, note=attempt.note), None
+    base = plan.baseline_seconds
+    ratio = plan.step_seconds / base if base else 1.0
+    return Row(name, limit, "ok", seconds, plan.peak_bytes, ratio, note=attempt.note), plan
+
+
+def _measured(bench: Bench, found: Sequence[tuple[Row, Plan | None]],
+              progress: Progress) -> list[Row]:
+    """The rows with what was measured, and those of what people use without this package."""
+    rows: list[Row] = []
+    with bench, progress.stage("measuring steps", len(found) + 1) as tick:
+        for row, plan in found:
+            rows.append(row if plan is None else bench.measured(row, plan))
+            tick(len(rows))
+        rows += bench.today()
+    return rows
