@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.refusals import explained, has_generator
+from rkmate.graph.library_paths import as_in_eager_mode
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.state import HostDraws, PythonState
 from rkmate.graph.structure import Structure, take_apart
@@ -135,7 +136,8 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             torch.enable_grad(), _quiet():
         warnings.simplefilter("ignore")
         try:
-            exported = torch.export.export(flat, tuple(tensors), strict=False)
+            with as_in_eager_mode():
+                exported = torch.export.export(flat, tuple(tensors), strict=False)
             program = exported.module()
             as_eager_runs_them(program)
             structure = flat.found.structure
