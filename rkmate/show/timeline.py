@@ -82,9 +82,9 @@ def draw_blocks(axes: Any, plan: Plan, replayed: Replay, rows: list[int]) -> Non
     for row, b in enumerate(rows):
         levels = np.array(replayed.block_bytes(b), dtype=float)
         most = max(float(levels.max(initial=0)), float(whole[b]), 1.0)
-        edges = np.ravel(np.column_stack((starts, ends))) * scale
-        axes.fill_between(edges, row + 0.42, row + 0.42 - 0.8 * np.repeat(levels / most, 2),
-                          color=styles.KEPT_LINE, alpha=0.55, linewidth=0)
+        edges, heights = _corners(np.ravel(np.column_stack((starts, ends))) * scale,
+                                  np.repeat(levels[None, :] / most, 2, axis=1))
+        axes.fill_between(edges, row + 0.42, row + 0.42 - 0.8 * heights[0], color=styles.KEPT_LINE, alpha=0.55, linewidth=0)
     place = {b: row for row, b in enumerate(rows)}
     runs: dict[str, list[tuple[float, float, float]]] = {"forward": [], "backward": [], "again": []}
     for m in replayed.moments:
@@ -92,7 +92,11 @@ def draw_blocks(axes: Any, plan: Plan, replayed: Replay, rows: list[int]) -> Non
             continue
         c = replayed.graph.computations[m.computation]
         if c.block in place:
-            runs["again" if m.again else c.phase].append((m.start, m.end, place[c.block]))
+            spans = runs["again" if m.again else c.phase]
+            begin = m.start
+            if spans and spans[-1][1:] == (m.start, place[c.block]):
+                begin = spans.pop()[0]                      # one bar for what runs without a break
+            spans.append((begin, m.end, place[c.block]))
     for kind, colour, label in (("forward", styles.FORWARD_LINE, "forward"),
                                 ("backward", styles.BACKWARD_LINE, "backward"),
                                 ("again", styles.AGAIN, "recomputation")):
@@ -172,7 +176,15 @@ def _steps(replayed: Replay) -> tuple[Any, Any]:
     computing = [m for m in replayed.moments if m.computation is not None or m.bytes[-1]]
     times = np.array([[m.start, m.end] for m in computing]).ravel()
     levels = np.array([m.bytes for m in computing], dtype=float).T
-    return times, np.repeat(levels, 2, axis=1)
+    return _corners(times, np.repeat(levels, 2, axis=1))
+
+
+def _corners(times: Any, levels: Any) -> tuple[Any, Any]:
+    """Only the points where a level (a row of `levels`) changes."""
+    changes = (levels[:, 1:] != levels[:, :-1]).any(axis=0)
+    kept = np.append(True, changes) | np.append(changes, True)
+    kept[[0, -1]] = True
+    return times[kept], levels[:, kept]
 
 
 def _measured(measured: Peak[Any], seconds: float) -> tuple[Any, Any]:

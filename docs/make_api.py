@@ -1,0 +1,130 @@
+"""Write docs/api.md from the docstrings of the public names: ``python docs/make_api.py``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import rkmate
+
+PAGE = Path(__file__).parent / "api.md"
+_GROUPS = (
+    ("Planning", ("wrap", "plan", "tradeoff", "compare", "auto_budget", "max_batch_size",
+                  "measure_step")),
+    ("What comes back", ("PlannedModule", "Plan", "Curve", "Comparison", "BatchSize")),
+)
+
+
+def api_text() -> str:
+    """The whole page."""
+    names = set(rkmate.__all__)
+    parts = ["# API\n", "Made from the docstrings by `python docs/make_api.py`. Sizes are bytes, times "
+             "are seconds.\n"]
+    for title, group in _GROUPS:
+        parts.append(f"## {title}\n")
+        parts += [_entry(n) for n in group if n in names]
+        names -= set(group)
+    errors = {n for n in names if isinstance(getattr(rkmate, n), type)
+              and issubclass(getattr(rkmate, n), (Exception, Warning))}
+    rest = sorted(names - errors)
+    if rest:
+        parts += ["## More\n", *(_entry(n) for n in rest)]
+    parts.append("## Errors and warnings\n")
+    parts += [_entry(n) for n in sorted(errors)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _entry(name: str) -> str:
+    value = getattr(rkmate, name)
+    if not isinstance(value, type):
+        return f"### `rkmate.{name}`\n\n{_signature(name, value)}\n{_markdown(value)}\n"
+    if issubclass(value, Exception):
+        bases = ", ".join(b.__name__ for b in value.__bases__)
+        return f"### `rkmate.{name}`\n\n{_markdown(value)}\n\nIs a {bases}.\n"
+    parts = [f"### `rkmate.{name}`\n", f"{_markdown(value)}\n"]
+    fields = getattr(value, "__dataclass_fields__", {})
+    documented = _field_docs(value)
+    for field in fields:
+        if not field.startswith("_"):
+            about = documented.get(field, "")
+            parts.append(f"- `{field}`{': ' if about else ''}{about}")
+    if fields:
+        parts.append("")
+    for member, found in vars(value).items():
+        if member.startswith("_") or member in fields:
+            continue
+        target = found.fget if isinstance(found, property) else \
+            found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+        if not inspect.isfunction(target) or not target.__doc__:
+            continue
+        if isinstance(found, property):
+            parts.append(f"#### `.{member}`\n\n{_markdown(target)}\n")
+        else:
+            parts.append(f"#### `.{member}()`\n\n{_signature(member, target)}\n{_markdown(target)}\n")
+    return "\n".join(parts)
+
+
+def _signature(name: str, value: Any) -> str:
+    found = inspect.signature(value)
+    kept = [p for p in found.parameters.values() if p.name != "self"]
+    lines = []
+    starred = False
+    for p in kept:
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            lines.append("*")
+            starred = True
+        text = str(p.replace(annotation=p.annotation if isinstance(p.annotation, str)
+                             else p.empty))
+        lines.append(re.sub(r": '([^']*)'", r": \1", text))
+    returned = found.return_annotation
+    arrow = "" if returned is inspect.Signature.empty else f" -> {returned}"
+    inside = ", ".join(lines)
+    if len(inside) + len(name) + len(arrow) < 92:
+        return f"```text\n{name}({inside}){arrow}\n```\n"
+    body = "".join(f"    {line},\n" for line in lines)
+    return f"```text\n{name}(\n{body}){arrow}\n```\n"
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass."""
+    source = inspect.getsource(cls)
+    pattern = re.compile(r'^    (\w+): [^\n]*\n    """(.*?)"""', re.M | re.S)
+    return {m[1]: _inline(" ".join(m[2].split())) for m in pattern.finditer(source)}
+
+
+def _inline(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _markdown(value: Any) -> str:
+    """A docstring as Markdown: its sections become bold lines and lists."""
+    text = inspect.getdoc(value) or ""
+    text = re.sub(r"(?<=^Returns:\n)((?:    .*\n?)+)", lambda m: textwrap.dedent(m[1]), text, flags=re.M)
+    lines: list[str] = []
+    listing = False
+    for line in text.splitlines():
+        if re.fullmatch(r"(Args|Returns|Raises):", line):
+            listing = line != "Returns:"
+            lines += [f"**{line[:-1]}**", ""]
+        elif listing and re.match(r" {4}\S", line):
+            item = line.strip()
+            match = re.match(r"([\w, ]+): (.*)", item)
+            lines.append(f"- `{match[1]}`: {match[2]}" if match and not item.startswith("`") else
+                         f"- {item}")
+        elif listing and line.strip():
+            if line.startswith(" "):
+                lines.append(f"  {line.strip()}")
+            else:
+                listing = False
+                lines.append(line)
+        else:
+            lines.append(line)
+    return _inline("\n".join(lines)).rstrip()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(api_text(), encoding="utf-8")
+    print(PAGE)

@@ -1,0 +1,108 @@
+"""Draw every picture of the documentation: ``python docs/make_pictures.py``.
+
+Needs matplotlib, transformers and Graphviz; the screenshot of the report also needs Chromium.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import rkmate
+from rkmate.demos import make_demo
+
+IMAGES = Path(__file__).parent / "images"
+COSTS = "analytic"
+"""Estimated times: the pictures are the same on every machine."""
+
+
+def small_gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    """Two layers, as in the paper's figures 8, 10 and 11."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=256, n_positions=64, bos_token_id=0,
+                        eos_token_id=0)
+    ids = torch.randint(0, 256, (4, 64))
+    model: Any = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"
+    return model, {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def seconds_of(steps: list[Callable[[], Any]]) -> list[float]:
+    """The fastest of fifteen runs of each, taken in turns: least disturbed by what else runs."""
+    best = [float("inf")] * len(steps)
+    for turn in range(16):
+        for k, step in enumerate(steps):
+            begin = time.perf_counter()
+            step()
+            if turn:                    # the first turn warms up
+                best[k] = min(best[k], time.perf_counter() - begin)
+    return best
+
+
+def graphs() -> None:
+    """The model as a graph: captured, simplified, as a chain, one block, one block's schedule."""
+    model, kwargs = small_gpt2()
+    plan = rkmate.plan(model, (), kwargs, budget=0.5, progress=False, costs=COSTS)
+    plan.draw(IMAGES / "forward.svg", "forward")
+    plan.draw(IMAGES / "simplified.svg", "simplified")
+    plan.draw(IMAGES / "chain.svg", "chain")
+    redoes = {b.label: b for b in plan.blocks}
+    plan.draw(IMAGES / "block.svg", "block", list(redoes)[2])
+    plan.draw(IMAGES / "schedule.svg", "schedule", list(redoes)[2])
+
+
+def memory_and_time() -> None:
+    """The timeline with a measured step on top, and the curve with what people use today."""
+    model, args, kwargs = make_demo("gpt2")
+
+    def step(module: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            module(*args, **kwargs).loss.backward()
+        return run
+
+    curve = rkmate.tradeoff(model, args, kwargs, progress=False, costs=COSTS)
+    base = curve[0].baseline_seconds
+    other = copy.deepcopy(model)
+    enable = getattr(other, "activation_checkpointing_enable", None) or other.gradient_checkpointing_enable
+    enable()
+    checkpoint = rkmate.measure_step(other, step(other), timeline=False).peak
+    plain, slower = seconds_of([step(model), step(other)])
+    wrapped = rkmate.wrap(model, args, kwargs, budget=0.5, progress=False, costs=COSTS)
+    measured = rkmate.measure_step(wrapped, step(wrapped))
+    wrapped.plan.plot(IMAGES / "timeline.svg", measured=measured)
+    curve = curve.with_point("torch.utils.checkpoint, per layer", checkpoint, slower / plain * base)
+    curve.plot(IMAGES / "curve.svg", here=wrapped.plan, title="GPT-2, four layers")
+    screenshot(wrapped.plan, curve, measured)
+
+
+def screenshot(plan: rkmate.Plan, curve: rkmate.Curve, measured: Any) -> None:
+    """The top of the report, in a browser."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit("report.png was not drawn: install Chromium")
+    with tempfile.TemporaryDirectory() as folder:
+        page = plan.report(Path(folder) / "report.html", curve=curve, measured=measured)
+        subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                        f"--user-data-dir={folder}/profile", "--virtual-time-budget=4000",
+                        "--window-size=1240,1750", f"--screenshot={IMAGES / 'report.png'}",
+                        page.as_uri()], check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    IMAGES.mkdir(exist_ok=True)
+    graphs()
+    memory_and_time()
+    print(*sorted(str(p.relative_to(Path.cwd())) if p.is_relative_to(Path.cwd()) else str(p)
+                  for p in IMAGES.rglob("*.*")), sep="\n")
