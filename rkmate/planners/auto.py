@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible
 
-TIME_LIMIT = 60.0
+TIME_LIMIT = 30.0
 """Seconds of planning, where the caller names no limit."""
 
 

@@ -44,10 +44,10 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
     `dag` is the forward of `graph`, node for node (`rkmate.planners.dag.forward_dag`). `keep_last`:
     the last block's values stay for its backward, which comes next, instead of being computed
     twice in a row. `by_blocks`: the forward runs block after block, as in the paper; otherwise in
-    the graph's order, so that random numbers are drawn as without a plan. `origin`: for each backward
-    node, in order, the forward node whose block it belongs to, and the backward, too, runs block
-    after block; without it, it runs in the graph's order, and a block's backward begins where a node
-    reads values no later than the block's. Nodes of a block that no backward reads,
+    the graph's order, so that random numbers are drawn as without a plan. `origin`: for each
+    backward node, in order, the forward node whose block it belongs to, and the backward, too, runs
+    block after block; without it, it runs in the graph's order, and a block's backward begins where
+    a node reads values no later than the block's. Nodes of a block that no backward reads,
     directly or through others, are not computed again.
     """
     kept = cached(dag, sets)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rkmate.planners.checkmate import (
     MOST_DECISIONS,
@@ -22,9 +22,8 @@ from rkmate.planners.checkmate_model import CheckmateModel, rerunnable
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged
 
 THRESHOLDS = (0.5, 0.25, 0.75, 0.05, 0.95)
-BUDGETS = (0.7, 0.45, 0.85, 0.3, 0.55, 0.95, 0.37, 0.2, 0.62, 0.14)
-"""Budgets of the relaxations, as fractions of the peak without recomputation; in this order, so that
-a time limit leaves a coarse set rather than one end of it."""
+BUDGETS = (0.95, 0.85, 0.7, 0.62, 0.55, 0.45, 0.37, 0.3, 0.2, 0.14)
+"""Budgets of the relaxations, as fractions of the peak without recomputation."""
 
 
 def round_relaxation(model: CheckmateModel, values: Mapping[str, float],
@@ -69,53 +68,68 @@ def _runs(wanted: tuple[int, ...], there: set[int], model: CheckmateModel,
     return sorted(runs)
 
 
+@dataclass
+class Roundings:
+    """The schedules found so far, for all budgets."""
+
+    found: list[Candidate]
+    """The first one recomputes nothing."""
+    todo: list[float] = field(default_factory=lambda: list(BUDGETS))
+    """Relaxations still to be solved."""
+
+
 @dataclass(frozen=True)
 class CheckmateRounded:
-    """Roundings of relaxations at a fixed set of budgets; the fastest that fits is taken."""
+    """Roundings of relaxations at a fixed set of budgets; the fastest that fits is taken.
+
+    Where the time is over before all of them are solved, the next call goes on with the others. The
+    one nearest to the budget comes first.
+    """
 
     name: str = "checkmate-lp"
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`. The bound is not that of the budget: None."""
+        """See `rkmate.planners.protocol.Planner.plan`. No bound is known: the relaxations are of
+        other budgets."""
         graph = problem.graph
+        limit = TIME_LIMIT if time_limit is None else time_limit
+        state = problem.once(self.name, lambda: Roundings([
+            judged(problem, range(len(graph.c)), graph.loss, "nothing recomputed")]))
+        if state.found[0].peak <= budget:
+            return best(state.found[:1], budget)
         decisions = problem.once("decisions", lambda: sum(map(len, rerunnable(
             graph, recompute_of(graph)))))
         if decisions > MOST_DECISIONS:
             return Outcome(None, "timeout", float("inf"), note=(
                 f"not tried: {decisions:,} possible recomputations; the relaxation takes up to "
                 f"{MOST_DECISIONS:,}"))
-        limit = TIME_LIMIT if time_limit is None else time_limit
-        candidates, unsolved = problem.once(self.name, lambda: self._candidates(problem, limit))
-        note = f"{unsolved} relaxations not solved in {limit:g} s" if unsolved else ""
-        outcome = best(candidates, budget, note)
-        if outcome.schedule is None and unsolved:
+        self._solve(problem, state, budget, limit)
+        left = len(state.todo)
+        note = f"{left} of {len(BUDGETS)} relaxations not solved in {limit:g} s" if left else ""
+        outcome = best(state.found, budget, note)
+        if outcome.schedule is None and left:
             return Outcome(None, "timeout", float("inf"), note=note)
         return outcome
 
-    def _candidates(self, problem: Problem, limit: float) -> tuple[list[Candidate], int]:
+    def _solve(self, problem: Problem, state: Roundings, budget: int, limit: float) -> None:
+        """Solve and round what is still to be done, until the time is over."""
         start = time.perf_counter()
-        graph = problem.graph
         program: Checkmate = program_of(problem)
-        result = [judged(problem, range(len(graph.c)), graph.loss, "nothing recomputed")]
-        top = result[0].peak
-        unsolved = 0
-        too_small = 0.0
-        for part in BUDGETS:
-            if part <= too_small:
-                continue
+        top = state.found[0].peak
+        for part in sorted(state.todo, key=lambda p: abs(p * top - budget)):
             left = limit - (time.perf_counter() - start)
             if left <= 0:
-                unsolved += 1
+                return
+            if part not in state.todo:
                 continue
             answer = program.relaxed(int(top * part), time_limit=left)
             if answer.status == "infeasible":
-                too_small = max(too_small, part)
+                state.todo = [p for p in state.todo if p > part]
                 continue
             if not answer.values:
-                unsolved += 1
-                continue
+                return
+            state.todo.remove(part)
             for threshold in THRESHOLDS:
                 order, loss_at = round_relaxation(program.model, answer.values, threshold)
-                result.append(judged(problem, order, loss_at,
-                                     f"relaxation at {part:.0%}, rounded at {threshold}"))
-        return result, unsolved
+                state.found.append(judged(problem, order, loss_at,
+                                          f"relaxation at {part:.0%}, rounded at {threshold}"))

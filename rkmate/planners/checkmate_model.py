@@ -3,7 +3,8 @@
 Stage t ends with the first run of C node t; before it, earlier forward nodes may run again, each at
 most once, in the graph's order. The constraints carry the paper's equation names where it has them.
 What the paper leaves out and a captured graph has: several outputs of one node, temporary memory,
-the loss between forward and backward, gradients that run once. Backward nodes are never run again.
+outputs that take a dying input's place, the loss between forward and backward, gradients that run
+once. Backward nodes are never run again.
 
 Only R is integer: with R decided, the retention of a value is forced to 1 from where it is made (or
 the stage's start) to where it is read, and may be 0 elsewhere.
@@ -115,9 +116,10 @@ class CheckmateModel:
         return pulp.LpVariable(name, 0, 1)
 
     def _require(self, left: pulp.LpAffineExpression, name: str) -> None:
-        """left <= 0."""
+        """Add the row left <= 0."""
         self._rows += 1
-        self.program.addConstraint(pulp.LpConstraint(left, pulp.LpConstraintLE, f"{name}_{self._rows}"))
+        self.program.addConstraint(
+            pulp.LpConstraint(left, pulp.LpConstraintLE, f"{name}_{self._rows}"))
 
     def _loss(self) -> None:
         """Outputs are there when the loss is computed; their gradients arrive."""
@@ -149,26 +151,28 @@ class CheckmateModel:
             for j in node.inputs:
                 if self._free[j]:
                     self._require(pulp.LpAffineExpression(runs) - self._now.get(j, 0), "input")
-            # (1d, 7) memory during the step: what is there, its outputs, its temporaries.
-            own = (graph.bytes(node.outputs) + node.overhead) / self.byte
-            if own or changed:
-                self._require(self._used + own * pulp.LpAffineExpression(runs)
-                              + self._fixed[t] / self.byte - self.budget, "memory")
             change = pulp.LpAffineExpression()
+            after_of: dict[int, pulp.LpVariable | int] = {}
             for j in dict.fromkeys((*node.inputs, *node.outputs)):
                 if not self._free[j]:
                     continue
                 before = self._now.get(j, 0)
                 after: pulp.LpVariable | int = 0
-                needed = (self._last_use[j] > t or j in graph.outputs and t < graph.loss
+                needed = (self._last_use[j] > t or (j in graph.outputs and t < graph.loss)
                           or uses[j][-1] != i)
                 if needed:
                     after = self._variable(f"S_{t}_{j}_{i}")
                     # (1c) a value stays, or its node runs.
                     stays = pulp.LpAffineExpression(after) - before
                     self._require(stays - runs if j in node.outputs else stays, "stay")
-                self._now[j] = after
+                self._now[j] = after_of[j] = after
                 change += (graph.d[j].size / self.byte) * (pulp.LpAffineExpression(after) - before)
+            # (1d, 7) memory during the step: what is there, its outputs, its temporaries.
+            own = (graph.bytes(node.outputs) + node.overhead) / self.byte
+            if own or changed:
+                self._require(self._used + own * pulp.LpAffineExpression(runs)
+                              + self._fixed[t] / self.byte - self._overwritten(i, t, runs, after_of)
+                              - self.budget, "memory")
             if len(change):
                 # (5) U, as a variable of its own: otherwise every row would name every value.
                 used = pulp.LpVariable(f"U_{t}_{i}", 0)
@@ -177,6 +181,32 @@ class CheckmateModel:
                     self._used + change - used, pulp.LpConstraintEQ, f"used_{self._rows}"))
                 self._used = pulp.LpAffineExpression(used)
                 changed = True
+
+    def _overwritten(self, i: int, t: int, runs: pulp.LpVariable | int,
+                     after: Mapping[int, pulp.LpVariable | int]) -> pulp.LpAffineExpression:
+        """Memory that a run of node i in stage t does not take, because its output takes the place
+        of an input that dies with it."""
+        graph = self.graph
+        node = graph.c[i]
+        saving = pulp.LpAffineExpression()
+        chosen = pulp.LpAffineExpression()
+        for j in node.overwritable:
+            made = graph.producer[j]
+            if self._free[j]:
+                dies = after.get(j, 0)
+            elif (made is not None and made >= graph.loss and j not in graph.input_grads
+                    and graph.exits.get(j, -1) <= t and max(graph.readers[j]) == t):
+                dies = 0
+            else:
+                continue
+            place = self._variable(f"W_{t}_{i}_{j}")
+            self._require(pulp.LpAffineExpression(place) - runs, "place")
+            self._require(pulp.LpAffineExpression(place) + dies - 1, "place_dies")
+            saving += (graph.d[j].size / self.byte) * place
+            chosen += place
+        if len(chosen) > 1:
+            self._require(chosen - 1, "one_place")
+        return saving
 
     def order(self, values: Mapping[str, float]) -> tuple[list[int], int]:
         """The order of C nodes that a solution stands for, and where the loss stands in it."""

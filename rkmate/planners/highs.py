@@ -57,7 +57,7 @@ class Highs:
 
         highs = self._highs
         highs.clearSolver()
-        # The limit of a linear program counts from the first run on, that of an integer one does not.
+        # The limit of a linear program counts from the first run on, an integer one's does not.
         spent = highs.getRunTime() if relax else 0.0
         highs.setOptionValue("time_limit", spent + max(0.01, float(time_limit)))
         highs.setOptionValue("mip_rel_gap", gap)

@@ -55,7 +55,7 @@ class LowerSetPlanner:
         program = LowerSetProgram(dag, self.family, time_steps=TIME_STEPS)
         low = program.minimum_bytes()
         high = 2 * dag.bytes((1 << len(dag)) - 1)    # one block for all: nothing needs more
-        found = {((1 << len(dag)) - 1,): "1 lower set"}
+        found: dict[tuple[int, ...], str] = {((1 << len(dag)) - 1,): "1 lower set"}
         for k in range(LEVELS):
             solution = program.solve(low + (high - low) * k * k // (LEVELS - 1) ** 2, self.centric)
             if solution is not None:

@@ -34,7 +34,7 @@ _SINGLE: tuple[Planner, ...] = (
 )
 _AUTO = ("save-all", "rockmate", "rotor", "lower-sets", "lower-sets-memory", "chen", "sequential",
          "dtr", "recompute-all", "checkmate")
-"""What ``auto`` asks, the quickest to answer first; the program last, with the time that is left."""
+"""What ``auto`` asks, the quickest to answer first; the program last, with the time left."""
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _SINGLE}
 PLANNERS["auto"] = Auto(tuple(PLANNERS[name] for name in _AUTO))

@@ -17,7 +17,8 @@ from rkmate.rotor.chain import Backward, Forward, ForwardPlain, Op
 def segments(blocks: int, count: int) -> list[range]:
     """`count` ranges of `blocks` blocks: all of the same length, the last one takes the rest."""
     if not 1 <= count <= blocks:
-        raise ArgumentError(f"count must be 1 to {blocks} segments for {blocks} blocks, got {count}")
+        raise ArgumentError(f"count must be 1 to {blocks} segments for {blocks} blocks, "
+                            f"got {count}")
     size = blocks // count
     return [range(k * size, blocks if k == count - 1 else (k + 1) * size) for k in range(count)]
 
