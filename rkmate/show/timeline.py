@@ -10,7 +10,7 @@ import numpy as np
 from rkmate.measure.meter import Peak
 from rkmate.plan import Plan
 from rkmate.show import styles
-from rkmate.show.amounts import duration, size
+from rkmate.show.amounts import size
 from rkmate.show.graphs import block_memory, block_name
 from rkmate.show.plots import figure, save, styled
 from rkmate.show.replay import KIND_NAMES, KINDS, Replay, replay
@@ -70,7 +70,7 @@ def draw_memory(axes: Any, plan: Plan, replayed: Replay, measured: Peak[Any] | N
     axes.set_xlabel(f"predicted time in {unit}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, alignment="left",
                 title="in memory" if measured is None else
-                f"in memory (measured step: {duration(measured.seconds)},\nscaled to the prediction)")
+                "in memory (the measured step is\nscaled to the predicted time)")
 
 
 def draw_blocks(axes: Any, plan: Plan, replayed: Replay, rows: list[int]) -> None:
