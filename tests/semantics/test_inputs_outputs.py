@@ -1,0 +1,216 @@
+"""What goes in, what comes out, and which outputs the loss takes."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    scale: float = 1.0
+
+
+class Anything(nn.Module):
+    """Takes and returns containers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, batch: Batch, parts: dict[str, Any], *, flag: bool = False) -> dict[str, Any]:
+        y = self.layer(batch.x) * batch.scale + parts["add"][0]
+        y = y.relu() if flag else y.tanh()
+        return {"pair": Pair(y, y.t()), "batch": Batch(y + 1, batch.scale), "none": None, "number": 3,
+                "same": [y, y], "input": parts["add"][0], "weight": self.layer.weight}
+
+
+def test_containers_of_every_kind() -> None:
+    model = Anything()
+    args = Batch(torch.randn(4, 8), 2.0), {"add": (torch.randn(4, 8),)}
+
+    def loss(run: Any) -> torch.Tensor:
+        out = run(*args, flag=True)
+        assert type(out["pair"]) is Pair
+        assert type(out["batch"]) is Batch
+        assert out["none"] is None
+        assert out["number"] == 3
+        assert out["batch"].scale == 2.0
+        return out["pair"].left.sum() + out["pair"].right.pow(2).sum() + out["batch"].x.sum() \
+            + out["weight"].pow(2).sum() + out["same"][1].sum()
+
+    module = planned(model, *args, kwargs={"flag": True})
+    assert_same_gradients(model, module, loss, close=True)
+    assert torch.equal(module(*args, flag=True)["input"], args[1]["add"][0])
+
+
+def test_constants_are_part_of_the_signature() -> None:
+    model = Anything()
+    x, parts = torch.randn(4, 8), {"add": (torch.randn(4, 8),)}
+    module = planned(model, Batch(x, 2.0), parts)
+    for batch, flag in ((Batch(x, 2.0), True), (Batch(x, 3.0), False), (Batch(x, 2.0), False)):
+        actual = module(batch, parts, flag=flag)["pair"].left
+        assert torch.equal(actual, model(batch, parts, flag=flag)["pair"].left)
+
+
+def test_an_object_that_the_forward_fills_is_refused() -> None:
+    class Fills(nn.Linear):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            batch.x = super().forward(batch.x)
+            return batch.x.relu()
+
+    with pytest.raises(rkmate.CaptureError, match="changes the Batch"):
+        planned(Fills(8, 8), Batch(torch.randn(2, 8)))
+
+
+def test_inputs_that_require_gradients() -> None:
+    model = Tower()
+    x = torch.randn(8, 16, requires_grad=True)
+    module = planned(model, x)
+    (expected,) = torch.autograd.grad(model(x).pow(2).sum(), x)
+    module(x).pow(2).sum().backward()
+    assert torch.equal(x.grad, expected)
+    h = nn.Linear(16, 16)                         # before the planned part, and after it
+    both = [torch.autograd.grad(h(m(h(x))).sum(), [x, h.weight]) for m in (model, module)]
+    for a, b in zip(*both, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_outputs_that_share_memory_with_an_input() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = self.layer(x)
+            return x, x.t(), y, y[:2], y.view(-1)
+
+    model, x = Views(), torch.randn(4, 8)
+    module = planned(model, x)
+    for a, b in zip(module(x), model(x), strict=True):
+        assert torch.equal(a, b)
+        assert a.requires_grad == b.requires_grad
+    assert_same_gradients(
+        model, module, lambda run: sum(t.pow(2).sum() for t in run(x)[2:]), close=True)
+
+
+def test_an_input_that_the_forward_writes() -> None:
+    class Writes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return super().forward(x)
+
+    model, x = Writes(8, 8), torch.randn(4, 8)
+    module = planned(model, x.clone())
+    mine, theirs = x.clone(), x.clone()
+    module(mine).sum().backward()
+    model(theirs)
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda o: o.sum(),                                   # an expanded gradient
+    lambda o: o.t().flip(0).pow(2).sum(),                # a transposed one
+    lambda o: o[::2].sum() + o.mean(),
+    lambda o: (o * torch.arange(16.0)).sum(),
+])
+def test_gradients_of_every_layout(loss: Any) -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    module = planned(model, x)
+    assert_same_gradients(model, module, lambda run: loss(run(x)))
+
+
+def test_channels_last() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    model.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    module = planned(model, x)
+    assert module(x).stride() == model(x).stride()
+    weight = torch.randn(2, 4, 4, 4)
+    assert_same_gradients(model, module, lambda run: (run(x) * weight).sum())
+
+
+def test_a_loss_on_some_outputs_leaves_the_other_parameters_alone() -> None:
+    model, x = Heads(dropout=0.2), torch.randn(4, 8)
+    module = planned(model, x)
+    with pytest.warns(rkmate.RkmateWarning, match="output 0 .* alone"):
+        assert_same_gradients(model, module, lambda run: run(x)["left"].pow(2).sum())
+    # From the second step on it is planned: a warning would be an error here.
+    assert_same_gradients(model, module, lambda run: run(x)["left"].pow(2).sum())
+    assert "'right.weight'" not in str(module.plan)
+
+
+def test_a_loss_on_an_output_that_was_not_expected() -> None:
+    model, x = Heads(dropout=0.2, loss=True), torch.randn(4, 8)
+    module = planned(model, x)
+
+    def both(run: Any) -> torch.Tensor:
+        out = run(x)
+        return out["loss"] + out["right"].pow(2).sum()
+
+    assert_same_gradients(model, module, lambda run: run(x)["loss"])
+    with pytest.warns(rkmate.RkmateWarning, match=r"output 2 .* a second time, with up to [\d,]+ bytes"):
+        assert_same_gradients(model, module, both, close=True)
+    assert_same_gradients(model, module, both)
+    with pytest.warns(rkmate.RkmateWarning, match="alone"):
+        assert_same_gradients(model, module, lambda run: run(x)["right"].sum())
+    assert_same_gradients(model, module, lambda run: run(x)["right"].sum())
+
+
+def test_an_output_from_before_an_overwritten_buffer_cannot_be_redone() -> None:
+    class Average(Heads):
+        def __init__(self) -> None:
+            super().__init__(loss=True)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            out = super().forward(x - self.mean)
+            self.mean.add_(x.mean(0))
+            return out
+
+    model, x = Average(), torch.randn(4, 8)
+    module = planned(model, x)
+    with pytest.raises(rkmate.BackwardError, match="overwritten 'mean'"), \
+            pytest.warns(rkmate.RkmateWarning):
+        module(x)["right"].sum().backward()
+    out = module(x)
+    (out["right"].sum() + out["loss"]).backward()        # the plan expects both by now
+    assert model.right.weight.grad is not None
+
+
+def test_outputs_stay_after_the_backward() -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    out = planned(model, x)(x)
+    out.sum().backward()
+    assert torch.equal(out, model(x))
+
+
+def test_an_output_changed_before_the_backward_is_an_error() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(4, 8)
+    out = planned(model, x)(x)
+    with pytest.raises(rkmate.BackwardError, match="changed in place"):
+        out.mul_(2).sum().backward()
+
+
+def test_hugging_face_outputs() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16,
+                                     bos_token_id=0, eos_token_id=0)
+    model, i = transformers.GPT2LMHeadModel(config), torch.randint(0, 50, (2, 8))
+    module = planned(model, kwargs={"input_ids": i})
+    out = module(input_ids=i)
+    assert type(out) is type(model(input_ids=i))
+    # A loss of the caller's own on the logits is what the plan expects of a model without labels.
+    assert_same_gradients(model, module, lambda run: run(input_ids=i).logits.pow(2).mean())

@@ -1,0 +1,198 @@
+"""Random operations: the recomputed mask is the mask, and the generator ends where it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import rkmate
+from tests.semantics.steps import (
+    Tower,
+    assert_same_gradients,
+    planned,
+    three_budgets,
+    tightest,
+)
+
+
+class _Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.noisy(torch.tanh(self.first(x)))))
+
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Dropout(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.4, self.training)
+
+
+class FeatureDropout(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout2d(x[:, :, None, None].expand(-1, -1, 2, 2), 0.4, self.training).mean((2, 3))
+
+
+class AlphaDropout(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        return F.alpha_dropout(x, 0.4, self.training)
+
+
+class StochasticDepth(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        keep = (torch.rand(x.shape[0], 1, dtype=x.dtype) > 0.4).to(x.dtype)
+        return x + torch.sin(x) * keep / 0.6
+
+
+class RandomSlope(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rrelu(x, 0.1, 0.5, self.training)
+
+
+class Gumbel(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gumbel_softmax(x, tau=0.7, dim=-1)
+
+
+class Noise(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + torch.rand_like(x)) + 0.1 * torch.randn_like(x)
+
+
+class AttentionDropout(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        q = x.view(1, 2, -1, 3)
+        return F.scaled_dot_product_attention(q, q, q.tanh(), dropout_p=0.4).reshape(x.shape)
+
+
+KINDS = [Dropout, FeatureDropout, AlphaDropout, StochasticDepth, RandomSlope, Gumbel, Noise,
+         AttentionDropout]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_gradients_are_the_slope_of_the_loss(kind: type[_Body]) -> None:
+    """Against central differences in float64, at three budgets, over three steps."""
+    torch.manual_seed(0)
+    model = kind().double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for module in three_budgets(model, x):
+        for step in range(3):
+            def loss(seed: int = step, run: rkmate.PlannedModule = module) -> torch.Tensor:
+                torch.manual_seed(seed)
+                return run(x).pow(2).sum()
+
+            model.zero_grad()
+            loss().backward()
+            for parameter in model.parameters():
+                direction = torch.randn_like(parameter)
+                with torch.no_grad():
+                    parameter.add_(direction, alpha=1e-6)
+                    above = loss()
+                    parameter.sub_(direction, alpha=2e-6)
+                    below = loss()
+                    parameter.add_(direction, alpha=1e-6)
+                assert parameter.grad is not None
+                slope = (parameter.grad * direction).sum()
+                torch.testing.assert_close(slope, (above - below) / 2e-6, rtol=1e-5, atol=1e-6)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_a_seed_gives_the_same_run_at_every_budget(kind: type[_Body]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    x = torch.randn(4, 6)
+    for module in three_budgets(model, x):
+        for seed in (3, 4):
+            assert_same_gradients(model, module, lambda run: run(x).pow(2).sum(), seed=seed)
+
+
+def test_something_random_is_recomputed() -> None:
+    """Else the tests above would show nothing."""
+    x = torch.randn(32, 16)
+    module = tightest(Tower(dropout=0.3), x)
+    assert "env.replay" in module.source
+
+
+def test_several_forwards_before_a_backward_keep_their_masks() -> None:
+    torch.manual_seed(0)
+    model = Tower(dropout=0.3)
+    x = torch.randn(32, 16)
+    module = tightest(model, x)
+    assert_same_gradients(model, module, lambda run: run(x).pow(2).sum() + run(x + 1).pow(3).sum())
+
+
+def test_draws_between_forward_and_backward_survive() -> None:
+    x = torch.randn(32, 16)
+    module = tightest(Tower(dropout=0.3), x)
+    torch.manual_seed(5)
+    loss = module(x).sum()
+    torch.rand(7)
+    before = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_draw_of_another_thread_within_a_replay_is_noticed() -> None:
+    x = torch.randn(32, 16)
+    module = tightest(Tower(dropout=0.3), x)
+    loss = module(x).sum()
+    env = loss.grad_fn.next_functions[0][0].call.env
+    name = next(iter(env._rng))
+    before, after = env._rng[name]
+    env._rng[name] = before, (bytes(len(after[0])), after[1])
+    with pytest.raises(rkmate.BackwardError, match="another thread"):
+        loss.backward()
+
+
+def test_draws_of_python_and_numpy_are_refused() -> None:
+    class Coin(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import random
+            return super().forward(x) * (2 if random.random() < 0.5 else 1)
+
+    import random
+    state = random.getstate()
+    with pytest.raises(rkmate.CaptureError, match="draws from random"):
+        planned(Coin(4, 4), torch.randn(2, 4))
+    assert random.getstate() == state
+
+
+def test_generators_of_the_user_are_refused() -> None:
+    class Own(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.generator = torch.Generator()
+
+        def forward(self, x: torch.Tensor, g: torch.Generator | None = None) -> torch.Tensor:
+            return super().forward(x) + torch.rand(4, generator=g or self.generator)
+
+    with pytest.raises(rkmate.CaptureError, match=r"torch\.Generator of its own"):
+        planned(Own(), torch.randn(2, 4))
+    with pytest.raises(rkmate.ArgumentError, match=r"torch\.Generator among the arguments"):
+        planned(Own(), torch.randn(2, 4), torch.Generator())
+
+
+def test_recurrent_dropout_between_layers() -> None:
+    torch.manual_seed(0)
+    for cell in (nn.LSTM, nn.GRU):
+        model = cell(8, 8, 2, batch_first=True, dropout=0.3)
+        x = torch.randn(2, 4, 8)
+        module = planned(model, x)
+
+        def loss(run: Callable[..., Any], x: torch.Tensor = x) -> torch.Tensor:
+            return sum(t.pow(2).sum() for t in pytree.tree_leaves(run(x)))
+
+        assert_same_gradients(model, module, loss)

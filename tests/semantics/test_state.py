@@ -1,0 +1,162 @@
+"""Buffers that the forward writes, and Python state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import rkmate
+from tests.semantics.steps import Tower, assert_same_gradients, planned, tightest
+
+
+class Averages(nn.Module):
+    """Keeps a moving average in a buffer, and uses the one from before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layer(x)) - self.mean
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.steps.add_(1)
+        return y.sin()
+
+
+def _normalised(**options: object) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, **options), nn.ReLU(), nn.Linear(8, 8),
+                         nn.BatchNorm1d(8, **options), nn.Tanh())
+
+
+MODELS = {
+    "batch norm": _normalised,
+    "cumulative average": lambda: _normalised(momentum=None),
+    "no running statistics": lambda: _normalised(track_running_stats=False),
+    "no affine": lambda: _normalised(affine=False),
+    "moving average": Averages,
+    "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh()),
+    "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh()),
+    "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8)), nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("wrapper", [planned, tightest])
+def test_buffers_move_once_a_step(kind: str, wrapper: object) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    twin = copy.deepcopy(model)
+    x = torch.randn(16, 8)
+    before = copy.deepcopy(model.state_dict())
+    module = wrapper(model, x)  # type: ignore[operator]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), f"wrapping moved {name}"
+    for step in range(3):
+        batch = torch.randn(16, 8)
+        for m in (twin, module):
+            m(batch).pow(2).sum().backward()
+        for (name, a), (other, b) in zip(twin.named_buffers(), module.named_buffers(), strict=True):
+            assert name == other
+            assert torch.equal(a, b), f"step {step}: {name}"
+        for (name, a), (_, b) in zip(twin.named_parameters(), module.named_parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), f"step {step}: gradient of {name}"
+
+
+def test_batch_norm_in_two_forwards_before_a_backward() -> None:
+    torch.manual_seed(0)
+    model = _normalised()
+    twin = copy.deepcopy(model)
+    x = torch.randn(16, 8)
+    module = tightest(model, x)
+    for m in (twin, module):
+        (m(x).sum() + m(x + 1).pow(2).sum()).backward()
+    for a, b in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert torch.equal(twin[1].running_mean, model[1].running_mean)
+
+
+def test_frozen_batch_norm_keeps_its_statistics() -> None:
+    model = _normalised()
+    model[1].eval()
+    before = model[1].running_mean.clone()
+    x = torch.randn(16, 8)
+    module = planned(model, x)
+    assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
+    assert torch.equal(before, model[1].running_mean)
+
+
+class Counts(nn.Module):
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.calls = 0
+        self.used = used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) * (self.calls if self.used else 1)
+
+
+def test_a_counter_that_nobody_reads_is_harmless() -> None:
+    model, x = Counts(used=False), torch.randn(2, 8)
+    module = planned(model, x)
+    assert model.calls == 0
+    assert_same_gradients(model, lambda x: module(x), lambda run: run(x).sum())
+
+
+def test_a_counter_that_decides_is_refused() -> None:
+    model, x = Counts(used=True), torch.randn(2, 8)
+    with pytest.raises(rkmate.CaptureError, match="assigns calls"):
+        planned(model, x)
+    assert model.calls == 0
+
+
+def test_a_tensor_kept_in_an_attribute_is_refused() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last.relu()
+
+    model = Keeps(8, 8)
+    with pytest.raises(rkmate.CaptureError, match="assigns last"):
+        planned(model, torch.randn(2, 8))
+    assert not hasattr(model, "last")
+
+
+def test_another_value_of_an_attribute_is_another_plan() -> None:
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    model, x = Scaled(), torch.randn(2, 8)
+    module = planned(model, x)
+    for value in (1.0, 3.0, 1.0, 0.5):
+        module.scale = value
+        assert model.scale == value
+        assert_same_gradients(model, module, lambda run: run(x).sum())
+
+
+def test_another_dropout_rate_is_another_plan() -> None:
+    model, x = Tower(dropout=0.5), torch.randn(8, 16)
+    module = planned(model, x)
+    model.dropout.p = 0.1
+    assert_same_gradients(model, module, lambda run: run(x).sum())
+
+
+def test_old_weight_and_spectral_norm() -> None:
+    x = torch.randn(4, 8)
+    with pytest.warns(FutureWarning, match="deprecated"):
+        model = torch.nn.utils.weight_norm(nn.Linear(8, 8))
+    assert_same_gradients(model, planned(model, x), lambda run: run(x).pow(2).sum())
