@@ -62,6 +62,14 @@ class Generated:
 class _Slice:
     block: int
     steps: list[Compute | Forget] = field(default_factory=list)
+    closed: bool = False
+    """Whether it ends with what is forgotten without having been read in it."""
+
+    def add(self, step: Compute | Forget, cd: CDGraph) -> None:
+        if isinstance(step, Forget) and not self.closed:
+            nodes = [cd.c[s.c] for s in self.steps if isinstance(s, Compute)]
+            self.closed = all(step.d not in c.inputs and step.d not in c.outputs for c in nodes)
+        self.steps.append(step)
 
 
 @dataclass
@@ -72,12 +80,15 @@ class _Call:
     give: tuple[str, ...]
     sources: tuple[str, ...]
     rng: tuple[str, ...]
+    drop: tuple[str, ...] = ()
+    """What is forgotten here without having been read."""
 
     def text(self) -> str:
         parts = [f"{name}={value!r}" for name, value in (
             ("take", self.take), ("read", self.read), ("give", self.give),
             ("sources", self.sources), ("rng", self.rng)) if value]
-        return f"{self.function}(env{''.join(', ' + p for p in parts)})"
+        call = f"{self.function}(env{''.join(', ' + p for p in parts)})"
+        return f"{call}\n    env.drop({self.drop!r})" if self.drop else call
 
 
 class Emitter:
@@ -153,11 +164,11 @@ class Emitter:
                     segments.append((current, closing))
                     current, closing = [], None
                 block = of[step.c]
-                if not current or current[-1].block != block:
+                if not current or current[-1].block != block or current[-1].closed:
                     current.append(_Slice(block))
                 if step.c in ends:
                     closing = step.c
-            current[-1].steps.append(step)  # type: ignore[arg-type]
+            current[-1].add(step, self.cd)  # type: ignore[arg-type]
             k += 1
         if closing is not None:
             segments.append((current, closing))
@@ -182,6 +193,7 @@ class Emitter:
         read: list[int] = []
         rng: list[str] = []
         gone: list[int] = []
+        drop: list[int] = []
         place: int | None = None
         steps = part.steps
         for k, step in enumerate(steps):
@@ -210,6 +222,8 @@ class Emitter:
                     read.remove(j)
                     take.append(j)
                     gone.append(j)
+                elif j not in self.held and j not in take:
+                    drop.append(j)                 # of another call, and not read in this one
         body += self._forgetting(gone, place, names)
         give = [j for j in names.local if j in made]
         lines: list[tuple[str, str]] = []
@@ -229,7 +243,7 @@ class Emitter:
         name = self._named(part, arguments, _layout(lines))
         key = self._key
         return _Call(name, tuple(map(key, take)), tuple(map(key, read)), tuple(map(key, give)), keys,
-                     tuple(rng))
+                     tuple(rng), tuple(map(key, drop)))
 
     def _forgetting(self, gone: list[int], place: int | None,
                     names: BlockNames) -> list[tuple[str, str]]:
