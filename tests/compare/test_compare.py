@@ -1,0 +1,151 @@
+"""One table of all planners: complete, right, and plain about what does not fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rkmate
+from rkmate.cli import main
+from rkmate.compare.comparison import Row
+from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.planners.registry import PLANNERS
+from tests.compare.models import residual
+
+BUDGETS: list[int | float | str] = [1.0, "80%", 0.6, 1]
+SAME_CANDIDATES = ("rotor", "revolve", "sequential", "chen", "lower-sets", "lower-sets-memory",
+                   "lower-sets-exact", "lower-sets-exact-memory", "lower-sets-no-liveness", "dtr",
+                   "save-all", "recompute-all")
+"""Planners whose candidates do not depend on the budget."""
+
+
+def compared(budgets: list[int | float | str], planners: list[str] | None = None,
+             **options: Any) -> rkmate.Comparison:
+    sample = residual()
+    return rkmate.compare(sample.model, sample.args, budgets=budgets, planners=planners,
+                          costs="analytic", time_limit=2.0, progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def whole() -> rkmate.Comparison:
+    return compared(BUDGETS)
+
+
+def test_every_planner_at_every_budget(whole: rkmate.Comparison) -> None:
+    names = [n for n in PLANNERS if n != "auto"]
+    top = whole.baseline_peak_bytes
+    assert whole.budgets == (top, top * 80 // 100, int(top * 0.6), 1)
+    assert [(r.budget_bytes, r.method) for r in whole] == [
+        (b, n) for b in whole.budgets for n in names]
+    for row in whole:
+        assert row.planning_seconds is not None and row.budget_bytes is not None
+        assert row.measured_peak_bytes is None and row.measured_ratio is None
+        if row.status == "ok":
+            assert row.peak_bytes is not None and row.peak_bytes <= row.budget_bytes
+            assert row.time_ratio is not None and row.time_ratio >= 1 - 1e-9
+        else:
+            assert row.status in ("infeasible", "timeout") and row.peak_bytes is row.time_ratio is None
+
+
+def test_rows_are_what_plan_returns(whole: rkmate.Comparison) -> None:
+    sample = residual()
+    budget = whole.budgets[2]
+    for row in whole.at(budget):
+        if row.status == "ok" and row.method in ("rockmate", *SAME_CANDIDATES):
+            plan = rkmate.plan(sample.model, sample.args, budget=budget, planner=row.method,
+                               costs="analytic", progress=False)
+            assert plan.peak_bytes == row.peak_bytes
+            assert plan.step_seconds / plan.baseline_seconds == pytest.approx(row.time_ratio)
+    kept = {r.method: r for r in whole.at(whole.budgets[0])}["save-all"]
+    assert kept.time_ratio == 1.0 and kept.peak_bytes == whole.baseline_peak_bytes
+
+
+def test_table(whole: rkmate.Comparison) -> None:
+    text = str(whole)
+    lines = text.splitlines()
+    for name in whole.methods:
+        assert sum(line[2:].split(" ")[0] == name for line in lines if line[:2] in ("  ", "* ")) \
+            == len(whole.budgets), name
+    impossible = [r for r in whole.at(1) if r.method != "checkmate-lp"]
+    assert all(r.status == "infeasible" for r in impossible)
+    tail = text[text.index("budget 1 B"):]
+    assert tail.count("infeasible") >= len(impossible)
+    assert "predicted peak" in text and "measured peak" not in text
+    winners = [line for line in lines if line.startswith("* ") and "least" not in line]
+    assert len(winners) == 3 and winners[0].startswith("* rockmate") and "1.000" in winners[0]
+    assert whole.best(1) is None
+
+
+def test_larger_budgets_are_never_slower() -> None:
+    found = compared([0.5, 0.6, 0.7, 0.85, 1.0], list(SAME_CANDIDATES))
+    for name in SAME_CANDIDATES:
+        ratios = [r.time_ratio for r in found.of(name) if r.time_ratio is not None]
+        assert ratios, name
+        assert ratios == sorted(ratios, reverse=True), name
+        fits = [r.status == "ok" for r in found.of(name)]
+        assert fits == sorted(fits), name
+
+
+def test_where_the_default_is_beaten() -> None:
+    def row(method: str, budget: int, ratio: float | None) -> Row:
+        return Row(method, budget, "ok" if ratio else "infeasible", 0.1, 1, ratio)
+
+    rows = (row("rockmate", 9, 1.2), row("dtr", 9, 1.1), row("rockmate", 8, 1.3), row("dtr", 8, 1.3),
+            row("rockmate", 7, None), row("dtr", 7, 1.5))
+    found = rkmate.Comparison(rows, "M", "analytic", 10, 1.0, {})
+    assert found.beaten() == ((rows[0], rows[1]), (rows[4], rows[5]))
+    assert found.beaten("dtr") == ()
+    assert found.best(8) == rows[2]
+
+
+def test_json_and_picture(whole: rkmate.Comparison, tmp_path: Path,
+                          monkeypatch: pytest.MonkeyPatch) -> None:
+    content = json.loads(whole.to_json())
+    assert len(content["rows"]) == len(whole)
+    assert content["rows"][0]["method"] == "rockmate" and content["costs"] == "analytic"
+    whole.plot(tmp_path / "all.svg")
+    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    assert all(f">{name}</text>" in drawn for name in whole.methods
+               if any(r.status == "ok" for r in whole.of(name)))
+    whole.plot(tmp_path / "two.svg", methods=["rockmate", "dtr"])
+    assert ">chen</text>" not in (tmp_path / "two.svg").read_text(encoding="utf-8")
+    with pytest.raises(ArgumentError, match="methods names 'best'"):
+        whole.plot(methods=["best"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtra, match=r"rkmate\[plots\]"):
+        whole.plot()
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ArgumentError, match="budgets is 0.5"):
+        compared(0.5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="planner is 'best'"):
+        compared([0.5], ["best"])
+    sample = residual()
+    with pytest.raises(ArgumentError, match="time_limit is 0"):
+        rkmate.compare(sample.model, sample.args, time_limit=0)
+    with pytest.raises(ArgumentError, match="costs is 'free'"):
+        rkmate.compare(sample.model, sample.args, costs="free")  # type: ignore[arg-type]
+
+
+def target() -> tuple[Any, ...]:
+    """What the command line is given."""
+    sample = residual()
+    return sample.model, sample.args
+
+
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    name = f"{__name__}:target"
+    common = ["compare", name, "--analytic", "--quiet", "--planners", "rockmate", "save-all"]
+    assert main([*common, "--budgets", "100%", "70%", "--plot", str(tmp_path / "p.svg")]) == 0
+    told = capsys.readouterr().out
+    assert told.count("rockmate") == 2 and "infeasible" in told and (tmp_path / "p.svg").exists()
+    assert main([*common, "--budgets", "70%", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(r["method"], r["status"]) for r in rows] == [
+        ("rockmate", "ok"), ("save-all", "infeasible")]
+    assert main([*common, "--budgets", "lots"]) == 2

@@ -1,0 +1,41 @@
+"""Whatever the planner, the gradients are the original model's, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import rkmate
+from rkmate.planners.registry import PLANNERS
+from tests.compare.models import residual
+from tests.equality import assert_same_step, measured_peak
+
+BUDGET = 0.65
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_same_step(name: str) -> None:
+    sample, original = residual(), residual()
+
+    def wrapped(budget: int | float) -> rkmate.PlannedModule:
+        return rkmate.wrap(sample.model, sample.args, budget=budget, planner=name, progress=False,
+                           planning_seconds=5.0)
+
+    try:
+        rk = wrapped(BUDGET)
+    except rkmate.InfeasibleBudget as error:
+        rk = wrapped(error.minimum_bytes)     # the least that this planner can do
+    assert rk.plan.planner == name
+    assert bool(rk.plan.schedule.recomputed()) == (name != "save-all")
+    assert_same_step(original.model, rk, original)
+    assert measured_peak(rk, sample) <= rk.plan.budget_bytes
