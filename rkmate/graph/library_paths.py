@@ -36,7 +36,8 @@ def as_in_eager_mode() -> Iterator[None]:
 
             def packed(position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 known = known_value(position_ids)
-                if known is not None and bool((known.diff(dim=-1) == 1).all()):
+                if known is not None and all(b - a == 1 for row in known
+                                             for a, b in zip(row, row[1:], strict=False)):
                     return None        # one sequence in each row, whatever the inputs are
                 return find(position_ids, *args, **kwargs)
 
@@ -48,8 +49,8 @@ def _no() -> bool:
     return False
 
 
-def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The value of a traced tensor that depends on no input; None when it does, or is not traced."""
+def known_value(tensor: torch.Tensor) -> Any:
+    """The value, as nested lists, of a traced tensor that depends on no input; None when it does."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return None
@@ -73,5 +74,5 @@ def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
             if node in needed:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
-    result = values[proxy.node]
-    return result if isinstance(result, torch.Tensor) else None
+        result = values[proxy.node]
+        return result.tolist() if isinstance(result, torch.Tensor) else None
