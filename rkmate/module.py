@@ -31,6 +31,14 @@ class PlannedModule(nn.Module):
     state dictionaries have the same keys. Other attributes are the original's.
     """
 
+    _original: nn.Module
+    _plans: Plans
+    _latest: Ready | None
+    _watch: Watch
+    _told: set[str]
+    _verify: bool
+    _on_new_shape: NewShape
+
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, plan: Plan | None, verify: bool, on_new_shape: NewShape) -> None:
         refuse_what_cannot_repeat(model, args, kwargs)
@@ -54,7 +62,7 @@ class PlannedModule(nn.Module):
             if plans:
                 return plans[-1]
             raise ArgumentError("this copy has no plan yet: its first call makes one")
-        return self._latest.plan  # type: ignore[no-any-return]
+        return self._latest.plan
 
     @property
     def source(self) -> str:
@@ -135,7 +143,7 @@ class PlannedModule(nn.Module):
     # -- being the original ---------------------------------------------------------------
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The original's train flag."""
         return bool(self._original.training)
 

@@ -201,7 +201,7 @@ def wanted_outputs(captured: Capture) -> tuple[bool, ...]:
     A model that returns its loss beside other tensors (logits, a cache) is trained by the loss. Where
     this guess is wrong, the first backward says so, and the plan follows.
     """
-    meta = [n.meta["val"] if n is not None else None for n in captured.outputs]
+    meta: list[Any] = [n.meta["val"] if n is not None else None for n in captured.outputs]
     able = captured.differentiable
     named = captured.result.index_of("loss")
     if named is not None and able[named] and meta[named].dim() == 0:

@@ -10,9 +10,10 @@ from torch import nn
 from rkmate.budget import Budget, parse_budget
 from rkmate.device_memory import auto_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
-from rkmate.module import NewShape, PlannedModule, Planning
+from rkmate.module import NewShape, PlannedModule
 from rkmate.pipeline import Settings, check_model, prepare
 from rkmate.plan import Plan
+from rkmate.plans import Planning
 from rkmate.planners.registry import planner as find_planner
 from rkmate.progress import Progress
 from rkmate.search import Searcher

@@ -115,7 +115,7 @@ class Emitter:
     def emit(self) -> Generated:
         """The source. The schedule must have been verified."""
         before, segments = self._slices()
-        forward = [self._call(s) for s in before]
+        forward: list[_Call | str] = [self._call(s) for s in before]
         forward += self._forget_at_loss()
         lines = self._function("forward", "the forward, up to the loss", forward,
                                self._forward_return())
@@ -168,7 +168,7 @@ class Emitter:
                     current.append(_Slice(block))
                 if step.c in ends:
                     closing = step.c
-            current[-1].add(step, self.cd)  # type: ignore[arg-type]
+            current[-1].add(step, self.cd)
             k += 1
         if closing is not None:
             segments.append((current, closing))

@@ -98,7 +98,7 @@ class Environment:
                 raise BackwardError("an output of the module was changed in place after the forward, "
                                     "and the backward needs its value: change a copy of it")
 
-    def draw(self) -> threading.RLock:  # type: ignore[valid-type]
+    def draw(self) -> threading.RLock:
         """Held around a random operation that runs once."""
         return _random
 

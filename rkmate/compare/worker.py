@@ -98,7 +98,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _backward(loss: torch.Tensor, device: torch.device) -> torch.Tensor:
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return loss.detach()

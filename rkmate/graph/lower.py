@@ -171,9 +171,9 @@ class _Builder:
         outputs = [n for n in joint.outputs if n is not None]
         held = dict.fromkeys(w for n in outputs if isinstance(w := self.storage[n], int))
         written = dict.fromkeys(w for _, n in joint.mutations if isinstance(w := self.storage[n], int))
-        for j, node in enumerate(self.d):
-            if node.kind == "data" and j not in read_in_forward and j not in held and j not in written:
-                self.d[j] = DNode(node.name, node.size, "saved")
+        for j, d in enumerate(self.d):
+            if d.kind == "data" and j not in read_in_forward and j not in held and j not in written:
+                self.d[j] = DNode(d.name, d.size, "saved")
         last = dict.fromkeys(w for _, n in input_grads if isinstance(w := self.storage[n], int))
         graph = CDGraph(tuple(self.d), tuple(self.c), loss, (), tuple({**held, **written}),
                         tuple(self.tangents), tuple(last))

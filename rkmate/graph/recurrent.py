@@ -82,8 +82,9 @@ def as_eager_runs_them(program: fx.GraphModule) -> None:
 
 
 def _has_dropout(node: fx.Node, first: int) -> bool:
-    layers, dropout, train = node.args[first + 1:first + 4]
-    return bool(train) and dropout > 0 and layers > 1  # type: ignore[operator]
+    arguments: Any = node.args[first + 1:first + 4]
+    layers, dropout, train = arguments
+    return bool(train and dropout > 0 and layers > 1)
 
 
 def _layer_by_layer(op: Any, x: torch.Tensor, hidden: Any, params: list[torch.Tensor],
@@ -120,9 +121,9 @@ def _fusable(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Ten
              has_biases: bool) -> bool:
     tensors = [x, *states, *params]
     projected = states[0].shape[2] != states[1].shape[2]
-    return torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available() \
-        and not projected and all(t.device.type == "cpu" and t.dtype is torch.float32
-                                  and t.numel() for t in tensors)
+    usable = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
+    return usable and not projected and all(
+        t.device.type == "cpu" and t.dtype is torch.float32 and t.numel() > 0 for t in tensors)
 
 
 def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[torch.Tensor],

@@ -47,7 +47,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
                                 "default generator (torch.manual_seed), or draw outside and pass the "
                                 "tensor")
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ArgumentError(f"{tensor_name} has no shape yet (a lazy module): run the model once "
                                 "before wrapping it")
         if type(tensor).__name__ == "DTensor":

@@ -190,7 +190,7 @@ class _Runner:
         elif not is_view(node):
             return self.values[where]
         if not isinstance(node.target, torch._ops.OpOverload):
-            return self._call(node.args[0])[node.args[1]]  # type: ignore[arg-type, index]
+            return self._call(node.args[0])[node.args[1]]
         return self._call(node)
 
     def _call(self, node: Any) -> Any:
@@ -216,8 +216,9 @@ class _Runner:
 
     def _prepared(self, i: int) -> tuple[Callable[[], Any], Any]:
         node = self.program.operation[i]
+        target: Any = node.target
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
-        return functools.partial(node.target, *args, **kwargs), _signature(node, args, kwargs)
+        return functools.partial(target, *args, **kwargs), _signature(node, args, kwargs)
 
     def _keep(self, i: int, result: Any) -> None:
         for j in self.cd.c[i].outputs:

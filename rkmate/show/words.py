@@ -35,7 +35,7 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
 def block_rows(plan: Plan, replayed: Replay) -> list[tuple[str, ...]]:
     """Per block: number, class, module, operations, what it keeps, of what, and what it redoes."""
     kept, whole = block_memory(plan, replayed)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for b, info in enumerate(plan.blocks):
         again = plan_recomputed(replayed, b)
         rows.append((str(b), info.label, info.path or "(the model)",
