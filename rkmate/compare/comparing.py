@@ -25,6 +25,7 @@ BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 """Fractions of the model's own peak."""
 TIME_LIMIT = 20.0
 """Seconds that a planner has for one budget."""
+_ASK_OTHERS = ("checkmate", "auto")
 
 
 def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
@@ -90,12 +91,16 @@ def _planned(searcher: Searcher, budgets: Sequence[Budget], names: Sequence[str]
              time_limit: float, progress: Progress) -> list[tuple[Row, Plan | None]]:
     base = searcher.baseline
     limits = list(dict.fromkeys(budget.of(base.peak) for budget in budgets))
+    # Those that ask others come after them, so that each pays for its own work.
+    turns = sorted(range(len(names)), key=lambda k: names[k] in _ASK_OTHERS)
     found: list[tuple[Row, Plan | None]] = []
     with progress.stage("planning", len(limits) * len(names)) as tick:
         for limit in limits:
-            for name in names:
-                found.append(_row(searcher, limit, name, time_limit))
-                tick(len(found))
+            made = {}
+            for k in turns:
+                made[k] = _row(searcher, limit, names[k], time_limit)
+                tick(len(found) + len(made))
+            found += [made[k] for k in range(len(names))]
     return found
 
 

@@ -121,7 +121,7 @@ def test_json_and_picture(whole: rkmate.Comparison, tmp_path: Path,
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ArgumentError, match="budgets is 0.5"):
+    with pytest.raises(ArgumentError, match=r"budgets is 0\.5"):
         compared(0.5)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="planner is 'best'"):
         compared([0.5], ["best"])
