@@ -97,7 +97,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
                    most: int = 1 << 16, costs: str = "measured", progress: bool = True) -> BatchSize:
     """The largest batch whose training step fits in a device, and what it costs.
 
-    Batch sizes are doubled until a step no longer fits, then bisected.
+    Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
 
     Args:
         model: the module to train.
@@ -130,7 +130,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         plain[n] = searcher.baseline.peak       # known without solving anything
         return searcher
 
-    def fits(n: int) -> bool:
+    def smallest_peak(n: int) -> int:
         searcher = prepared(n)
         peak = plain[n] if plain[n] <= budget else searcher.smallest.peak
         tried[n] = peak if peak <= budget else None
@@ -139,32 +139,59 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         elif n == 1:
             raise InfeasibleBudget(
                 f"a batch of one needs {peak:,} bytes for its step, and {budget:,} are left", peak)
-        return peak <= budget
+        return peak
 
-    def fits_plain(n: int) -> bool:
+    def plain_peak(n: int) -> int:
         if n not in plain:
             prepared(n)
-        return plain[n] <= budget
+        return plain[n]
 
-    size = _largest(fits, most)
+    size = _largest(smallest_peak, budget, most)
     plan = best[0].plan(parse_budget(budget), "rockmate")
-    without = _largest(fits_plain, size) if fits_plain(1) else 0
+    without = _largest(plain_peak, budget, size) if plain_peak(1) <= budget else 0
     return BatchSize(size, plan, budget, without, tuple(sorted(tried.items())))
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits: doubled, then bisected. One is known to fit, or
-    `fits` raises for it. The number returned is the last one that was found to fit."""
+def _largest(peak_of: Callable[[int], int], budget: int, most: int) -> int:
+    """The largest number up to `most` whose peak is within the budget; that of one is.
+
+    Doubled until it is not, then narrowed: peaks are almost linear in the batch, so that a straight
+    line between the two ends says where to look; every second look is in the middle, so that a
+    bend costs little. The number returned is the last one that was looked at and fits.
+    """
     low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+    low_peak = high_peak = 0
+    while high <= most:
+        high_peak = peak_of(high)
+        if high_peak > budget:
+            break
+        low, low_peak, high = high, high_peak, 2 * high
+    if high > most:
+        if low == most:
+            return low
+        high = most
+        high_peak = peak_of(high)
+        if high_peak <= budget:
+            return high
+    guess = True
     while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
+        part = (budget - low_peak) / (high_peak - low_peak) if guess else 0.5
+        at = min(max(low + int(part * (high - low)), low + 1), high - 1)
+        peak = peak_of(at)
+        moved_low = peak <= budget
+        if moved_low:
+            low, low_peak = at, peak
         else:
-            high = middle
+            high, high_peak = at, peak
+        # A good guess stands next to the answer: look there before halving what is left.
+        if high - low > 1 and guess:
+            near = low + 1 if moved_low else high - 1
+            peak = peak_of(near)
+            if peak <= budget:
+                low, low_peak = near, peak
+            else:
+                high, high_peak = near, peak
+        guess = not guess
     return low
 
 

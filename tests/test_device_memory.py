@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.device_memory import training_bytes
+from rkmate.device_memory import _largest, training_bytes
 
 
 class Net(nn.Module):
@@ -119,3 +119,24 @@ def test_keyword_inputs() -> None:
     found = rkmate.max_batch_size(Net(), lambda n: ((), {"x": torch.randn(n, 32)}),
                                   device_memory="1GiB", most=2, costs="analytic", progress=False)
     assert found.size == 2
+
+
+@pytest.mark.parametrize("answer", [1, 2, 3, 7, 8, 9, 100, 127, 128, 1000])
+@pytest.mark.parametrize("peak", [lambda n: 10 * n, lambda n: 1000 + n, lambda n: n * n,
+                                  lambda n: 10 * n + (n > 60) * 10**6])
+def test_the_search_on_known_peaks(answer: int, peak: Any) -> None:
+    looked: list[int] = []
+
+    def look(n: int) -> int:
+        looked.append(n)
+        return int(peak(n))
+
+    budget = look(answer)
+    looked.clear()
+    assert _largest(look, budget, 1 << 16) == answer
+    assert len(looked) <= 2 + 3 * answer.bit_length()
+    fitting = [n for n in looked if peak(n) <= budget]
+    assert fitting[-1] == answer
+    looked.clear()
+    assert _largest(look, budget, answer - 1 or 1) == (answer - 1 or 1)
+    assert max(looked) <= max(answer - 1, 1)
