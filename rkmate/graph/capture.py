@@ -8,9 +8,10 @@ checks take the traceable path), then AOTAutograd's joint graph with descriptors
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,9 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.refusals import explained, has_generator
 from rkmate.graph.library_paths import as_in_eager_mode
+from rkmate.graph.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
-from rkmate.graph.state import HostDraws, PythonState
-from rkmate.graph.structure import Structure, take_apart
+from rkmate.graph.state import MISSING, Assigned, HostDraws, PythonState, all_transient
+from rkmate.graph.structure import Structure, take_apart, tensors_in
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent"]
 
@@ -64,16 +66,19 @@ class _Found:
     """What the traced forward returned; opaque to the tracer, which restores module attributes."""
 
     structure: Structure | None = None
+    assigned: Sequence[Assigned] = ()
+    """Attributes that the forward has assigned: the tracer takes some of them back."""
 
 
 class _Flat(nn.Module):
     """The module with a flat list of tensors in and out; non-tensors are baked in."""
 
-    def __init__(self, model: nn.Module, inputs: Structure) -> None:
+    def __init__(self, model: nn.Module, inputs: Structure, before: PythonState) -> None:
         super().__init__()
         self.model = model
         self.found = _Found()
         self._inputs = inputs
+        self._before = before
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self._inputs.fill(list(tensors))
@@ -86,6 +91,7 @@ class _Flat(nn.Module):
                     "captured step would not repeat that. Let the forward return the new values.")
         flat, structure = take_apart(out, result=True)
         self.found.structure = structure
+        self.found.assigned = self._before.assigned()
         # A copy of each output keeps the graph's outputs free of aliases (of inputs, of each
         # other); simplification drops the copies again.
         return [t.clone() for t in flat]
@@ -100,23 +106,31 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     before = PythonState(model)
     draws = HostDraws()
     try:
-        result = _capture(model, args, kwargs)
-        draws.refuse_change(model)
-        changed = before.changed()
-        if changed:
+        with cumulative_averages_as_tensors(model):
+            result, assigned = _capture(model, args, kwargs, PythonState(model))
+            draws.refuse_change(model)
             # A second trace from where the first has left the attributes: an equal graph means that
             # the forward does not read what it keeps.
-            same = before.all_transient(changed) and \
-                _text(_capture(model, args, kwargs)) == _text(result)
-            if not same:
+            if assigned and not (all_transient(assigned) and _text(result) == _text(
+                    _again(model, args, kwargs, before, assigned))):
+                names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
                 raise CaptureError(
-                    f"{type(model).__name__}: the forward assigns {', '.join(changed[:5])}; a "
-                    "captured step would not repeat that. Keep such state in a buffer "
-                    "(register_buffer), or return it.")
+                    f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
+                    "repeat that. Keep such state in a buffer (register_buffer), or return it.")
         return result
     finally:
         draws.restore()
         before.restore()
+
+
+def _again(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], before: PythonState,
+           assigned: Sequence[Assigned]) -> Capture:
+    before.restore()
+    for a in assigned:
+        if not tensors_in(a.new) and a.new is not MISSING:
+            a.module.__dict__[a.name] = a.new
+    with cumulative_averages_as_tensors(model):
+        return _capture(model, args, kwargs, PythonState(model))[0]
 
 
 def _text(found: Capture) -> str:
@@ -125,12 +139,13 @@ def _text(found: Capture) -> str:
     return "\n".join([*lines, repr(constants)])
 
 
-def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+             before: PythonState) -> tuple[Capture, Sequence[Assigned]]:
     given, inputs = take_apart((args, kwargs), result=False)
     # One tensor passed twice is two inputs: another call may pass two.
     tensors = [t if all(t is not u for u in given[:k]) else
                t.detach().requires_grad_(t.requires_grad) for k, t in enumerate(given)]
-    flat = _Flat(model, inputs)
+    flat = _Flat(model, inputs, before)
     flat.training = model.training
     with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
             torch.enable_grad(), _quiet():
@@ -150,7 +165,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         except Exception as error:
             raise explained(model, args, kwargs, error) from error
     make_recurrent_layers_whole(module.graph)
-    return _read(module, model, program, inputs, structure)
+    return _read(module, model, program, inputs, structure), flat.found.assigned
 
 
 def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
@@ -239,7 +254,8 @@ def _quiet() -> Iterator[None]:
     before = tracer.level
     tracer.setLevel(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):     # it prints the graph so far
+            yield
     finally:
         tracer.setLevel(before)
 

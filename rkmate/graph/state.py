@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,8 +16,20 @@ from rkmate.errors import CaptureError
 from rkmate.graph.structure import tensors_in
 
 _REGISTRIES = ("_buffers", "_modules", "_parameters")
-_MISSING = object()
+MISSING = object()
+"""Stands for an attribute that is not there."""
 _LISTS = ("_all_weights", "_flat_weight_refs", "_flat_weights", "_flat_weights_names")
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """An attribute that a forward has assigned."""
+
+    path: str
+    module: nn.Module
+    name: str
+    old: Any
+    new: Any
 
 
 class PythonState:
@@ -25,21 +39,6 @@ class PythonState:
         self._modules = [(name, m, dict(m.__dict__),
                           {f: dict(m.__dict__[f]) for f in _REGISTRIES if f in m.__dict__})
                          for name, m in model.named_modules()]
-
-    def changed(self) -> list[str]:
-        """Dotted names of the attributes that are other objects now."""
-        return [f"{name + '.' if name else ''}{k}" for name, _, k, _, _ in self._differences()]
-
-    def all_transient(self, names: list[str]) -> bool:
-        """Whether the forward may assign these: numbers and other plain values, and the weights
-        that torch's own (old) weight and spectral normalisation assign before each forward."""
-        for name, m, k, old, new in self._differences():
-            known = {id(t) for t in tensors_in(old)}
-            fresh = any(id(t) not in known for t in tensors_in(new))
-            if fresh and not any(isinstance(h, (WeightNorm, SpectralNorm)) and h.name == k
-                                 for h in m._forward_pre_hooks.values()):
-                return False
-        return True
 
     def restore(self) -> None:
         """Put every attribute and every registry back."""
@@ -52,31 +51,31 @@ class PythonState:
             for k in {*m.__dict__, *attributes}:
                 if k not in attributes:
                     del m.__dict__[k]
-                elif m.__dict__.get(k, _MISSING) is not attributes[k]:
+                elif m.__dict__.get(k, MISSING) is not attributes[k]:
                     m.__dict__[k] = attributes[k]
 
-    def _differences(self) -> list[tuple[str, nn.Module, str, Any, Any]]:
+    def assigned(self) -> list[Assigned]:
+        """The attributes that are other objects now."""
         found = []
-        for name, m, attributes, _ in self._modules:
+        for path, m, attributes, _ in self._modules:
             for k in sorted({*m.__dict__, *attributes}):
-                old, new = attributes.get(k, _MISSING), m.__dict__.get(k, _MISSING)
+                old, new = attributes.get(k, MISSING), m.__dict__.get(k, MISSING)
                 # A recurrent layer keeps lists of its weights, which the tracer swaps.
-                if old is not new and not (isinstance(m, nn.RNNBase) and k in _LISTS) \
-                        and not _rebuilt(old, new):
-                    found.append((name, m, k, old, new))
+                if old is not new and not (isinstance(m, nn.RNNBase) and k in _LISTS):
+                    found.append(Assigned(f"{path + '.' if path else ''}{k}", m, k, old, new))
         return found
 
 
-def _rebuilt(old: Any, new: Any) -> bool:
-    """Whether a container is an equal copy: the tracer rebuilds plain ones."""
-    if type(old) is not type(new) or not isinstance(old, (dict, list, tuple, set)):
-        return False
-    if tensors_in(old) or tensors_in(new):
-        return False
-    try:
-        return bool(old == new)
-    except Exception:
-        return False        # what cannot be compared counts as changed
+def all_transient(assigned: Sequence[Assigned]) -> bool:
+    """Whether a forward may assign these: numbers and other plain values, and the weights that
+    torch's own (old) weight and spectral normalisation assign before each forward."""
+    for a in assigned:
+        known = {id(t) for t in tensors_in(a.old)}
+        fresh = any(id(t) not in known for t in tensors_in(a.new))
+        if fresh and not any(isinstance(h, (WeightNorm, SpectralNorm)) and h.name == a.name
+                             for h in a.module._forward_pre_hooks.values()):
+            return False
+    return True
 
 
 class HostDraws:

@@ -63,7 +63,10 @@ def test_buffers_move_once_a_step(kind: str, wrapper: object) -> None:
             m(batch).pow(2).sum().backward()
         for (name, a), (other, b) in zip(twin.named_buffers(), module.named_buffers(), strict=True):
             assert name == other
-            assert torch.equal(a, b), f"step {step}: {name}"
+            if kind == "cumulative average":        # the kernel rounds the average once, not twice
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+            else:
+                assert torch.equal(a, b), f"step {step}: {name}"
         for (name, a), (_, b) in zip(twin.named_parameters(), module.named_parameters(), strict=True):
             assert torch.equal(a.grad, b.grad), f"step {step}: gradient of {name}"
 

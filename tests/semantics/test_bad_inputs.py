@@ -1,0 +1,110 @@
+"""The table of bad inputs: each gets an error of this package that names what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+
+X = torch.randn(4, 8)
+
+
+def _wrap(model: Any = None, args: Any = (X,), kwargs: Any = None, **options: Any) -> Any:
+    options.setdefault("budget", 1.0)
+    return rkmate.wrap(model if model is not None else nn.Linear(8, 8), args, kwargs, progress=False,
+                       costs=options.pop("costs", "analytic"), **options)
+
+
+def _hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_full_backward_hook(lambda *a: None)
+    return model
+
+
+def _compiled_in_place() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model._compiled_call_impl = lambda *a: None
+    return model
+
+
+def _frozen() -> nn.Module:
+    return nn.Linear(8, 8).requires_grad_(False)
+
+
+class _Raises(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the model's own complaint")
+
+
+def _inside_grad() -> Any:
+    module = _wrap()
+    return torch.func.grad(lambda x: module(x).sum())(X)
+
+
+A, C = rkmate.ArgumentError, rkmate.CaptureError
+TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "no module": (A, "torch.nn.Module", lambda: _wrap("model")),
+    "a function": (A, "torch.nn.Module", lambda: _wrap(lambda x: x)),
+    "args no tuple": (A, "args is Tensor", lambda: _wrap(args=X)),
+    "kwargs no mapping": (A, "kwargs is list", lambda: _wrap(kwargs=[X])),
+    "budget missing": (A, "budget or a plan", lambda: _wrap(budget=None)),
+    "budget zero": (A, "budget is 0", lambda: _wrap(budget=0)),
+    "budget negative": (A, "budget is -5", lambda: _wrap(budget=-5)),
+    "budget above one": (A, "budget is 1.5", lambda: _wrap(budget=1.5)),
+    "budget NaN": (A, "budget is nan", lambda: _wrap(budget=float("nan"))),
+    "budget infinite": (A, "budget is inf", lambda: _wrap(budget=float("inf"))),
+    "budget bool": (A, "budget is True", lambda: _wrap(budget=True)),
+    "budget list": (A, r"budget is \[1\]", lambda: _wrap(budget=[1])),
+    "budget unit": (A, "unit 'mx'", lambda: _wrap(budget="5MX")),
+    "budget words": (A, "budget is 'a lot'", lambda: _wrap(budget="a lot")),
+    "budget too small": (rkmate.InfeasibleBudget, "smallest budget", lambda: _wrap(budget=1)),
+    "planner unknown": (A, "planner is 'best'", lambda: _wrap(planner="best")),
+    "costs unknown": (A, "costs is 'guessed'", lambda: _wrap(costs="guessed")),
+    "on_new_shape unknown": (A, "on_new_shape is 'ignore'", lambda: _wrap(on_new_shape="ignore")),
+    "plan of a wrong type": (A, "plan is dict", lambda: _wrap(budget=None, plan={})),
+    "plan of another model": (rkmate.PlanError, "another model", lambda: _wrap(
+        nn.Linear(8, 9), budget=None, plan=_wrap().plan)),
+    "plan file missing": (rkmate.PlanError, "cannot be read", lambda: rkmate.Plan.load("nowhere.json")),
+    "too few arguments": (A, "do not fit Linear.forward", lambda: _wrap(args=())),
+    "too many arguments": (A, "do not fit Linear.forward", lambda: _wrap(args=(X, X))),
+    "unknown keyword": (A, "do not fit Linear.forward", lambda: _wrap(kwargs={"mask": X})),
+    "wrong shape": (C, "Linear cannot be captured", lambda: _wrap(args=(X[:, :3],))),
+    "wrong dtype": (C, "Linear cannot be captured", lambda: _wrap(args=(X.long(),))),
+    "not a tensor": (C, "Linear cannot be captured", lambda: _wrap(args=("text",))),
+    "nothing to train": (A, "nothing to train", lambda: _wrap(_frozen())),
+    "no tensor returned": (A, "nothing to train", lambda: _wrap(_Shape())),
+    "forward raises": (C, "own complaint", lambda: _wrap(_Raises(8, 8))),
+    "no forward": (C, "forward", lambda: _wrap(nn.Module())),
+    "lazy module": (A, "no shape yet", lambda: _wrap(nn.LazyLinear(3))),
+    "meta device": (A, "meta device", lambda: _wrap(nn.Linear(8, 8, device="meta"))),
+    "sparse input": (A, "sparse", lambda: _wrap(args=(X.to_sparse(),))),
+    "generator": (A, "Generator", lambda: _wrap(args=(X, torch.Generator()))),
+    "backward hooks": (C, "module backward hooks", lambda: _wrap(_hooked())),
+    "compiled in place": (A, "compiled in place", lambda: _wrap(_compiled_in_place())),
+    "torch.func": (A, "torch.func", _inside_grad),
+}
+
+
+class _Shape(nn.Linear):
+    def forward(self, x: torch.Tensor) -> int:  # type: ignore[override]
+        return x.shape[0]
+
+
+@pytest.mark.filterwarnings("ignore::rkmate.RkmateWarning")      # a lazy module has a hook
+@pytest.mark.parametrize("case", TABLE)
+def test_bad_input(case: str) -> None:
+    kind, words, call = TABLE[case]
+    before = torch.get_rng_state()
+    with pytest.raises(kind, match=words) as caught:
+        call()
+    assert isinstance(caught.value, rkmate.RkmateError)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(TABLE) >= 25

@@ -1,0 +1,242 @@
+"""Training loops as people write them, and what goes wrong in them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from rkmate.measure.meter import measure_peak
+from tests.semantics.steps import (
+    Tower,
+    assert_equal,
+    assert_same_gradients,
+    gradients,
+    planned,
+    tightest,
+)
+
+
+def test_gradients_accumulate_one_at_a_time() -> None:
+    model = Tower(width=64, depth=8)
+    x = torch.randn(4, 64)
+    module = planned(model, x)
+    for _ in range(2):
+        module(x).sum().backward()
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    for _ in range(2):
+        twin(x).sum().backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    weight = model.layers[0].weight.numel() * 4
+    peak = measure_peak(lambda: module(x).sum().backward()).peak
+    assert peak < module.plan.peak_bytes + 2 * weight
+
+
+def test_several_forwards_before_the_backwards() -> None:
+    model, x = Tower(dropout=0.2), torch.randn(8, 16)
+    module = tightest(model, x)
+    parts = [x, x + 1, x * 2]
+
+    def run(m: nn.Module) -> dict[str, torch.Tensor | None]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        losses = [m(p).sum() for p in parts]
+        for k in (1, 2, 0):
+            losses[k].backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    assert_equal(run(model), run(module))
+
+
+def test_a_forward_without_backward_frees_its_memory() -> None:
+    model, x = Tower(width=64), torch.randn(64, 64)
+    module = planned(model, x)
+    module(x)
+    gc.collect()
+    gc.disable()          # the memory goes by itself, not when the collector comes
+    try:
+        def forward() -> None:
+            module(x)
+
+        assert measure_peak(forward).net == 0
+        out = module(x)
+        out.sum().backward()
+
+        def step() -> None:
+            module(x).sum().backward()
+
+        assert measure_peak(step).net == 0
+    finally:
+        gc.enable()
+
+
+def test_two_wrapped_modules_in_one_model() -> None:
+    first, second = Tower(dropout=0.2), Tower(dropout=0.2)
+    x = torch.randn(8, 16)
+    whole = nn.Sequential(first, second)
+    parts = nn.Sequential(tightest(first, x), tightest(second, x))
+    expected = gradients(whole, whole, lambda run: run(x).pow(2).sum())
+    actual = gradients(parts, parts, lambda run: run(x).pow(2).sum())
+    assert_equal(expected, actual)
+
+
+def test_one_wrapped_module_inside_another() -> None:
+    inner, x = Tower(), torch.randn(8, 16)
+    outer = nn.Sequential(planned(inner, x), nn.Linear(16, 16), nn.Tanh())
+    module = tightest(outer, x)
+    assert list(module.state_dict()) == list(outer.state_dict())
+    assert_same_gradients(outer, module, lambda run: run(x).sum())
+    again = planned(module, x)
+    assert_same_gradients(outer, again, lambda run: run(x).sum())
+
+
+class Stop(BaseException):
+    """Neither an Exception nor one that anything catches, as a KeyboardInterrupt."""
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Stop])
+def test_an_interrupted_step_leaves_the_next_one_whole(error: type[BaseException]) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Interrupt(TorchDispatchMode):
+        def __init__(self, after: int) -> None:
+            super().__init__()
+            self.left = after
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.left -= 1
+            if self.left < 0:
+                raise error
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Tower(dropout=0.2), nn.BatchNorm1d(16), Tower(dropout=0.2))
+    x = torch.randn(32, 16)
+    module = tightest(model, x)
+    before = copy.deepcopy(model.state_dict())
+    for after in (0, 3, 10):
+        with pytest.raises(error), Interrupt(after):
+            module(x)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+    for after in (0, 5, 25):
+        loss = module(x).sum()
+        with pytest.raises(error), Interrupt(after):
+            loss.backward()
+        with pytest.raises(rkmate.BackwardError):
+            loss.backward()
+        model.load_state_dict(before)
+    assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
+
+
+def test_backward_twice() -> None:
+    x = torch.randn(8, 16)
+    loss = planned(Tower(), x)(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(rkmate.BackwardError, match="through a backward already"):
+        loss.backward()
+
+
+def test_a_part_of_the_backward_and_then_all_of_it() -> None:
+    model, x = Tower(depth=16), torch.randn(8, 16)
+    loss = planned(model, x)(x).sum()
+    (found,) = torch.autograd.grad(loss, [model.layers[15].weight], retain_graph=True)
+    assert torch.equal(found, torch.autograd.grad(model(x).sum(), [model.layers[15].weight])[0])
+    with pytest.raises(rkmate.BackwardError, match="through a backward already"):
+        loss.backward()
+
+
+def test_double_backward() -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    with pytest.raises(rkmate.BackwardError, match="no double backward"):
+        torch.autograd.grad(planned(model, x)(x).sum(), model.layers[0].weight, create_graph=True)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
+def test_copies_are_modules_of_their_own(way: str) -> None:
+    model, x = Tower(dropout=0.2), torch.randn(32, 16)
+    module = tightest(model, x)
+    if way == "deepcopy":
+        other = copy.deepcopy(module)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(module))
+    else:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert type(other) is rkmate.PlannedModule
+    assert other.plan == module.plan
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        assert a is not b
+        assert torch.equal(a, b)
+    assert_same_gradients(other.original, other, lambda run: run(x).sum())
+    assert other.plan.schedule == module.plan.schedule
+
+
+def test_state_dictionaries() -> None:
+    model, x = nn.Sequential(Tower(), nn.BatchNorm1d(16)), torch.randn(8, 16)
+    module = planned(model, x)
+    assert list(module.state_dict()) == list(model.state_dict())
+    other = nn.Sequential(Tower(), nn.BatchNorm1d(16))
+    module.load_state_dict(other.state_dict())
+    assert torch.equal(model[0].layers[0].weight, other[0].layers[0].weight)
+    assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
+
+
+def test_moving_the_module_afterwards() -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    module = planned(model, x)
+    assert module.to(torch.float64) is module
+    assert_same_gradients(model, module, lambda run: run(x.double()).sum())
+    module.float()
+    assert_same_gradients(model, module, lambda run: run(x).sum())
+
+
+def test_threads() -> None:
+    """Two modules planned and trained side by side: right, or an error that says what happened."""
+    x = torch.randn(32, 16)
+    models = [Tower(dropout=0.0, depth=3 + k) for k in range(2)]
+    expected = [gradients(m, m, lambda run: run(x).pow(2).sum()) for m in models]
+    found: list[dict[str, torch.Tensor | None]] = [{}, {}]
+    failures: list[BaseException] = []
+
+    def work(k: int) -> None:
+        try:
+            module = tightest(models[k], x)
+            for _ in range(5):
+                found[k] = gradients(models[k], module, lambda run: run(x).pow(2).sum())
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures, failures
+    for a, b in zip(expected, found, strict=True):
+        assert_equal(a, b)
+
+
+def test_train_and_eval_flags_run_the_original() -> None:
+    model, x = Tower(dropout=0.5), torch.randn(8, 16)
+    module = planned(model, x)
+    module.eval()
+    assert not model.training
+    assert not model.dropout.training
+    with pytest.warns(rkmate.RkmateWarning, match="the original module runs instead"):
+        assert_same_gradients(model, module, lambda run: run(x).sum())
+    module.train()
+    assert_same_gradients(model, module, lambda run: run(x).sum())
+    with torch.no_grad():
+        assert not module(x).requires_grad

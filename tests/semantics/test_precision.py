@@ -1,0 +1,88 @@
+"""Number types, autocast and loss scaling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.semantics.steps import Tower, assert_same_gradients, planned, tightest
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_number_types(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Tower(dropout=0.2).to(dtype), torch.randn(8, 16, dtype=dtype)
+    for wrapper in (planned, tightest):
+        assert_same_gradients(model, wrapper(model, x), lambda run: run(x).float().pow(2).sum())
+
+
+def test_complex_numbers() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64), nn.Linear(8, 8, dtype=torch.complex64))
+    x = torch.randn(4, 8, dtype=torch.complex64)
+    assert_same_gradients(model, planned(model, x), lambda run: run(x).abs().pow(2).sum())
+    assert_same_gradients(model, planned(model, x), lambda run: run(x).conj().real.sum())
+
+
+class Mixed(nn.Module):
+    """Low and full precision under autocast, with a part that switches it off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.a(x))
+        with torch.autocast("cpu", enabled=False):
+            h = h.float() @ h.float().t()
+        return self.b(h @ x)
+
+
+def test_autocast_is_part_of_the_signature() -> None:
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module = tightest(model, x)
+        assert module(x).dtype is torch.bfloat16
+        # Forward and backward inside, which is unusual and must not cast anything twice.
+        assert_same_gradients(model, module, lambda run: run(x).float().sum())
+
+    def outside(run: object) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = run(x)  # type: ignore[operator]
+        return out.float().pow(2).sum()
+
+    assert_same_gradients(model, module, outside)
+    assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())      # without autocast
+    assert module(x).dtype is torch.float32
+
+
+def test_scaled_losses() -> None:
+    x = torch.randn(8, 16, dtype=torch.float16)
+    results = []
+    for wrap in (lambda m: m, lambda m: tightest(m, x)):
+        torch.manual_seed(0)
+        model = Tower().half()
+        run = wrap(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters()], lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(run(x).float().pow(2).mean()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_matmul_precision() -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    module = planned(model, x)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert_same_gradients(model, module, lambda run: run(x).sum())
+    finally:
+        torch.set_float32_matmul_precision(before)

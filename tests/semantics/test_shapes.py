@@ -1,0 +1,79 @@
+"""Calls with other shapes than planned."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import rkmate
+from tests.semantics.steps import Tower, assert_same_gradients, planned
+
+
+def test_each_shape_has_a_plan_and_one_notice_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Tower(dropout=0.2), torch.randn(32, 16)
+    module = planned(model, x, budget=0.95)
+    with caplog.at_level(logging.WARNING, logger="rkmate"):
+        for rows in (32, 20, 24, 20, 32):
+            assert_same_gradients(model, module, lambda run, n=rows: run(x[:n]).pow(2).sum())
+    assert len([r for r in caplog.records if "other shapes" in r.message]) == 1
+    assert len(module._plans) == 3
+
+
+def test_a_fraction_is_of_each_shapes_own_peak() -> None:
+    model, x = Tower(), torch.randn(64, 16)
+    module = planned(model, x, budget=0.9)
+    module(x[:32]).sum().backward()
+    plan = module.plan
+    assert plan.budget_bytes == int(0.9 * plan.baseline_peak_bytes)
+    module(x).sum().backward()
+    assert module.plan.baseline_peak_bytes > plan.baseline_peak_bytes
+
+
+def test_bytes_are_the_same_for_every_shape_and_may_not_suffice() -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    module = planned(model, x, budget=planned(model, x).plan.peak_bytes)
+    module(x[:4])
+    assert module.plan.budget_bytes == planned(model, x).plan.peak_bytes
+    with pytest.raises(rkmate.InfeasibleBudget, match=r"inputs of shape \(512, 16\)") as caught:
+        module(torch.randn(512, 16))
+    assert caught.value.minimum_bytes > module.plan.budget_bytes
+    assert_same_gradients(model, module, lambda run: run(x).sum())
+
+
+def test_refused_shapes() -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    module = planned(model, x, on_new_shape="error")
+    with pytest.raises(rkmate.ArgumentError, match="on_new_shape"):
+        module(x[:3])
+    module(x).sum().backward()
+
+
+def test_the_original_for_other_shapes() -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    module = planned(model, x, on_new_shape="original")
+    with pytest.warns(rkmate.RkmateWarning, match="the original module runs"):
+        module(x[:3]).sum().backward()
+    module(x[:2]).sum().backward()          # said once
+    assert len(module._plans) == 1
+
+
+def test_the_least_recently_used_plan_goes_first() -> None:
+    model, x = Tower(depth=1), torch.randn(40, 16)
+    module = planned(model, x[:1])
+    for rows in range(2, 19):
+        module(x[:rows])
+        module(x[:1])
+    assert len(module._plans) == 16
+    keys = [key[2][0][0] for key in module._plans._known]
+    assert torch.Size((1, 16)) in keys
+    assert torch.Size((2, 16)) not in keys
+
+
+def test_other_strides_and_types() -> None:
+    model, x = Tower(), torch.randn(16, 16)
+    module = planned(model, x)
+    assert_same_gradients(model, module, lambda run: run(x.t()).pow(2).sum())
+    with pytest.raises(rkmate.CaptureError):
+        module(x.long())
