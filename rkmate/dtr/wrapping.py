@@ -67,7 +67,7 @@ class DynamicModule(nn.Module):
         return batch.rebuild(results)
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The original's train flag."""
         return bool(self._original.training)
 
@@ -191,7 +191,7 @@ class _Boundary(torch.autograd.Function):
     """One autograd node for the whole call: what lies inside is the session's business."""
 
     @staticmethod
-    def forward(ctx: Any, batch: _Batch, inputs: int, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, batch: _Batch, inputs: int, *tensors: torch.Tensor) -> Any:
         results = batch.run(tensors[:inputs], tensors[inputs:])
         ctx.batch = batch
         ctx.set_materialize_grads(False)
@@ -202,7 +202,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return (None, None, *ctx.batch.back(gradients))
 
 

@@ -24,6 +24,11 @@ class Memory:
         self.heuristic = heuristic
         self.columns = Columns()
         self.pool = Pool()
+        """What may be evicted."""
+        self.reluctant = Pool()
+        """What may be evicted when the pool is empty: operations that wait will read it."""
+        self.wanted: dict[Buffer, int] = {}
+        """How many of the operations that wait read each buffer."""
         self.around = heuristic.tracker(self.columns)
         self.held = 0
         """Bytes of the resident buffers that count."""
@@ -51,7 +56,7 @@ class Memory:
         buffer.resident = True
         self.held += buffer.size
         self.own(buffer, storage)
-        self.pool.append(buffer)
+        self.shelve(buffer)
         return buffer
 
     def succeed(self, old: Buffer, parents: Iterable[Buffer], cost: int) -> Buffer:
@@ -67,9 +72,9 @@ class Memory:
             self.live[storage._cdata] = buffer
         old.program = old.private = None
         old.resident = False
-        self.pool.remove(old)
+        self.remove(old)
         self.around.evict(old)
-        self.pool.append(buffer)
+        self.shelve(buffer)
         return buffer
 
     def own(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
@@ -102,7 +107,35 @@ class Memory:
             # It stays marked as resident until the neighbourhoods are told, in ``tidy``.
             if buffer.counted:
                 self.held -= buffer.size
-            self.pool.remove(buffer)
+            self.remove(buffer)
+
+    def shelve(self, buffer: Buffer) -> None:
+        """Make a resident buffer evictable."""
+        (self.reluctant if self.wanted.get(buffer) else self.pool).append(buffer)
+
+    def remove(self, buffer: Buffer) -> None:
+        """Make a buffer not evictable."""
+        self.pool.remove(buffer)
+        self.reluctant.remove(buffer)
+
+    def want(self, uses: dict[Buffer, int]) -> None:
+        """Operations are about to run that read these buffers, each so many times."""
+        self.wanted = uses
+        for buffer in uses:
+            if buffer in self.pool:
+                self.pool.remove(buffer)
+                self.reluctant.append(buffer)
+
+    def used(self, buffer: Buffer) -> None:
+        """One of the operations that waited has read ``buffer``."""
+        left = self.wanted.get(buffer, 0)
+        if left > 1:
+            self.wanted[buffer] = left - 1
+        elif left:
+            del self.wanted[buffer]
+            if buffer in self.reluctant:
+                self.reluctant.remove(buffer)
+                self.pool.append(buffer)
 
     def tidy(self) -> None:
         """Take what the program dropped since the last call out of the graph, where possible."""
@@ -171,7 +204,9 @@ class Memory:
             self._leave_gradients_out()
             self.tell()
             while self.held + need + hope > self.budget and len(self.pool):
-                self._evict_one()
+                self._evict_one(self.pool)
+            while self.held + need > self.budget and len(self.reluctant):
+                self._evict_one(self.reluctant)
             if self.held + need > self.budget:
                 least = self.held + need
                 raise BudgetExceeded(
@@ -183,9 +218,9 @@ class Memory:
                 )
         self.report.peak_bytes = max(self.report.peak_bytes, self.held + need)
 
-    def _evict_one(self) -> None:
-        self.around.refresh(self.pool)
-        pick = self.heuristic.choose(self.pool, self.columns, self.clock)
+    def _evict_one(self, pool: Pool) -> None:
+        self.around.refresh(pool)
+        pick = self.heuristic.choose(pool, self.columns, self.clock)
         buffer = self.columns.nodes[pick.row]
         assert isinstance(buffer, Buffer)
         self.evict(buffer)
@@ -197,7 +232,7 @@ class Memory:
         self.around.evict(buffer)
 
     def _release(self, buffer: Buffer) -> None:
-        self.pool.remove(buffer)
+        self.remove(buffer)
         buffer.resident = False
         if buffer.counted:
             self.held -= buffer.size
@@ -223,14 +258,14 @@ class Memory:
     def lock(self, buffer: Buffer) -> None:
         """Keep a resident buffer in memory until it is unlocked as often."""
         if buffer.locks == 0:
-            self.pool.remove(buffer)
+            self.remove(buffer)
         buffer.locks += 1
 
     def unlock(self, buffer: Buffer) -> None:
         """Undo one ``lock``."""
         buffer.locks -= 1
         if buffer.locks == 0 and buffer.resident and buffer.storage() is not None:
-            self.pool.append(buffer)
+            self.shelve(buffer)
 
     def pin(self, buffer: Buffer) -> None:
         """Keep a resident buffer in memory for good: it cannot be computed again."""

@@ -29,7 +29,7 @@ class Place:
         """A tensor of this geometry on ``storage``, outside autograd."""
         size, stride, dtype = self.shape
         blank = torch.empty(0, dtype=dtype, device=storage.device)
-        return blank.set_(storage, self.offset, size, stride)  # type: ignore[call-overload, no-any-return]
+        return blank.set_(storage, self.offset, size, stride)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Replayer:
         """Compute ``buffer`` and whatever evicted inputs that takes."""
         stack: list[_Frame] = []
         self.memory.tell()
+        self.memory.want(_uses(buffer))
         try:
             stack.append(self._enter(buffer))
             while stack:
@@ -65,6 +66,9 @@ class Replayer:
         finally:
             for frame in stack:
                 self._leave(frame)
+            for held in list(self.memory.wanted):
+                self.memory.wanted[held] = 1
+                self.memory.used(held)
 
     def _enter(self, buffer: Buffer) -> _Frame:
         operation = buffer.operation
@@ -83,7 +87,10 @@ class Replayer:
 
     def _leave(self, frame: _Frame) -> None:
         for parent in frame.locked:
+            self.memory.used(parent)
             self.memory.unlock(parent)
+            if self.memory.wanted.get(parent):
+                continue
             self.memory.discard(parent)
             if parent.private is not None and parent.resident and not parent.locks:
                 # The program dropped it, and whatever needed it is in memory again: evict it as
@@ -99,8 +106,11 @@ class Replayer:
         else:
             back = self._run(operation)
         self.memory.around.materialize(back)
+        # What was just computed or read is likely to be read again by the operations that wait.
+        for buffer in (*operation.inputs, *back):
+            self.memory.columns.touch(buffer, self.memory.clock)
         for buffer in back:
-            self.memory.pool.append(buffer)
+            self.memory.shelve(buffer)
         self.memory.report.rematerializations += 1
         # Expected times, not the clock's: a pause of the machine is no thrashing.
         self.again_ns += operation.cost
@@ -206,7 +216,7 @@ class Replayer:
     def _run_in_place(self, operation: Operation) -> list[Buffer]:
         memory = self.memory
         fresh = sum(s.owner.size for _, s in operation.outputs if isinstance(s.owner, Buffer))
-        stolen = {before for before, after in operation.written if _can_steal(before, after)}
+        stolen = {before for before, after in operation.written if _can_steal(memory, before, after)}
         copies = sum(a.size for b, a in operation.written if b not in stolen)
         need = fresh + copies + operation.extra_bytes
         memory.reserve(need, operation.hoped_bytes, operation.name)
@@ -252,11 +262,33 @@ class Replayer:
         return back
 
 
-def _can_steal(before: Buffer, after: Buffer) -> bool:
+def _uses(buffer: Buffer) -> dict[Buffer, int]:
+    """How often each buffer is read on the way to an evicted one, each operation run once.
+
+    Keeping these in memory while they are wanted, where that is possible, is what keeps a
+    rematerialization from running shared parts of its way again and again.
+    """
+    uses: dict[Buffer, int] = {}
+    seen: set[Operation] = set()
+    stack = [buffer]
+    while stack:
+        operation = stack.pop().operation
+        if operation is None or operation in seen:
+            continue
+        seen.add(operation)
+        for parent in operation.inputs:
+            uses[parent] = uses.get(parent, 0) + 1
+            if not parent.resident:
+                stack.append(parent)
+    return uses
+
+
+def _can_steal(memory: Memory, before: Buffer, after: Buffer) -> bool:
     """The old version's memory may become the new one's: nobody else will want it soon."""
     return (
         before.private is not None
         and before.locks == 1
+        and memory.wanted.get(before, 0) <= 1
         and after.index >= 0
         and not after.resident
         and after.program is None

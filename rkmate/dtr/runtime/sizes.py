@@ -63,7 +63,9 @@ class Sizes:
         self, key: Any, need: Need, function: OpOverload, args: Any, kwargs: dict[str, Any]
     ) -> Ran:
         """Call the function, and learn from the call."""
-        if need.measured or not _on_cpu(args, kwargs):
+        # A shape that depends on values is not learned: its estimate stays.
+        dynamic = torch.Tag.dynamic_output_shape in function.tags
+        if need.measured or dynamic or not _on_cpu(args, kwargs):
             began = time.perf_counter_ns()
             result = function(*args, **kwargs)
             spent = time.perf_counter_ns() - began
@@ -80,8 +82,7 @@ class Sizes:
             spent = time.perf_counter_ns() - began
             return Ran(result, need.extra, False, spent, spent)
         extra = max(0, seen.peak - max(0, seen.net))
-        if torch.Tag.dynamic_output_shape not in function.tags:
-            self._known[key] = Need(max(0, seen.net), extra, True, 0)
+        self._known[key] = Need(max(0, seen.net), extra, True, 0)
         spent = int(seen.seconds * 1e9)
         return Ran(seen.result, extra, True, spent, spent)
 
