@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import rkmate
 from rkmate.measure.meter import measure_peak

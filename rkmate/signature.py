@@ -39,7 +39,7 @@ class Watch:
         todo: list[nn.Module] = [self._model]
         for m in todo:                       # grows while it is walked
             d = m.__dict__
-            found.append(d["training"] if "training" in d else m.training)
+            found.append(d.get("training", m.training))
             for name in _HOOKS:
                 if d[name]:
                     found.append((name, len(d[name])))
@@ -102,7 +102,7 @@ def _attributes(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, _SCALARS) or \
-        isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value)
+        (isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value))
 
 
 def signature(watch: Watch, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -13,8 +13,8 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.module import NewShape, PlannedModule
 from rkmate.pipeline import Settings, check_model, prepare
 from rkmate.plan import Plan
-from rkmate.plans import Planning
 from rkmate.planners.registry import planner as find_planner
+from rkmate.plans import Planning
 from rkmate.progress import Progress
 from rkmate.search import Searcher
 from rkmate.show.curve import Curve

@@ -22,10 +22,10 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.refusals import explained, has_generator
-from rkmate.graph.library_paths import as_in_eager_mode
 from rkmate.graph.batch_norm import cumulative_averages_as_tensors
+from rkmate.graph.library_paths import as_in_eager_mode
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
+from rkmate.graph.refusals import explained, has_generator
 from rkmate.graph.state import MISSING, Assigned, HostDraws, PythonState, all_transient
 from rkmate.graph.structure import Structure, take_apart, tensors_in
 

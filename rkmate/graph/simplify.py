@@ -141,7 +141,7 @@ class _Work:
                 a, b = node.meta["val"], base.meta["val"]
                 same = a.stride() == b.stride() and a.shape == b.shape
                 # The copies that capture put on the outputs may change layout without harm.
-                same = same or node in self.outputs and not node.users
+                same = same or (node in self.outputs and not node.users)
             if same:
                 self.replace(node, base)
                 self.graph.erase_node(node)

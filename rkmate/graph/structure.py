@@ -125,7 +125,7 @@ def objects_in(value: Any) -> list[Any]:
     stack = [value]
     while stack:
         item = stack.pop()
-        if isinstance(item, _PLAIN) or isinstance(item, (type, torch.nn.Module)) or id(item) in seen:
+        if isinstance(item, (*_PLAIN, type, torch.nn.Module)) or id(item) in seen:
             continue
         seen.add(id(item))
         found.append(item)

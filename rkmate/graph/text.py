@@ -10,11 +10,10 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture import Source
-from rkmate.graph.partition import Block
 from rkmate.graph.lower import Program
 from rkmate.graph.overwrite import overwrites
+from rkmate.graph.partition import Block
 from rkmate.graph.simplify import is_view
-
 
 _METHODS: dict[object, str] = {
     torch.ops.aten.view.default: "view", torch.ops.aten._unsafe_view.default: "view",

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import rkmate
 from rkmate.measure.first_step import FirstStep
-from torch import nn
 
 
 class Told:

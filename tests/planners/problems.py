@@ -76,7 +76,7 @@ def problem_of(graph: CDGraph, edges: Sequence[int]) -> Problem:
     grads: list[set[int]] = [set() for _ in range(count + 1)]
     for j in range(len(graph.d)):
         made = graph.producer[j]
-        if j in graph.output_grads or made is not None and made >= n:
+        if j in graph.output_grads or (made is not None and made >= n):
             start = count if made is None else of[made]
             low = min((of[r] for r in graph.readers[j]), default=start)
             for b in range(low + 1, start + 1):

@@ -43,3 +43,23 @@ def test_time_limit_is_a_value() -> None:
     solution = Checkmate(read("linear8")).solve(4, time_limit=0.01)
     assert solution.status in ("feasible", "timeout")
     assert solution.bound >= 17 - 1e-9
+
+
+def test_an_output_in_a_dying_inputs_place() -> None:
+    """Three steps of one size, each over its input: one place is enough."""
+    plain = plain_graph([[], [0], [1]], [1, 1, 1], [10, 10, 10])
+    nodes = tuple(replace(c, overwritable=c.inputs) for c in plain.c)
+    graph = replace(plain, c=nodes, outputs=(2,)).verify()
+    assert simulate(graph, save_all(graph)).peak == 10
+    solution = Checkmate(graph).solve(10)
+    assert solution.status == "optimal" and solution.seconds == 3
+    assert Checkmate(replace(plain, outputs=(2,))).solve(10).status == "infeasible"
+
+
+def test_a_value_that_is_read_again_is_not_overwritten() -> None:
+    plain = plain_graph([[], [0], [0, 1]], [1, 1, 1], [10, 10, 10])
+    nodes = tuple(replace(c, overwritable=c.inputs[:1]) for c in plain.c)
+    graph = replace(plain, c=nodes, outputs=(2,)).verify()
+    assert simulate(graph, save_all(graph)).peak == 20
+    assert Checkmate(graph).solve(20).seconds == 3
+    assert Checkmate(graph).solve(19).status == "infeasible"

@@ -15,7 +15,7 @@ from rkmate.planners.chain_programs import one_option, revolve, rotor
 from rkmate.planners.checkmate import Checkmate, plain_graph
 from rkmate.planners.checkmate_lp import round_relaxation
 from rkmate.planners.chen import memory_segments, split_points, sqrt_segments
-from rkmate.planners.dag import Dag, forward_dag
+from rkmate.planners.dag import Dag, forward_dag, trained_forward
 from rkmate.planners.dtr_offline import dtr_order
 from rkmate.planners.ends import recompute_all, save_all
 from rkmate.planners.lower_sets import LowerSetProgram
@@ -147,3 +147,21 @@ def test_exact_family_says_when_it_is_too_large() -> None:
     graph = training_graph([[] for _ in range(n)], [2] * n, [1] * n, [0] * n, [0] * n, [False] * n)
     outcome = planner("lower-sets-exact").plan(problem_of(graph, [1]), 10**6)
     assert outcome.status == "infeasible" and "16,777,216 lower sets" in outcome.note
+
+
+def test_constants_are_no_nodes_of_the_trained_forward() -> None:
+    """A mask that every node reads would otherwise leave no place for a checkpoint."""
+    graph = training_graph([[], [0], [1]], [2, 2, 2], [1, 1, 1], [0] * 3, [0] * 3, [False] * 3)
+    problem = problem_of(graph, [1, 2])
+    mask = len(graph.d)
+    moved = [replace(c, inputs=(*c.inputs, mask)) if c.phase == "forward" else c for c in graph.c]
+    wider = replace(graph, d=(*graph.d, DNode("mask", 3)), loss=graph.loss + 1,
+                    c=(CNode("mask", "forward", (), (mask,)), *moved),
+                    exits={j: i + 1 for j, i in graph.exits.items()}).verify()
+    blocks = tuple(tuple(c + 1 for c in block) for block in problem.block_c)
+    assert split_points(forward_dag(wider, problem.held)) == [0]
+    forward = trained_forward(wider, blocks, problem.held)
+    assert forward.nodes == (1, 2, 3) and split_points(forward.dag) == [0, 1]
+    assert forward.lift([0b1, 0b111]) == (0b11, 0b1111)
+    outcome = planner("chen").plan(Problem(wider, problem.chain, blocks, problem.held), 10**6)
+    assert outcome.seconds == sum(c.time for c in wider.c)

@@ -64,7 +64,7 @@ def test_scaled_losses() -> None:
         torch.manual_seed(0)
         model = Tower().half()
         run = wrap(model)
-        optimizer = torch.optim.SGD([p for p in model.parameters()], lr=0.01)
+        optimizer = torch.optim.SGD(list(model.parameters()), lr=0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         for _ in range(3):
             optimizer.zero_grad()
