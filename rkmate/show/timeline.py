@@ -76,7 +76,7 @@ def draw_memory(axes: Any, plan: Plan, replayed: Replay, measured: Peak[Any] | N
 def draw_blocks(axes: Any, plan: Plan, replayed: Replay, rows: list[int]) -> None:
     """Per block: when it runs, and how much of what its backward may need is in memory."""
     scale, unit = _time_unit(replayed.seconds)
-    kept, whole = block_memory(plan, replayed)
+    whole = block_memory(plan, replayed)[1]
     starts = np.array([m.start for m in replayed.moments])
     ends = np.append(starts[1:], replayed.seconds)
     for row, b in enumerate(rows):
@@ -84,7 +84,8 @@ def draw_blocks(axes: Any, plan: Plan, replayed: Replay, rows: list[int]) -> Non
         most = max(float(levels.max(initial=0)), float(whole[b]), 1.0)
         edges, heights = _corners(np.ravel(np.column_stack((starts, ends))) * scale,
                                   np.repeat(levels[None, :] / most, 2, axis=1))
-        axes.fill_between(edges, row + 0.42, row + 0.42 - 0.8 * heights[0], color=styles.KEPT_LINE, alpha=0.55, linewidth=0)
+        axes.fill_between(edges, row + 0.42, row + 0.42 - 0.8 * heights[0], color=styles.KEPT_LINE,
+                          alpha=0.55, linewidth=0)
     place = {b: row for row, b in enumerate(rows)}
     runs: dict[str, list[tuple[float, float, float]]] = {"forward": [], "backward": [], "again": []}
     for m in replayed.moments:

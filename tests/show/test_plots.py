@@ -80,7 +80,7 @@ def test_a_blocks_schedule_shows_its_tensors(tmp_path: Path) -> None:
     ElementTree.parse(path)
     axes = block_schedule(plan, 1, replay(plan)).axes[0]
     g = plan.graph
-    mine = [i for i in g.block_c[1]]
+    mine = g.block_c[1]
     made = [j for i in mine for j in g.computations[i].outputs if g.storages[j].size]
     assert len(axes.get_yticklabels()) == len(made)
     runs = [i for i in plan.schedule.order if i in set(mine)]
