@@ -1,0 +1,49 @@
+"""torch.compile in its three places: as a front end, around, and inside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+import rkmate.compile
+from tests.semantics.steps import Tower, assert_same_gradients, planned
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),     # torch's own, when it loads Dynamo
+]
+
+
+def _compiled(model: nn.Module, budget: float = 0.9) -> nn.Module:
+    return torch.compile(model, backend=rkmate.compile.backend, dynamic=False,
+                         options={"budget": budget, "costs": "analytic"})
+
+
+def test_as_a_backend() -> None:
+    torch.manual_seed(0)
+    model, x = Tower(dropout=0.2, depth=6), torch.randn(64, 16)
+    run = _compiled(model)
+    assert_same_gradients(model, run, lambda run: run(x).pow(2).sum())
+    with torch.no_grad():
+        assert not run(x).requires_grad
+
+
+def test_a_compiled_function_around_a_planned_module() -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    module = planned(model, x)
+    run = torch.compile(module, backend="eager")
+    assert_same_gradients(model, run, lambda run: run(x).sum())
+    loss = torch.compile(lambda x: module(x).sum(), backend="eager")
+    loss(x).backward()
+    assert model.layers[0].weight.grad is not None
+
+
+def test_options_are_checked() -> None:
+    graph = torch.fx.symbolic_trace(Tower())
+    with pytest.raises(rkmate.ArgumentError, match="budget is needed"):
+        rkmate.compile.backend(graph, [torch.randn(2, 16)])
+    with pytest.raises(rkmate.ArgumentError, match="given were budget, speed"):
+        rkmate.compile.backend(graph, [torch.randn(2, 16)], options={"budget": 1.0, "speed": 1})
+    with pytest.raises(rkmate.ArgumentError, match="dynamic=False"):
+        rkmate.compile.backend(graph, [3], options={"budget": 1.0})
