@@ -76,6 +76,8 @@ class Roundings:
     """The first one recomputes nothing."""
     todo: list[float] = field(default_factory=lambda: list(BUDGETS))
     """Relaxations still to be solved."""
+    given_up: float = 0.0
+    """The longest time, in seconds, in which not even one could be solved."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,11 @@ class CheckmateRounded:
     def _solve(self, problem: Problem, state: Roundings, budget: int, limit: float) -> None:
         """Solve and round what is still to be done, until the time is over."""
         start = time.perf_counter()
+        if limit <= state.given_up:
+            return                       # they are all of one size: another one will not do better
         program: Checkmate = program_of(problem)
         top = state.found[0].peak
+        before = len(state.todo)
         for part in sorted(state.todo, key=lambda p: abs(p * top - budget)):
             left = limit - (time.perf_counter() - start)
             if left <= 0:
@@ -127,6 +132,8 @@ class CheckmateRounded:
                 state.todo = [p for p in state.todo if p > part]
                 continue
             if not answer.values:
+                if len(state.todo) == before:
+                    state.given_up = limit
                 return
             state.todo.remove(part)
             for threshold in THRESHOLDS:

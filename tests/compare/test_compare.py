@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import rkmate
 from rkmate.cli import main
@@ -149,3 +151,35 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert [(r["method"], r["status"]) for r in rows] == [
         ("rockmate", "ok"), ("save-all", "infeasible")]
     assert main([*common, "--budgets", "lots"]) == 2
+
+
+class Wide(nn.Module):
+    """Thirteen branches: more lower sets than the exact family takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(13))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([branch(x) for branch in self.branches]).sum()
+
+
+def test_a_planner_without_any_schedule_for_a_model() -> None:
+    torch.manual_seed(0)
+    model, args = Wide(), (torch.randn(8, 4),)
+    with pytest.raises(ArgumentError, match=r"lower-sets-exact.* at any budget: .* lower sets"):
+        rkmate.plan(model, args, budget=1.0, planner="lower-sets-exact", costs="analytic",
+                    progress=False)
+    row, = rkmate.compare(model, args, budgets=[1.0], planners=["lower-sets-exact"],
+                          costs="analytic", progress=False)
+    assert row.status == "infeasible" and "lower sets" in row.note and row.note in str(
+        rkmate.Comparison((row,), "Wide", "analytic", 10, 1.0, {}))
+
+
+def test_planning_seconds() -> None:
+    sample = residual()
+    with pytest.raises(ArgumentError, match="planning_seconds is -1"):
+        rkmate.plan(sample.model, sample.args, budget=0.7, planning_seconds=-1, progress=False)
+    with pytest.raises(rkmate.PlanningTimeout, match="checkmate-lp found no schedule"):
+        rkmate.plan(sample.model, sample.args, budget=0.7, planner="checkmate-lp", costs="analytic",
+                    planning_seconds=1e-9, progress=False)

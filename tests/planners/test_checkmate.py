@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from rkmate.graph.cd import CDGraph
 from rkmate.planners.checkmate import Checkmate, plain_graph
 from rkmate.schedule.simulate import simulate
+from rkmate.schedule.steps import save_all
 
 DATA = Path(__file__).parent / "data"
 KNOWN = json.loads((DATA / "bruteforce_vs_ilp.json").read_text())
