@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.models.sample import Sample, squared_error
+from tests.models.sample import Sample, weighted_mean
 
 
 class DenseLayer(nn.Module):
@@ -44,7 +44,7 @@ def densenet(dropout: float = 0.0, seed: int = 0) -> Sample:
     layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                nn.Linear(channels, 10)]
     return Sample(nn.Sequential(*layers).train(), (torch.randn(4, 3, 32, 32),), {},
-                  squared_error(4, 10))
+                  weighted_mean(4, 10))
 
 
 class UNet(nn.Module):
@@ -84,7 +84,7 @@ def unet(dropout: float = 0.0, seed: int = 0) -> Sample:
     """U-Net: long connections from the first layers to the last."""
     torch.manual_seed(seed)
     return Sample(UNet(8, dropout).train(), (torch.randn(2, 3, 64, 64),), {},
-                  squared_error(2, 2, 64, 64))
+                  weighted_mean(2, 2, 64, 64))
 
 
 def batch_norm_cnn(dropout: float = 0.0, seed: int = 0) -> Sample:
@@ -99,4 +99,4 @@ def batch_norm_cnn(dropout: float = 0.0, seed: int = 0) -> Sample:
                           nn.Linear(16 * 16 * 16, 10)).train()
     model[4].eval()
     return Sample(model, (torch.randn(4, 3, 32, 32),), {},
-                  squared_error(4, 10))
+                  weighted_mean(4, 10))

@@ -5,15 +5,23 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.models.sample import Sample, cross_entropy, squared_error
+from tests.models.sample import Sample, cross_entropy, weighted_mean
+
+
+class Mean(nn.Module):
+    """Over the positions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(dim=1)
 
 
 def transformer_encoder(dropout: float = 0.0, seed: int = 0) -> Sample:
-    """nn.TransformerEncoder."""
+    """nn.TransformerEncoder as a classifier."""
     torch.manual_seed(seed)
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout, batch_first=True)
-    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    return Sample(model.train(), (torch.randn(4, 64, 64),), {}, squared_error(4, 64, 64))
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model = nn.Sequential(encoder, Mean(), nn.Linear(64, 10))
+    return Sample(model.train(), (torch.randn(4, 64, 64),), {}, weighted_mean(4, 10))
 
 
 def transformer_decoder(dropout: float = 0.0, seed: int = 0) -> Sample:
@@ -22,7 +30,7 @@ def transformer_decoder(dropout: float = 0.0, seed: int = 0) -> Sample:
     layer = nn.TransformerDecoderLayer(64, 4, 128, dropout, batch_first=True, norm_first=True)
     model = nn.TransformerDecoder(layer, 2)
     target, memory = torch.randn(4, 48, 64), torch.randn(4, 64, 64, requires_grad=True)
-    return Sample(model.train(), (target, memory), {}, squared_error(4, 48, 64))
+    return Sample(model.train(), (target, memory), {}, weighted_mean(4, 48, 64))
 
 
 class Transformer(nn.Module):
@@ -112,4 +120,4 @@ def mlp_mixer(dropout: float = 0.0, seed: int = 0) -> Sample:
     """MLP-Mixer."""
     torch.manual_seed(seed)
     return Sample(Mixer(4, 48, dropout).train(), (torch.randn(4, 3, 32, 32),), {},
-                  squared_error(4, 10))
+                  weighted_mean(4, 10))
