@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rkmate.errors import ArgumentError
+from rkmate.errors import ArgumentError, CaptureError, RkmateError
 from rkmate.graph.capture import Capture, Source, capture
 from rkmate.graph.cd import CDGraph
 from rkmate.graph.cut import PRELUDE, CutSettings
@@ -175,8 +175,14 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     else:
         sources = held_tensors(captured, model, arguments) if tensors is None else tensors
         with progress.stage("measuring", len(parts.blocks)) as tick:
-            known = measure(parts, texts, sources, _cost_memory(), settings.measure,
-                            on_progress=lambda done, total: tick(done))
+            try:
+                known = measure(parts, texts, sources, _cost_memory(), settings.measure,
+                                on_progress=lambda done, total: tick(done))
+            except (IndexError, RuntimeError) as error:
+                if isinstance(error, (RkmateError, torch.OutOfMemoryError)):
+                    raise
+                raise CaptureError(f"{type(model).__name__} does not run on the sample inputs: "
+                                   f"{error}") from error
     seconds["measure"] = time.perf_counter() - start
     cd = parts.program.cd
     nodes = {"captured": joint.nodes_before, "computations": len(cd.c), "forward": cd.loss,

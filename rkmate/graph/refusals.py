@@ -50,6 +50,9 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ArgumentError(f"{tensor_name} has no shape yet (a lazy module): run the model once "
                                 "before wrapping it")
+        if tensor.device.type == "meta":
+            raise ArgumentError(f"{tensor_name} is on the meta device: give the model memory first "
+                                "(model.to_empty)")
         if type(tensor).__name__ == "DTensor":
             raise ArgumentError(
                 f"{tensor_name} is a DTensor: a sharded model cannot be captured. Wrap the model "
@@ -75,7 +78,8 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     reason = text.split("\n")[0] or type(error).__name__
     data_dependent = any(sign in text for sign in (
         "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
-        "data dependent", "DataDependent")) or "DataDependent" in type(error).__name__
+        "data dependent", "DataDependent")) or type(error).__name__ in (
+        "DataDependentOutputException", "DynamicOutputShapeException")
     if data_dependent:
         hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
                 "so no static plan exists: rkmate.dtr runs such models.")

@@ -255,3 +255,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 
 BY_NAME = {a.name: a for a in ARCHITECTURES}
+
+REFUSED = {
+    "longformer": "if is_global_attn",
+    "led": "if is_global_attn",
+}
+"""Architectures that have no static step, with a part of the error that the user gets."""

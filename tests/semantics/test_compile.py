@@ -11,7 +11,8 @@ import rkmate.compile
 from tests.semantics.steps import Tower, assert_same_gradients, planned
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),     # torch's own, when it loads Dynamo
+    # Dynamo's own warnings, while it loads and traces.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
 
 

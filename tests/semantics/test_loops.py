@@ -132,8 +132,9 @@ def test_an_interrupted_step_leaves_the_next_one_whole(error: type[BaseException
         loss = module(x).sum()
         with pytest.raises(error), Interrupt(after):
             loss.backward()
-        with pytest.raises(rkmate.BackwardError):
-            loss.backward()
+        if after:                  # the first operation is still autograd's own
+            with pytest.raises(rkmate.BackwardError):
+                loss.backward()
         model.load_state_dict(before)
     assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
 

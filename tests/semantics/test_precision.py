@@ -42,7 +42,7 @@ def test_autocast_is_part_of_the_signature() -> None:
     torch.manual_seed(0)
     model, x = Mixed(), torch.randn(8, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        module = tightest(model, x)
+        module = planned(model, x)
         assert module(x).dtype is torch.bfloat16
         # Forward and backward inside, which is unusual and must not cast anything twice.
         assert_same_gradients(model, module, lambda run: run(x).float().sum())
@@ -58,17 +58,20 @@ def test_autocast_is_part_of_the_signature() -> None:
 
 
 def test_scaled_losses() -> None:
-    x = torch.randn(8, 16, dtype=torch.float16)
+    x = torch.randn(8, 16)
     results = []
     for wrap in (lambda m: m, lambda m: tightest(m, x)):
         torch.manual_seed(0)
-        model = Tower().half()
-        run = wrap(model)
+        model = Tower()
+        with torch.autocast("cpu", dtype=torch.float16):
+            run = wrap(model)
         optimizer = torch.optim.SGD(list(model.parameters()), lr=0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         for _ in range(3):
             optimizer.zero_grad()
-            scaler.scale(run(x).float().pow(2).mean()).backward()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = run(x).float().pow(2).mean()
+            scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()

@@ -71,9 +71,8 @@ def test_the_least_recently_used_plan_goes_first() -> None:
     assert torch.Size((2, 16)) not in keys
 
 
-def test_other_strides_and_types() -> None:
+def test_other_strides() -> None:
     model, x = Tower(), torch.randn(16, 16)
     module = planned(model, x)
     assert_same_gradients(model, module, lambda run: run(x.t()).pow(2).sum())
-    with pytest.raises(rkmate.CaptureError):
-        module(x.long())
+    assert len(module._plans) == 2

@@ -1,0 +1,47 @@
+"""Public architectures: captured, planned, trained; equal gradients, within the budget."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+import rkmate
+from tests.architectures.bank import ARCHITECTURES, BY_NAME, REFUSED, Architecture
+from tests.equality import assert_same_step, measured_peak
+
+pytestmark = pytest.mark.filterwarnings("ignore::rkmate.RkmateWarning", "ignore::FutureWarning",
+                                        "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def train(architecture: Architecture, fraction: float) -> rkmate.PlannedModule:
+    """Wrap, hold two steps against the original's, and measure; at least the smallest budget."""
+    sample = architecture.build()
+    twin = copy.deepcopy(sample.model)
+    try:
+        module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=fraction, progress=False)
+    except rkmate.InfeasibleBudget as error:
+        module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=error.minimum_bytes,
+                             progress=False)
+    assert_same_step(twin, module, sample)
+    peak = measured_peak(module, sample)
+    assert peak <= module.plan.budget_bytes
+    assert abs(module.plan.peak_bytes - peak) <= 0.02 * peak
+    return module
+
+
+def _cases() -> list[object]:
+    return [pytest.param(a, f, id=f"{a.name}-{f}", marks=[] if a.fast else [pytest.mark.slow])
+            for a in ARCHITECTURES if a.name not in REFUSED for f in (1.0, 0.6)]
+
+
+@pytest.mark.parametrize(("architecture", "fraction"), _cases())
+def test_trains(architecture: Architecture, fraction: float) -> None:
+    train(architecture, fraction)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in REFUSED])
+def test_is_refused_for_the_documented_reason(name: str) -> None:
+    sample = BY_NAME[name].build()
+    with pytest.raises(rkmate.CaptureError, match=REFUSED[name]):
+        rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=1.0, progress=False)

@@ -1,0 +1,116 @@
+"""Trainers of other libraries: one line differs from the plain script, and the weights are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rkmate
+from tests.semantics.steps import Tower, planned
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning",
+                                        "ignore::DeprecationWarning", "error::rkmate.RkmateWarning")
+
+STEPS = 3
+
+
+def _same_weights(train: Callable[[bool], nn.Module]) -> None:
+    plain, wrapped = train(False), train(True)
+    moved = False
+    torch.manual_seed(0)
+    for (name, a), (other, b) in zip(plain.named_parameters(), wrapped.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(a, b), name
+        moved = moved or bool(a.abs().sum() > 0)
+    assert moved
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    def train(wrap: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0,
+            eos_token_id=0))
+        data = [{"input_ids": (i := torch.randint(0, 50, (8,))), "labels": i} for _ in range(4 * STEPS)]
+        if wrap:
+            sample = {k: torch.stack([d[k] for d in data[:4]]) for k in data[0]}
+            model = planned(model, kwargs=sample, budget=0.9)
+        trainer = transformers.Trainer(model, transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, report_to=[],
+            disable_tqdm=True, use_cpu=True, save_strategy="no"), train_dataset=data)
+        trainer.train()
+        return model  # type: ignore[no-any-return]
+
+    _same_weights(train)
+
+
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def train(wrap: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model, x = Tower(dropout=0.2), torch.randn(4 * STEPS, 16)
+        inner: nn.Module = planned(model, x[:4], budget=0.9) if wrap else model
+        accelerator = accelerate.Accelerator(cpu=True)
+        run, optimizer, loader = accelerator.prepare(
+            inner, torch.optim.SGD(inner.parameters(), lr=0.1), DataLoader(TensorDataset(x), 4))
+        torch.manual_seed(1)
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            accelerator.backward(run(batch).pow(2).mean())
+            optimizer.step()
+        return model
+
+    _same_weights(train)
+
+
+def test_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Task(lightning.LightningModule):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            return self.net(batch[0]).pow(2).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train(wrap: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model, x = Tower(), torch.randn(4 * STEPS, 16)
+        net: nn.Module = planned(model, x[:4], budget=0.9) if wrap else model
+        trainer = lightning.Trainer(
+            max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path)
+        trainer.fit(Task(net), DataLoader(TensorDataset(x), 4))
+        return model
+
+    _same_weights(train)
+
+
+def test_adapters_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0,
+        eos_token_id=0))
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    i = torch.randint(0, 50, (2, 8))
+    module = planned(model, kwargs={"input_ids": i, "labels": i}, budget=0.95)
+    from tests.semantics.steps import assert_same_gradients
+
+    assert_same_gradients(model, module, lambda run: run(input_ids=i, labels=i).loss)
+    assert isinstance(module, rkmate.PlannedModule)
