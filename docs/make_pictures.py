@@ -1,5 +1,8 @@
 """Draw every picture of the documentation: ``python docs/make_pictures.py``.
 
+``--measure`` adds a point for torch.utils.checkpoint to the curve: only on a machine that does nothing
+else, because it compares measured times.
+
 Needs matplotlib, transformers and Graphviz; the screenshot of the report also needs Chromium.
 """
 
@@ -63,8 +66,8 @@ def graphs() -> None:
     plan.draw(IMAGES / "schedule.svg", "schedule", list(redoes)[2])
 
 
-def memory_and_time() -> None:
-    """The timeline with a measured step on top, and the curve with what people use today."""
+def memory_and_time(measure: bool) -> None:
+    """The timeline with a measured step on top, the curve, and the report."""
     model, args, kwargs = make_demo("gpt2")
 
     def step(module: nn.Module) -> Callable[[], None]:
@@ -73,16 +76,17 @@ def memory_and_time() -> None:
         return run
 
     curve = rkmate.tradeoff(model, args, kwargs, progress=False, costs=COSTS)
-    base = curve[0].baseline_seconds
-    other = copy.deepcopy(model)
-    enable = getattr(other, "activation_checkpointing_enable", None) or other.gradient_checkpointing_enable
-    enable()
-    checkpoint = rkmate.measure_step(other, step(other), timeline=False).peak
-    plain, slower = seconds_of([step(model), step(other)])
+    if measure:
+        other: Any = copy.deepcopy(model)
+        enable = getattr(other, "activation_checkpointing_enable", other.gradient_checkpointing_enable)
+        enable()
+        peak = rkmate.measure_step(other, step(other), timeline=False).peak
+        plain, slower = seconds_of([step(model), step(other)])
+        base = curve[0].baseline_seconds
+        curve = curve.with_point("torch.utils.checkpoint, per layer", peak, slower / plain * base)
     wrapped = rkmate.wrap(model, args, kwargs, budget=0.5, progress=False, costs=COSTS)
     measured = rkmate.measure_step(wrapped, step(wrapped))
     wrapped.plan.plot(IMAGES / "timeline.svg", measured=measured)
-    curve = curve.with_point("torch.utils.checkpoint, per layer", checkpoint, slower / plain * base)
     curve.plot(IMAGES / "curve.svg", here=wrapped.plan, title="GPT-2, four layers")
     screenshot(wrapped.plan, curve, measured)
 
@@ -103,6 +107,6 @@ def screenshot(plan: rkmate.Plan, curve: rkmate.Curve, measured: Any) -> None:
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     graphs()
-    memory_and_time()
+    memory_and_time("--measure" in sys.argv[1:])
     print(*sorted(str(p.relative_to(Path.cwd())) if p.is_relative_to(Path.cwd()) else str(p)
                   for p in IMAGES.rglob("*.*")), sep="\n")
