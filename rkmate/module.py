@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import warnings
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -51,6 +53,7 @@ class PlannedModule(nn.Module):
     def _set_up(self, plans: Plans, verify: bool, on_new_shape: NewShape) -> None:
         self.__dict__.update(_plans=plans, _verify=verify, _on_new_shape=on_new_shape, _told=set(),
                              _latest=None, _watch=Watch(self._original))
+        self.__dict__["forward"] = MethodType(_with_signature_of(self._original), self)
 
     # -- planning -------------------------------------------------------------------------
 
@@ -201,10 +204,28 @@ class PlannedModule(nn.Module):
         return self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape
 
 
+def _with_signature_of(model: nn.Module) -> Any:
+    """The planned forward with the original's signature: libraries look at its argument names."""
+    def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
+        return PlannedModule.forward(self, *args, **kwargs)
+
+    forward.__doc__ = PlannedModule.forward.__doc__
+    try:
+        own = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return forward
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    others = [p for p in own.parameters.values() if p.name != "self"]
+    if not any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in others):
+        first = first.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = own.replace(parameters=[first, *others])  # type: ignore[attr-defined]
+    return forward
+
+
 @torch.compiler.disable
 def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A compiled function breaks its graph around a planned module, which runs as planned."""
-    return module.forward(*args, **kwargs)
+    return PlannedModule.forward(module, *args, **kwargs)
 
 
 def _planning_here() -> bool:
