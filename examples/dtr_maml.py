@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 
-def task(width: int = 128, batch: int = 512, inner: int = 4, rate: float = 0.1) -> Task:
+def task(width: int = 128, batch: int = 512, inner: int = 12, rate: float = 0.02) -> Task:
     """A meta-training step: regression of random sine waves, ``inner`` steps deep."""
 
     def build() -> nn.Module:
