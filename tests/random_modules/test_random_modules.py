@@ -24,7 +24,10 @@ QUICK = Settings(options=OptionSettings(grid=(3, 3), time_limit=0.2, block_limit
 
 
 def _loss(output: Any) -> torch.Tensor:
-    return sum(t.pow(2).mean() for t in output)  # type: ignore[return-value]
+    """Weights differ per element. It allocates no more than a plan leaves room for: a loss outside
+    the module is the caller's, and of its bytes three times the outputs are planned for."""
+    return sum((t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum()  # type: ignore[return-value]
+               for t in output)
 
 
 def check(recipe: Recipe, share: float) -> None:
