@@ -131,7 +131,7 @@ def main() -> None:
             found = rkmate.compare(model, inputs, named, budgets=[0.5], measure=True,
                                    planners=["rockmate", "rotor", "chen", "lower-sets", "dtr"])
             print(found, flush=True)
-            parts += [f"{title}, budget {size(found.budgets[0])}:", measured(found)]
+            parts += [f"{title}, budget {size(found.budgets[0])}:", measured(found), losses(found)]
     text = PAGE.read_text(encoding="utf-8")
     before, after = text[:text.index(BEGIN)], text[text.index(END):]
     PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{after}", encoding="utf-8")

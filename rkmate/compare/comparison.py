@@ -88,13 +88,13 @@ class Comparison(Sequence[Row]):
 
     def best(self, budget: int) -> Row | None:
         """The row with the least predicted time; None when nothing fits. Of equals, the default
-        planner, then the first."""
+        planner, then the one that planned quickest."""
         fits = [(r.time_ratio, r) for r in self.at(budget) if r.time_ratio is not None]
         if not fits:
             return None
         least = min(ratio for ratio, _ in fits)
         equal = [r for ratio, r in fits if ratio <= least + SAME]
-        return next((r for r in equal if r.method == DEFAULT), equal[0])
+        return min(equal, key=lambda r: (r.method != DEFAULT, r.planning_seconds or 0.0))
 
     def beaten(self, method: str = DEFAULT) -> tuple[tuple[Row, Row], ...]:
         """Where a method is not the best: pairs of its row and the best one, by predicted time."""
