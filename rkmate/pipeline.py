@@ -90,9 +90,10 @@ class Prepared:
     def reserve_at_loss(self) -> int:
         """Bytes left for a loss that the caller computes from large outputs.
 
-        Log-softmax, the gradient that enters it and the one that leaves it: three times the outputs.
+        Log-softmax, the gradient that enters it and the one that leaves it: three times the outputs;
+        and some for the scalars that a loss of any kind holds.
         """
-        return 3 * sum(self.graph.d[j].size for j in self.graph.output_grads
+        return 512 + 3 * sum(self.graph.d[j].size for j in self.graph.output_grads
                        if self.graph.d[j].size > 64)
 
     @cached_property

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.batch_norm import cumulative_averages_as_tensors
-from rkmate.graph.library_paths import as_in_eager_mode
+from rkmate.graph.library_paths import as_in_eager_mode, has_other_paths
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.refusals import explained, has_generator
 from rkmate.graph.state import MISSING, Assigned, HostDraws, PythonState, all_transient
@@ -139,6 +139,18 @@ def _text(found: Capture) -> str:
     return "\n".join([*lines, repr(constants)])
 
 
+def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """The exported program, with libraries on eager's path where they can be traced on it."""
+    try:
+        with as_in_eager_mode():
+            return torch.export.export(flat, tensors, strict=False)
+    except Exception:
+        if not has_other_paths():
+            raise
+        # Code that expects what its library makes while exported (a mask, say) gets it.
+        return torch.export.export(flat, tensors, strict=False)
+
+
 def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
              before: PythonState) -> tuple[Capture, Sequence[Assigned]]:
     given, inputs = take_apart((args, kwargs), result=False)
@@ -151,8 +163,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             torch.enable_grad(), _quiet():
         warnings.simplefilter("ignore")
         try:
-            with as_in_eager_mode():
-                exported = torch.export.export(flat, tuple(tensors), strict=False)
+            exported = _export(flat, tuple(tensors))
             program = exported.module()
             as_eager_runs_them(program)
             structure = flat.found.structure

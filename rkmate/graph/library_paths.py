@@ -24,6 +24,11 @@ from torch.fx.experimental import proxy_tensor
 _MASKS = "transformers.masking_utils"
 
 
+def has_other_paths() -> bool:
+    """Whether a library is loaded that takes another path while it is exported."""
+    return _MASKS in sys.modules
+
+
 @contextmanager
 def as_in_eager_mode() -> Iterator[None]:
     """While a module is exported: libraries that are loaded decide as they would in eager mode."""

@@ -16,7 +16,8 @@ from rkmate.graph.partition import Block
 from rkmate.graph.simplify import is_view
 
 _METHODS: dict[object, str] = {
-    torch.ops.aten.view.default: "view", torch.ops.aten._unsafe_view.default: "view",
+    # A kernel may lay its result out otherwise than the tracer was told; reshape then copies.
+    torch.ops.aten.view.default: "reshape", torch.ops.aten._unsafe_view.default: "reshape",
     torch.ops.aten.t.default: "t", torch.ops.aten.transpose.int: "transpose",
     torch.ops.aten.unsqueeze.default: "unsqueeze", torch.ops.aten.squeeze.dim: "squeeze",
     torch.ops.aten.expand.default: "expand", torch.ops.aten.permute.default: "permute",

@@ -195,16 +195,20 @@ class _Runner:
 
     def _call(self, node: Any) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            return args[0].reshape(args[1])       # as the generated source has it
         return node.target(*args, **kwargs)
 
     def run(self, i: int, meter: PartsMeter | None = None) -> None:
         """Run a C node."""
-        call = self._prepared(i)[0]
         if meter is None:
+            self._keep(i, self._prepared(i)[0]())
+            return
+        # Views that turn out to be copies belong to the operation that takes them.
+        with meter.part(i):
+            call = self._prepared(i)[0]
             self._keep(i, call())
-        else:
-            with meter.part(i):
-                self._keep(i, call())
+            del call
 
     def run_timed(self, i: int) -> None:
         """Run a C node and time it, unless an equal operation has been timed."""

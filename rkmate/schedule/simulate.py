@@ -13,7 +13,7 @@ from rkmate.errors import ScheduleError
 from rkmate.graph.cd import CDGraph
 from rkmate.schedule.steps import Compute, Forget, Loss, Schedule, overwritten
 
-_SCALARS = 256
+_SCALARS = 512
 
 
 @dataclass(frozen=True)
