@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ FIELDS = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def program(name: str) -> Program:
     return read_log(DATA / "logs" / RESULTS[name]["log"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +56,7 @@ _STATISTICS = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def traits_of(operation: OpOverload) -> Traits:
     """The traits of ``operation``, read from its schema once."""
     schema = operation._schema

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -52,7 +52,7 @@ class Sizes:
     outputs.
     """
 
-    _known: dict[Any, Need] = {}
+    _known: ClassVar[dict[Any, Need]] = {}
 
     def need(self, key: Any, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:
         """What the call will allocate."""
