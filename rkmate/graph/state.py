@@ -15,7 +15,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from rkmate.errors import CaptureError
 from rkmate.graph.structure import tensors_in
 
-_REGISTRIES = ("_buffers", "_modules", "_parameters")
+_REGISTRIES = ("_buffers", "_modules", "_parameters", "_forward_hooks", "_forward_hooks_with_kwargs",
+               "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+               "_backward_hooks", "_backward_pre_hooks")
 MISSING = object()
 """Stands for an attribute that is not there."""
 _LISTS = ("_all_weights", "_flat_weight_refs", "_flat_weights", "_flat_weights_names")

@@ -113,7 +113,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
     _a("bloom", "text", "BloomForCausalLM", "Bloom", {**_TEXT, "hidden_size": 32, "n_layer": 2,
                                                      "n_head": 4}),
-    _a("llama", "text", "LlamaForCausalLM", "Llama", _DECODER, "masked", fast=True),
+    _a("llama", "text", "LlamaForCausalLM", "Llama", _DECODER, fast=True),
     _a("mistral", "text", "MistralForCausalLM", "Mistral", {**_DECODER, "sliding_window": 8}),
     _a("qwen2", "text", "Qwen2ForCausalLM", "Qwen2", _DECODER),
     _a("qwen3", "text", "Qwen3ForCausalLM", "Qwen3", {**_DECODER, "head_dim": 8}),
@@ -219,7 +219,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "num_attention_heads": [1, 2, 4, 4]}, "classes64"),
     _a("segformer", "segmentation", "SegformerForSemanticSegmentation", "Segformer", {
         "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 4, 4],
-        "decoder_hidden_size": 32}, "segmented", fast=True),
+        "decoder_hidden_size": 32}, "segmented"),
     _a("dpt", "depth", "DPTForDepthEstimation", "DPT", {
         **_VISION, "image_size": 32, "patch_size": 8, "num_hidden_layers": 4, "backbone_out_indices":
         [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16}, "image"),

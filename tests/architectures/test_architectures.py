@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 
 import pytest
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::rkmate.RkmateWarning", "ignore:
 def train(architecture: Architecture, fraction: float) -> rkmate.PlannedModule:
     """Wrap, hold two steps against the original's, and measure; at least the smallest budget."""
     sample = architecture.build()
-    twin = copy.deepcopy(sample.model)
+    twin = architecture.build().model
     try:
         module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=fraction, progress=False)
     except rkmate.InfeasibleBudget as error:
