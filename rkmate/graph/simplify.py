@@ -202,10 +202,11 @@ class _Work:
                 user.replace_input_with(node, copy)
 
     def drop_dead(self) -> None:
-        """Operations whose result nobody reads."""
+        """Operations whose result nobody reads; draws stay, as the generator's state moves on."""
         keep = self.results()
         for node in reversed(list(self.graph.nodes)):
-            if node.op == "call_function" and not node.users and node not in keep:
+            if node.op == "call_function" and not node.users and node not in keep \
+                    and not (is_random(node) and not is_backward(node)):
                 self.graph.erase_node(node)
 
     def take_sums_apart(self) -> None:

@@ -58,6 +58,13 @@ _COMMON = {"deadline": None, "derandomize": True, "database": None,
            "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
+@settings(max_examples=20, **_COMMON)
+@given(recipes, st.floats(0.2, 1))
+def test_twenty(recipe: Recipe, share: float) -> None:
+    check(recipe, share)
+
+
+@pytest.mark.slow
 @settings(max_examples=200, **_COMMON)
 @given(recipes, st.floats(0.2, 1))
 def test_two_hundred(recipe: Recipe, share: float) -> None:
