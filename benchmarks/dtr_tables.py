@@ -123,11 +123,10 @@ def models() -> None:
     import dtr_treelstm
     from dtr_compare import compare, show
 
-    rows = compare(dtr_treelstm.task(), heuristic="dtr")
+    show(compare(dtr_treelstm.task(), steps=1, heuristic="dtr"))
     for module in (dtr_language_model, dtr_maml, dtr_routing):
-        rows += compare(module.task())
-    show(rows)
-    # Large operations: the size at which the bar on time is set.
+        show(compare(module.task()))
+    # Operations of some 100 microseconds and more.
     show(compare(dtr_treelstm.task(width=256, batch=512), (0.5,), steps=1))
 
 
