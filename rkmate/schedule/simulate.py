@@ -13,7 +13,8 @@ from rkmate.errors import ScheduleError
 from rkmate.graph.cd import CDGraph
 from rkmate.schedule.steps import Compute, Forget, Loss, Schedule, overwritten
 
-_SCALARS = 512
+LOSS_SCALARS = 512
+"""Bytes of what a loss outside keeps to the end: its value, the number its backward starts from."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 raise ScheduleError(f"step {k}: the loss comes twice or without {names or 'need'}")
             seen_loss = True
             saved = live
-            live += min(reserve_at_loss, _SCALARS)
+            live += min(reserve_at_loss, LOSS_SCALARS)
             for j in graph.output_grads:
                 alive.add(j)
                 live += graph.d[j].size

@@ -13,7 +13,7 @@ from typing import Literal
 from rkmate.errors import ScheduleError
 from rkmate.graph.summary import GraphSummary
 from rkmate.plan import Plan
-from rkmate.schedule.simulate import simulate
+from rkmate.schedule.simulate import LOSS_SCALARS, simulate
 from rkmate.schedule.steps import Compute, Forget, Schedule, from_order, overwritten
 
 Kind = Literal["kept", "recomputed", "gradients", "temporaries", "loss"]
@@ -233,7 +233,7 @@ class _Walk:
         before = sum(self.level.values())
         self.loss_at = k
         self.at_loss = set(self.alive)
-        stays = min(self.graph.reserve_at_loss, 256)
+        stays = min(self.graph.reserve_at_loss, LOSS_SCALARS)
         self.level["loss"] += stays
         for j in self.graph.output_grads:
             self._add(k, j, False)
