@@ -1,8 +1,8 @@
 """Operations that may write their result over an input that dies with them.
 
-Pointwise operations have in-place variants with the same arithmetic; some gradient formulas take
-their result's place as an argument. Which of the inputs dies is the schedule's business; here it
-only stands which could be overwritten, and how the call is then written.
+Pointwise operations have in-place variants with the same arithmetic; some kernels, and the operators
+that work part by part, take their result's place as an argument. Which of the inputs dies is the
+schedule's business; here it only stands which could be overwritten, and how the call is then written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from rkmate.graph import operators  # noqa: F401 - defines torch.ops.rkmate
 
 aten = torch.ops.aten
 
@@ -46,6 +48,13 @@ _INTO_GRADIENT_BY_ROWS: dict[Any, tuple[Any, str, int]] = {
     aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out", 0),
     aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input", 0),
 }
+# Kernels that read a whole row before they write any of it.
+_INTO_INPUT_BY_ROWS = {aten._log_softmax.default: aten._log_softmax.out,
+                       aten._softmax.default: aten._softmax.out}
+_BY_PARTS: dict[Any, tuple[Any, int]] = {
+    torch.ops.rkmate.cross_entropy_backward.default: (torch.ops.rkmate.cross_entropy_backward.out, 1),
+    torch.ops.rkmate.batch_norm_backward.default: (torch.ops.rkmate.batch_norm_backward.over, 0),
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ def overwrites(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[Over
     """
     target = node.target
     result = node.meta.get("val")
+    if target in _BY_PARTS and isinstance(result, (tuple, list)):
+        result = result[0]
     if not isinstance(result, torch.Tensor):
         return []
     ways: list[Overwrite] = []
@@ -84,6 +95,12 @@ def overwrites(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[Over
         new, keyword, _ = _INTO_GRADIENT_BY_ROWS[target]
         if node.args[3] == result.dtype:
             ways.append(Overwrite(0, new, keyword=keyword))
+    elif target in _INTO_INPUT_BY_ROWS and node.args[1] in (-1, result.dim() - 1) \
+            and node.args[2] is False:
+        ways.append(Overwrite(0, _INTO_INPUT_BY_ROWS[target], keyword="out"))
+    elif target in _BY_PARTS:
+        over, position = _BY_PARTS[target]
+        ways.append(Overwrite(position, over, keyword="out"))
     return [w for w in ways if _fits(node, w, result, storage)]
 
 

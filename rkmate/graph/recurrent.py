@@ -16,7 +16,7 @@ from rkmate.errors import CaptureError
 
 aten = torch.ops.aten
 
-_library = torch.library.Library("rkmate", "DEF")
+_library = torch.library.Library("rkmate", "FRAGMENT")
 _library.define(
     "recurrent_layer(Tensor input, Tensor w1, Tensor w2, Tensor w3, Tensor w4, Tensor hx, Tensor cx, "
     "bool reverse, int[] batch_sizes, int mode, int hidden_size, int num_layers, bool has_biases, "

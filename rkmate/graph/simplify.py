@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.graph.by_parts import split_wide
 from rkmate.graph.capture import Capture, Source
 
 aten = torch.ops.aten
@@ -88,6 +89,8 @@ def simplify(capture: Capture, wanted: tuple[bool, ...]) -> Joint:
     work.drop_gradients_of(wanted)
     work.drop_copies()
     work.protect_overwritten()
+    work.drop_dead()
+    split_wide(graph, work.replace)
     work.drop_dead()
     work.take_sums_apart()
     work.own_gradients()

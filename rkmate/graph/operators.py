@@ -1,0 +1,121 @@
+"""Operators of our own: torch's, done part by part, with the same bits as a result.
+
+Each works on a few rows (or channels) at a time, so that its temporaries are as large as one part
+and stay in the processor's cache, and each can put its result where an argument stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+PART_BYTES = 2**21
+"""About how large a part is on a CPU."""
+CUDA_PART_BYTES = 2**24
+"""The least that keeps a GPU busy."""
+MOST_CUDA_PARTS = 16
+
+aten = torch.ops.aten
+_library = torch.library.Library("rkmate", "FRAGMENT")
+
+
+def part_bytes(total: int, device_type: str) -> int:
+    """About how many bytes of a tensor to work on at a time."""
+    return PART_BYTES if device_type == "cpu" else max(CUDA_PART_BYTES, total // MOST_CUDA_PARTS)
+
+
+def _parts(tensor: torch.Tensor, dim: int) -> Iterator[slice]:
+    """Stretches of a dimension, of about a part's bytes each."""
+    length = tensor.shape[dim]
+    total = max(1, tensor.numel() * tensor.element_size())
+    step = max(1, length * part_bytes(total, tensor.device.type) // total)
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def cross_entropy_backward_out(
+        grad_output: torch.Tensor, log_probs: torch.Tensor, target: torch.Tensor,
+        weight: torch.Tensor | None, reduction: int, ignore_index: int, total_weight: torch.Tensor,
+        dim: int, *, out: torch.Tensor) -> torch.Tensor:
+    """Gradient of the logits; `out` may be `log_probs` itself.
+
+    The first dimension, of `log_probs`, `target` and (without reduction) `grad_output`, is cut.
+    """
+    nll_backward = aten.nll_loss2d_backward if log_probs.dim() == 4 else aten.nll_loss_backward
+    for rows in _parts(log_probs, 0):
+        part = log_probs[rows]
+        grad = nll_backward(grad_output if reduction else grad_output[rows], part, target[rows],
+                            weight, reduction, ignore_index, total_weight)
+        aten._log_softmax_backward_data.out(grad, part, dim, part.dtype, out=grad)
+        out[rows].copy_(grad)
+        del grad                          # before the next one is made
+    return out
+
+
+def cross_entropy_backward(
+        grad_output: torch.Tensor, log_probs: torch.Tensor, target: torch.Tensor,
+        weight: torch.Tensor | None, reduction: int, ignore_index: int, total_weight: torch.Tensor,
+        dim: int) -> torch.Tensor:
+    """As above, into memory of its own."""
+    return cross_entropy_backward_out(grad_output, log_probs, target, weight, reduction,
+                                      ignore_index, total_weight, dim,
+                                      out=torch.empty_like(log_probs))
+
+
+def batch_norm_backward_over(
+        grad_out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None,
+        save_mean: torch.Tensor, save_invstd: torch.Tensor, eps: float, *,
+        out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of input, weight and bias in training mode; `out`, for the first, may be `grad_out`.
+
+    The channels are cut. torch's own kernel allocates the first gradient twice.
+    """
+    if not (grad_out.is_contiguous() and input.is_contiguous() and input.shape[2:].numel() > 1):
+        # Another layout goes through another kernel, whose sums are ordered otherwise.
+        gradient, weights, biases = _batch_norm_backward(grad_out, input, weight, save_mean,
+                                                         save_invstd, eps)
+        return out.copy_(gradient), weights, biases
+    parts = []
+    for channels in _parts(input, 1):
+        gradient, *rest = _batch_norm_backward(
+            grad_out[:, channels].contiguous(), input[:, channels].contiguous(),
+            None if weight is None else weight[channels], save_mean[channels],
+            save_invstd[channels], eps)
+        out[:, channels].copy_(gradient)
+        del gradient
+        parts.append(rest)
+    return out, torch.cat([w for w, _ in parts]), torch.cat([b for _, b in parts])
+
+
+def batch_norm_backward(
+        grad_out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None,
+        save_mean: torch.Tensor, save_invstd: torch.Tensor,
+        eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As above, into memory of its own."""
+    return batch_norm_backward_over(grad_out, input, weight, save_mean, save_invstd, eps,
+                                    out=torch.empty_like(input))
+
+
+def _batch_norm_backward(grad_out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None,
+                         save_mean: torch.Tensor, save_invstd: torch.Tensor,
+                         eps: float) -> tuple[torch.Tensor, ...]:
+    result: tuple[torch.Tensor, ...] = aten.native_batch_norm_backward.default(
+        grad_out, input, weight, None, None, save_mean, save_invstd, True, eps, [True, True, True])
+    return result
+
+
+_CROSS_ENTROPY = ("Tensor grad_output, Tensor log_probs, Tensor target, Tensor? weight, "
+                  "int reduction, SymInt ignore_index, Tensor total_weight, int dim")
+_BATCH_NORM = ("Tensor grad_out, Tensor input, Tensor? weight, Tensor save_mean, "
+               "Tensor save_invstd, float eps")
+for _schema, _function in {
+    f"cross_entropy_backward({_CROSS_ENTROPY}) -> Tensor": cross_entropy_backward,
+    f"cross_entropy_backward.out({_CROSS_ENTROPY}, *, Tensor(a!) out) -> Tensor(a!)":
+        cross_entropy_backward_out,
+    f"batch_norm_backward({_BATCH_NORM}) -> (Tensor, Tensor, Tensor)": batch_norm_backward,
+    f"batch_norm_backward.over({_BATCH_NORM}, *, Tensor(a!) out) -> (Tensor(a!), Tensor, Tensor)":
+        batch_norm_backward_over,
+}.items():
+    _library.define(_schema)
+    _library.impl(_schema.split("(")[0], _function, "CompositeExplicitAutograd")

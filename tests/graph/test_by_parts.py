@@ -1,0 +1,118 @@
+"""The operators that work part by part: torch's bits, and no more memory than one part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rkmate
+from rkmate.graph import operators
+from rkmate.measure.meter import measure_peak
+from tests.equality import assert_same_step, measured_peak
+from tests.models import Sample
+
+aten = torch.ops.aten
+own = torch.ops.rkmate
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a kibibyte, so that small tensors have many."""
+    monkeypatch.setattr(operators, "PART_BYTES", 2**10)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(37, 50), (1, 700), (3, 5, 11, 13)])
+def test_cross_entropy_backward(shape: tuple[int, ...], weighted: bool, reduction: str) -> None:
+    logits = torch.randn(shape, requires_grad=True)
+    target = torch.randint(0, shape[1], (shape[0], *shape[2:]))
+    target.view(-1)[::4] = -100
+    weight = torch.rand(shape[1]) if weighted else None
+    log_probs = F.log_softmax(logits, 1)
+    loss = F.nll_loss(log_probs, target, weight, reduction=reduction)
+    grad = torch.randn_like(loss)
+    expected, = torch.autograd.grad(loss, logits, grad)
+    kind = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    forward = aten.nll_loss2d_forward if len(shape) == 4 else aten.nll_loss_forward
+    total = forward(log_probs.detach(), target, weight, kind, -100)[1]
+    arguments = (grad, log_probs.detach().clone(), target, weight, kind, -100, total, 1)
+    assert torch.equal(own.cross_entropy_backward(*arguments), expected)
+    over = own.cross_entropy_backward.out(*arguments, out=arguments[1])
+    assert over is arguments[1]
+    assert torch.equal(over, expected)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("shape", [(6, 7, 5), (3, 8, 9, 10), (2, 5, 3, 4, 5), (1, 3, 2, 2), (40, 9)])
+@pytest.mark.parametrize("layout", ["contiguous", "other"])
+def test_batch_norm_backward(shape: tuple[int, ...], layout: str) -> None:
+    x, grad = torch.randn(shape), torch.randn(shape)
+    if layout == "other":
+        grad = grad.transpose(0, 1).contiguous().transpose(0, 1)
+    weight = torch.rand(shape[1])
+    dims = [d for d in range(len(shape)) if d != 1]
+    mean, invstd = x.mean(dims), 1 / x.var(dims, unbiased=False).add(1e-5).sqrt()
+    expected = aten.native_batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, 1e-5,
+                                               [True, True, True])
+    found = own.batch_norm_backward(grad, x, weight, mean, invstd, 1e-5)
+    over = own.batch_norm_backward.over(grad, x, weight, mean, invstd, 1e-5, out=grad)
+    assert over[0] is grad
+    for a, b, c in zip(expected, found, over, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("operator", [aten._log_softmax, aten._softmax])
+def test_softmax_over_its_own_input(operator: Any) -> None:
+    for shape in ((3, 5000), (64, 33), (2, 3, 1)):
+        x = torch.randn(shape)
+        expected = operator(x, -1, False)
+        assert operator.out(x, -1, False, out=x) is x
+        assert torch.equal(x, expected)
+
+
+def test_no_more_memory_than_one_part() -> None:
+    log_probs = torch.randn(1024, 4096).log_softmax(1)
+    target = torch.randint(0, 4096, (1024,))
+    one = torch.ones(())
+    peak = measure_peak(lambda: own.cross_entropy_backward.out(
+        one, log_probs, target, None, 1, -100, one, 1, out=log_probs)).peak
+    assert peak <= 1.1 * operators.PART_BYTES, peak
+
+
+class _Wide(nn.Module):
+    """A wide image after a batch norm, and a wide loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+                                  nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+                                  nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        self.head = nn.Linear(256, 600)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.stem(images)), labels)
+
+
+def wide() -> Sample:
+    """A sample of it, the same each time."""
+    torch.manual_seed(0)
+    return Sample(_Wide(), (torch.randn(96, 3, 16, 16), torch.randint(0, 600, (96,))), {},
+                  lambda loss: loss)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.9])
+def test_a_wrapped_module_uses_them(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "PART_BYTES", 2**16)
+    sample = wide()
+    wrapped = rkmate.wrap(sample.model, sample.args, budget=budget, progress=False)
+    assert "rkmate.batch_norm_backward.over(" in wrapped.source
+    assert "rkmate.cross_entropy_backward.out(" in wrapped.source
+    assert_same_step(wide().model, wrapped, sample)
+    assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
