@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.batch_norm import cumulative_averages_as_tensors
+from rkmate.graph.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.library_paths import as_in_eager_mode, has_other_paths
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.refusals import explained, has_generator
@@ -143,12 +144,20 @@ def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
     """The exported program, with libraries on eager's path where they can be traced on it."""
     try:
         with as_in_eager_mode():
-            return torch.export.export(flat, tensors, strict=False)
+            return _export_once(flat, tensors)
     except Exception:
         if not has_other_paths():
             raise
         # Code that expects what its library makes while exported (a mask, say) gets it.
-        return torch.export.export(flat, tensors, strict=False)
+        return _export_once(flat, tensors)
+
+
+def _export_once(flat: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
+    with kept_whole() as calls:
+        program = torch.export.export(flat, tensors, strict=False).module()
+    run_as_they_are(program, calls)
+    as_eager_runs_them(program)
+    return program
 
 
 def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -163,9 +172,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             torch.enable_grad(), _quiet():
         warnings.simplefilter("ignore")
         try:
-            exported = _export(flat, tuple(tensors))
-            program = exported.module()
-            as_eager_runs_them(program)
+            program = _export(flat, tuple(tensors))
             structure = flat.found.structure
             assert structure is not None
             with contextlib.ExitStack() as stack:
@@ -200,6 +207,11 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
             return Source("input", desc.idx)
         if isinstance(desc, D.TangentAOTInput) and isinstance(desc.output, D.PlainAOTOutput):
             return Source("tangent", desc.output.idx)
+        written = getattr(getattr(desc, "output", None), "mutated_input", None)
+        if isinstance(written, D.ParamAOTInput):
+            raise CaptureError(f"{type(model).__name__}: the forward changes the parameter "
+                               f"{written.target.removeprefix('model.')!r} in place, which cannot be "
+                               "planned: change it outside of the forward, or keep it in a buffer")
         raise CaptureError(f"{type(model).__name__}: the captured graph has an input of a kind that "
                            f"is not supported: {desc}")
 

@@ -83,6 +83,9 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     if data_dependent:
         hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
                 "so no static plan exists: rkmate.dtr runs such models.")
+    elif "fake tensor in the exported program constant" in text:
+        reason = "the forward reads .data or .grad of a tensor, which a trace cannot follow"
+        hint = ": use .detach(), and compute gradients outside of the module"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
     return CaptureError(f"{type(model).__name__} cannot be captured{_place(error)}: {reason}{hint}")

@@ -1,0 +1,184 @@
+"""Gradients that a model defines itself: its own backward runs, whatever its forward computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import rkmate
+from tests.equality import assert_same_step
+from tests.models.sample import Sample
+from tests.semantics.steps import planned, tightest
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return -ctx.scale * grad, None
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0].abs().lt(3)
+
+
+class _TwoResults(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * y, x + y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return grad * y * 2, grad * x
+
+
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        x.relu_()
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (ctx.saved_tensors[0] > 0) * 5
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight * 2, grad.t() @ x * 0.5
+
+
+class _Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mask = (torch.rand_like(x) > 0.5).float()
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.mask * 2
+
+
+class _RunsModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return module(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, grad
+
+
+reverse = _Reversed.apply                   # a name of its own, as libraries have
+
+
+class _Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(getattr(self, self.kind)(self.a(x), x).tanh())  # type: ignore[no-any-return]
+
+    def reversed(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return reverse(h, 2.0) + _Reversed.apply(h, 0.5)  # type: ignore[no-any-return]
+
+    def rounded(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return _Rounded.apply(h * 3)  # type: ignore[no-any-return]
+
+    def two_results(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        product, total = _TwoResults.apply(h, self.b(x))
+        return product + total  # type: ignore[no-any-return]
+
+    def in_place(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        h = h * 1
+        _InPlace.apply(h)
+        return h
+
+    def weighted(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return _Weighted.apply(h, self.a.weight)  # type: ignore[no-any-return]
+
+    def masked(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return _Masked.apply(h)  # type: ignore[no-any-return]
+
+    def checkpointed(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return h + checkpoint(lambda v: F.dropout(self.c(v).tanh(), 0.3), h, use_reentrant=True)
+
+    def module_inside(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return _RunsModule.apply(self.b, h)  # type: ignore[no-any-return]
+
+    def hooked(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * 3)
+        return h
+
+    def data(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return h * h.data
+
+    def clipped(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.a.weight.clamp_(-0.1, 0.1)
+        return h
+
+
+KINDS = ("reversed", "rounded", "two_results", "in_place", "weighted", "masked", "checkpointed")
+
+
+@pytest.mark.parametrize("wrapper", [planned, tightest])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_functions_own_backward_runs(kind: str, wrapper: Any) -> None:
+    model, x = _Model(kind), torch.randn(4, 8)
+    sample = Sample(model, (x,), {}, lambda y: y.sin().sum())
+    twin = copy.deepcopy(model)
+    assert_same_step(twin, wrapper(model, x), sample)
+
+
+def test_calls_of_other_code_are_as_before() -> None:
+    before = torch.autograd.Function.apply.__func__.__code__
+    planned(_Model("rounded"), torch.randn(4, 8))
+    assert torch.autograd.Function.apply.__func__.__code__ is before
+    x = torch.ones(3, requires_grad=True)
+    reverse(x, 2.0).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), -2.0))
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("module_inside", "_RunsModule takes a Linear"), ("hooked", "registers a gradient hook"),
+    ("data", r"reads \.data"), ("clipped", "changes the parameter 'a.weight' in place")])
+def test_what_a_trace_would_lose_is_refused(kind: str, words: str) -> None:
+    with pytest.raises(rkmate.CaptureError, match=words):
+        planned(_Model(kind), torch.randn(4, 8))
