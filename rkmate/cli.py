@@ -6,7 +6,9 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,32 +26,53 @@ from rkmate.plan import Plan
 
 _EXIT: tuple[tuple[type[BaseException], int], ...] = (
     (ArgumentError, 2), (InfeasibleBudget, 3), (CaptureError, 4), (PlanError, 5), (RkmateError, 1),
-    (KeyboardInterrupt, 130))
+    (OSError, 1), (KeyboardInterrupt, 130))
 
 _ABOUT = """\
 Train a PyTorch model inside a memory budget: see what a plan costs before you train.
 
-  rkmate plan gpt2 --budget 50%               what the plan keeps, forgets and recomputes
-  rkmate plan train:sample --budget 6GiB      the same for your model
-  rkmate curve gpt2 --plot curve.svg          time against memory
-  rkmate report gpt2 report.html --budget 50% one page with everything
-  rkmate draw gpt2 chain.svg --budget 50%     the model as a chain of blocks
+  rkmate plan gpt2 --budget 50%                what the plan keeps, forgets and recomputes
+  rkmate plan train:sample --budget 6GiB       the same for your model: sample() in train.py
+  rkmate curve gpt2 --plot curve.svg           time against memory
+  rkmate report gpt2 report.html --budget 50%  one page with everything
+  rkmate draw gpt2 chain.svg --budget 50%      the model as a chain of blocks
+  rkmate compare gpt2 --budgets 70% 50%        all ways to find a plan, side by side
+
+Each command has a --help of its own.
 """
 _TARGET = """\
 A TARGET is one of
   - module:factory   a function, importable from the current folder, that takes nothing and returns
                      (model, args) or (model, args, kwargs): the model in train mode, and sample
                      inputs of the size that you train with
-  - a built-in demo model: {demos}
+  - a built-in demo model:
+{demos}
   - for draw and report also the file of a plan: rkmate plan TARGET --budget B --save plan.json
 
-A budget is bytes (1500000000), text (600MiB, 1.5GB), a share of the model's own peak (50%), or
-"auto": what is free on the CUDA device. It bounds what a training step allocates above what stands
-before it, parameter gradients left out.
+A budget is bytes (1500000000), text (600MiB, 1.5GB), a share of the model's own peak (50% or 0.5),
+or "auto": what is free on the CUDA device. It bounds what a training step allocates above what
+stands before it, parameter gradients left out.
 
+"""
+_STATUS = """\
 exit status: 0 done, 1 failed, 2 wrong arguments, 3 no plan fits in the budget, 4 the model cannot be
 captured, 5 the plan file is unusable, 130 interrupted. With --json, an error is a JSON object too.
 """
+
+
+class TargetError(ArgumentError):
+    """The user's module or factory raised."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"target {name}: {type(error).__name__}: {error}")
+        here = error.__traceback__
+        while here is not None and _OURS.search(here.tb_frame.f_code.co_filename):
+            here = here.tb_next
+        self.trace = "".join(traceback.format_exception(type(error), error, here))
+        """What Python says, from the first line of the user's code."""
+
+
+_OURS = re.compile(r"importlib|rkmate.cli\.py$")
 
 
 @dataclass(frozen=True)
@@ -65,15 +88,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     args = _parser().parse_args(arguments)
     try:
+        _check_files(args)
         status: int = args.run(args)
         return status
     except BrokenPipeError:
         # The reader (head, less) has seen enough; nothing can be flushed to it any more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (RkmateError, KeyboardInterrupt) as error:
+    except (RkmateError, OSError, KeyboardInterrupt) as error:
         status = next(code for kind, code in _EXIT if isinstance(error, kind))
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        if isinstance(error, TargetError) and not getattr(args, "json", False):
+            print(error.trace, file=sys.stderr, end="")
         if getattr(args, "json", False):
             content: dict[str, Any] = {"error": type(error).__name__, "message": message}
             if isinstance(error, InfeasibleBudget):
@@ -87,17 +113,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from rkmate import __version__
 
-    demos = ", ".join(f"{name} ({demo.about}{'' if demo.installed else '; not installed'})"
+    demos = "\n".join(f"      {name:8}{demo.about}{'' if demo.installed else ' (not installed)'}"
                       for name, demo in DEMOS.items())
-    epilog = _TARGET.format(demos=demos)
+    epilog = _TARGET.format(demos=demos) + _STATUS
     parser = argparse.ArgumentParser(prog="rkmate", description=_ABOUT, epilog=epilog,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"rkmate {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def command(name: str, about: str, run: Callable[[argparse.Namespace], int]
-                ) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=about, description=f"{about}.", epilog=epilog,
+    def command(name: str, about: str, run: Callable[[argparse.Namespace], int],
+                epilog: str = epilog) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.",
+                                   epilog=epilog,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
         made.set_defaults(run=run)
         return made
@@ -129,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     from rkmate.dtr.cli import add_arguments
 
     simulate = command("simulate", "replay a log of operations under dynamic rematerialization",
-                       _simulate)
+                       _simulate, _STATUS)
     add_arguments(simulate)
     return parser
 
@@ -139,7 +166,7 @@ def _target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool = 
                         + (", or a saved plan" if plan_file else ""))
     if budget:
         parser.add_argument("--budget", metavar="B", required=not plan_file,
-                            help="600MiB, 1.5GB, 50%%, auto, or bytes")
+                            help="600MiB, 1.5GB, 50%%, 0.5, auto, or bytes")
     parser.add_argument("--planner", default="rockmate", metavar="NAME",
                         help="how the schedule is found (default: rockmate)")
     parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda")
@@ -153,7 +180,12 @@ def load_target(name: str, device: str | None = None) -> Target:
     if name in DEMOS:
         made: Any = make_demo(name)
     else:
-        made = _factory(name)()
+        try:
+            made = _factory(name)()
+        except RkmateError:
+            raise
+        except Exception as error:
+            raise TargetError(name, error) from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ArgumentError(f"{name} returned {type(made).__name__}; it should return (model, args) or "
                             "(model, args, kwargs)")
@@ -213,8 +245,23 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
             "costs": "analytic" if args.analytic else "measured"}
 
 
-def _budget(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+def _budget(text: str) -> int | float | str:
+    """``1`` is a byte; ``0.5`` and ``1.0`` are fractions."""
+    if text.isdigit():
+        return int(text)
+    return float(text) if _FRACTION.fullmatch(text) else text
+
+
+_FRACTION = re.compile(r"0?\.\d+|1\.0*")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Planning takes a while: a file that cannot be written is said before."""
+    for name in ("file", "save", "source", "plot"):
+        folder = Path(getattr(args, name, None) or ".").parent
+        if not os.access(folder, os.W_OK):
+            raise ArgumentError(f"{name} is {getattr(args, name)!r}; the folder {str(folder)!r} "
+                                + ("cannot be written to" if folder.exists() else "does not exist"))
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -249,7 +296,10 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 def _curve(args: argparse.Namespace) -> int:
     import rkmate
+    from rkmate.show.plots import check_suffix
 
+    if args.plot:
+        check_suffix(args.plot)
     target = load_target(args.target, args.device)
     budgets = None if args.budgets is None else [_budget(b) for b in args.budgets]
     curve = rkmate.tradeoff(target.model, target.args, target.kwargs, budgets=budgets,
@@ -278,6 +328,13 @@ def _read_or_make(args: argparse.Namespace, source: bool) -> tuple[Plan, Target 
 
 
 def _draw(args: argparse.Namespace) -> int:
+    from rkmate.show.draw import check
+    from rkmate.show.plots import check_suffix
+
+    if args.what == "memory":
+        check_suffix(args.file)
+    else:
+        check(args.file, args.what, args.block)
     plan, _ = _read_or_make(args, source=False)
     if args.what == "memory":
         plan.plot(args.file)
@@ -301,6 +358,9 @@ def _report(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from rkmate.compare.command import run
 
+    if args.budgets is not None:
+        args.budgets = [f"{100 * b}%" if isinstance(b := _budget(text), float) else text
+                        for text in args.budgets]
     return run(args, load_target)
 
 

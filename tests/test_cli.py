@@ -100,6 +100,11 @@ def test_report_has_the_curve_and_the_source(tmp_path: Path, capsys: Captured) -
     (["plan", "tests.show.targets:number", "--budget", "50%"], 2, "no function"),
     (["plan", "tests.show.targets:model_only", "--budget", "50%"], 2, r"\(model, args\)"),
     (["plan", "tests.show.targets:wrong_arguments", "--budget", "50%"], 2, "args of type Tensor"),
+    (["plan", "tests.show.targets:broken", "--budget", "50%"], 2, "ValueError: no data here"),
+    (["plan", TARGET, "--budget", "50%", "--save", "no/such.json"], 2, "'no' does not exist"),
+    (["plan", TARGET, "--budget", "60%", "--save", "."], 1, "Is a directory"),
+    (["curve", TARGET, "--plot", "curve.gif"], 2, "suffix"),
+    (["draw", TARGET, "a.svg", "--budget", "60%", "--what", "block"], 2, "block is None"),
     (["plan", TARGET, "--budget", "1000"], 3, "no schedule fits"),
     (["plan", "tests.show.targets:branching", "--budget", "50%"], 4, "cannot be captured"),
     (["draw", TARGET, "a.svg"], 2, "give a --budget"),
@@ -113,7 +118,7 @@ def test_errors(arguments: list[str], status: int, message: str, capsys: Capture
     assert run(*arguments) == status
     captured = capsys.readouterr()
     assert not captured.out
-    last = captured.err.splitlines()[-1]        # torch may print the graph that it could not trace
+    last = captured.err.splitlines()[-1]        # before it may stand the traceback of a target
     assert last.startswith(f"rkmate {arguments[0]}: ")
     assert re.search(message, last)
 
@@ -123,6 +128,26 @@ def test_errors_as_json(capsys: Captured) -> None:
     content = json.loads(capsys.readouterr().out)
     assert content["error"] == "InfeasibleBudget"
     assert run("plan", TARGET, "--budget", str(content["minimum_bytes"])) == 0
+
+
+def test_what_a_target_raises_is_shown_from_the_users_code_on(capsys: Captured) -> None:
+    broken = "tests.show.targets:broken"
+    assert run("plan", broken, "--budget", "50%") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert "targets.py" in err
+    assert "cli.py" not in err
+    assert run("plan", broken, "--budget", "50%", "--json") == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["error"] == "TargetError"
+    assert not captured.err
+
+
+@pytest.mark.parametrize("fraction", ["0.6", ".6", "60%"])
+def test_a_fraction_is_one_of_the_models_own_peak(fraction: str, capsys: Captured) -> None:
+    assert run("plan", TARGET, "--budget", fraction, "--json") == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["budget_bytes"] == int(0.6 * content["baseline_peak_bytes"])
 
 
 def test_a_budget_in_bytes_is_no_fraction(capsys: Captured) -> None:

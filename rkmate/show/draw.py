@@ -35,17 +35,8 @@ NO_DOT = ("the program 'dot' was not found: install Graphviz (apt-get install gr
 def draw(plan: Plan, path: str | Path, what: Drawable, block: int | str | None,
          legible: int = LEGIBLE) -> Path:
     """Draw into a file; see `rkmate.Plan.draw`. Returns the path of what was written."""
-    path = Path(path)
-    if what not in WHAT:
-        raise ArgumentError(f"what is {what!r}; it should be one of {', '.join(WHAT)}")
-    if path.suffix not in _SUFFIXES:
-        raise ArgumentError(f"path is {str(path)!r}; its suffix should be one of {', '.join(_SUFFIXES)}")
-    if (block is None) != (what in ("chain", "forward", "simplified")):
-        raise ArgumentError(f"what is {what!r} and block is {block!r}; a block (a number, or the label "
-                            'of a class) goes with "block" and "schedule", and only with them')
+    path = check(path, what, block)
     if what == "schedule":
-        if path.suffix in _TEXT:
-            raise ArgumentError("a schedule is no graph: write it as .svg, .png or .pdf")
         from rkmate.show.timeline import draw_block_schedule
 
         return draw_block_schedule(plan, block_number(plan, block), path)
@@ -62,6 +53,21 @@ def draw(plan: Plan, path: str | Path, what: Drawable, block: int | str | None,
         return write(make(plan), path)
     return _with_pages(path, pages_of(plan, None), lambda link: collapsed_graph(plan, what, link),
                        lambda b: make(plan, [b]), start=PRELUDE in plan.graph.block_c)
+
+
+def check(path: str | Path, what: str, block: int | str | None) -> Path:
+    """The path, where the arguments of `draw` fit together. Raises `ArgumentError`."""
+    path = Path(path)
+    if what not in WHAT:
+        raise ArgumentError(f"what is {what!r}; it should be one of {', '.join(WHAT)}")
+    if path.suffix not in _SUFFIXES:
+        raise ArgumentError(f"path is {str(path)!r}; its suffix should be one of {', '.join(_SUFFIXES)}")
+    if (block is None) != (what in ("chain", "forward", "simplified")):
+        raise ArgumentError(f"what is {what!r} and block is {block!r}; a block (a number, or the label "
+                            'of a class) goes with "block" and "schedule", and only with them')
+    if what == "schedule" and path.suffix in _TEXT:
+        raise ArgumentError("a schedule is no graph: write it as .svg, .png or .pdf")
+    return path
 
 
 def block_number(plan: Plan, block: int | str | None) -> int:

@@ -6,6 +6,8 @@ ellipses, forward and backward differ in colour, constants and the loss have sha
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -19,6 +21,8 @@ from rkmate.show.replay import Replay
 
 Link = Callable[[int], str | None]
 """The address of a block's own page; None: no link."""
+_COLUMN = 24
+"""Blocks below each other, at least."""
 
 
 def no_links(block: int) -> str | None:
@@ -59,11 +63,32 @@ def chain_graph(plan: Plan, replayed: Replay, link: Link = no_links) -> graphviz
         graph.node(f"b{b}", _lines(*lines), fillcolor=colours[info.label], URL=link(b),
                    tooltip=f"{block_name(plan, b)}: {info.path}")
         if b:
-            graph.edge(f"b{b - 1}", f"b{b}", label="  " + _cut_label(plan, b))
+            graph.edge(f"b{b - 1}", f"b{b}", label="  " + _cut_label(plan, b),
+                       constraint=_within(b - 1, b, len(plan.blocks)))
+    _columns(graph, len(plan.blocks))
     graph.node("loss", "loss", shape="octagon", fillcolor=styles.LOSS, color=styles.LOSS_LINE)
     if plan.blocks:
         graph.edge(f"b{len(plan.blocks) - 1}", "loss")
     return graph
+
+
+def _column(blocks: int) -> int:
+    """Blocks of one column: a long chain is drawn as several, side by side."""
+    return max(_COLUMN, math.ceil(math.sqrt(2 * blocks)))
+
+
+def _within(a: int, b: int, blocks: int) -> str:
+    """Whether an edge stays in one column, and so places its ends one below the other."""
+    return "true" if a // _column(blocks) == b // _column(blocks) else "false"
+
+
+def _columns(graph: graphviz.Digraph, blocks: int) -> None:
+    """The first blocks of the columns stand on one line, in order."""
+    heads = [f"b{b}" for b in range(0, blocks, _column(blocks))]
+    if len(heads) > 1:
+        with graph.subgraph(graph_attr={"rank": "same"}) as line:
+            for a, b in itertools.pairwise(heads):
+                line.edge(a, b, style="invis")
 
 
 def _cut_label(plan: Plan, b: int) -> str:
@@ -168,7 +193,8 @@ def collapsed_graph(plan: Plan, what: str, link: Link) -> graphviz.Digraph:
     for a, b in sorted(pairs):
         # What every block reads from the start would only hide the chain.
         if a != b and a != PRELUDE:
-            graph.edge(f"b{a}", f"b{b}")
+            graph.edge(f"b{a}", f"b{b}", constraint=_within(a, b, len(plan.blocks)))
+    _columns(graph, len(plan.blocks))
     return graph
 
 
@@ -248,8 +274,8 @@ def _legend(graph: graphviz.Digraph) -> None:
     rows = (("forward computation", styles.FORWARD), ("backward computation", styles.BACKWARD),
             ("runs again in the backward", styles.AGAIN_FILL), ("data kept for the backward", styles.KEPT),
             ("data forgotten, or gradient", "white"), ("constant", styles.CONSTANT))
-    cells = "".join(f'<TR><TD BGCOLOR="{colour}" WIDTH="18"></TD><TD ALIGN="LEFT">{text}</TD></TR>'
-                    for text, colour in rows)
+    cells = "".join(f'<TR><TD BGCOLOR="{colour}" WIDTH="18"></TD>'
+                    f'<TD ALIGN="LEFT">{text}&nbsp;&nbsp;</TD></TR>' for text, colour in rows)
     graph.node("legend", f'<<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="2" COLOR="{styles.FAINT}">'
                          f'{cells}</TABLE>>', shape="plain", style="")
 

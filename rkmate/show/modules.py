@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rkmate.show.replay import Replay
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a module path that is a number: the place in a list of modules."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,8 @@ class ModuleRow:
     recomputed_seconds: float
     recomputed: tuple[str, ...]
     """Operations that run again, each once."""
+    modules: int = 1
+    """How many modules the row stands for."""
 
 
 def by_module(replayed: Replay, baseline: Replay) -> tuple[ModuleRow, ...]:
@@ -40,6 +46,18 @@ def by_module(replayed: Replay, baseline: Replay) -> tuple[ModuleRow, ...]:
                       tuple(again.get(p, ()))) for p in {**kept, **forgotten, **seconds}]
     return tuple(sorted(rows, key=lambda r: (-r.forgotten_bytes, -r.recomputed_seconds,
                                              -r.kept_bytes, r.path)))
+
+
+def alike(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
+    """Modules whose paths differ in numbers alone as one row: ``layers.*.mlp``, with their sums."""
+    groups: dict[str, list[ModuleRow]] = {}
+    for row in rows:
+        groups.setdefault(_NUMBER.sub("*", row.path), []).append(row)
+    return tuple(same[0] if len(same) == 1 else ModuleRow(
+        pattern, sum(r.kept_bytes for r in same), sum(r.forgotten_bytes for r in same),
+        sum(r.recomputed_seconds for r in same),
+        tuple(dict.fromkeys(o for r in same for o in r.recomputed)), len(same))
+        for pattern, same in groups.items())
 
 
 def _sizes(replayed: Replay, storages: Iterable[int]) -> list[tuple[str, int]]:

@@ -48,12 +48,18 @@ def save(made: Any, path: str | Path | None) -> None:
     """Write a figure, when a path is given. Raises `ArgumentError` for an unknown suffix."""
     if path is None:
         return
+    path = check_suffix(path)
+    with styled():
+        made.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def check_suffix(path: str | Path) -> Path:
+    """A path that a figure can be written to. Raises `ArgumentError`."""
     path = Path(path)
     if path.suffix not in _SUFFIXES:
         raise ArgumentError(f"path is {str(path)!r}; its suffix should be one of "
                             f"{', '.join(_SUFFIXES)}")
-    with styled():
-        made.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path
 
 
 def svg_text(made: Any) -> str:

@@ -13,11 +13,13 @@ from rkmate.show import styles
 from rkmate.show.amounts import size
 from rkmate.show.graphs import block_memory, block_name
 from rkmate.show.plots import figure, save, styled
-from rkmate.show.replay import KIND_NAMES, KINDS, Replay, replay
+from rkmate.show.replay import KIND_NAMES, KINDS, Replay, replay, replay_baseline
 
 _MIB = float(1 << 20)
-_MOST_ROWS = 60
+_MOST_ROWS = 40
 """Blocks in the lower picture; of longer chains, every second, third, ... is shown."""
+_HIGHEST_OUTLINE = 5
+"""Over the budget: a plain step that is still drawn. A higher one would press the rest flat."""
 
 
 def plot_timeline(plan: Plan, path: str | Path | None, measured: Peak[Any] | None,
@@ -39,14 +41,20 @@ def plot_timeline(plan: Plan, path: str | Path | None, measured: Peak[Any] | Non
 
 
 def draw_memory(axes: Any, plan: Plan, replayed: Replay, measured: Peak[Any] | None) -> None:
-    """Stacked levels by kind, the budget, the peak and the end of the forward."""
+    """Stacked levels by kind, the step without rematerialization, the budget and the peak."""
     scale, unit = _time_unit(replayed.seconds)
     edges, levels = _steps(replayed)
     used = [k for k in range(len(KINDS)) if levels[k].any()]
     axes.stackplot(edges * scale, *(levels[k] / _MIB for k in used), step=None, linewidth=0,
                    colors=[styles.KIND_COLOURS[KINDS[k]] for k in used],
                    labels=[KIND_NAMES[KINDS[k]] for k in used])
-    highest = max(plan.budget_bytes, replayed.peak)
+    highest, last = max(plan.budget_bytes, replayed.peak), replayed.seconds
+    if highest < plan.baseline_peak_bytes <= _HIGHEST_OUTLINE * highest:
+        plain = replay_baseline(plan)
+        times, kinds = _steps(plain)
+        axes.plot(times * scale, kinds.sum(axis=0) / _MIB, color=styles.FAINT, linewidth=0.9,
+                  label=f"without rematerialization:\n{size(plain.peak)}")
+        highest, last = max(highest, plain.peak), max(last, plain.seconds)
     if measured is not None:
         times, heights = _measured(measured, replayed.seconds)
         axes.step(times * scale, heights / _MIB, where="post", color=styles.MEASURED, linewidth=0.9,
@@ -64,7 +72,7 @@ def draw_memory(axes: Any, plan: Plan, replayed: Replay, measured: Peak[Any] | N
     axes.plot([(peak.start + peak.end) / 2 * scale], [replayed.peak / _MIB], marker="v", markersize=6,
               color=styles.INK, linestyle="none", label=f"peak: {size(replayed.peak)}", clip_on=False)
     axes.set_ylim(0, top)
-    axes.set_xlim(0, replayed.seconds * scale)
+    axes.set_xlim(0, last * scale)
     axes.set_ylabel("memory in MiB")
     axes.tick_params(labelbottom=True)
     axes.set_xlabel(f"predicted time in {unit}")
@@ -113,7 +121,8 @@ def draw_blocks(axes: Any, plan: Plan, replayed: Replay, rows: list[int]) -> Non
     axes.tick_params(axis="y", length=0)
     axes.axvline(replayed.loss_seconds * scale, color=styles.INK, linewidth=0.8, linestyle=":")
     axes.set_xlabel(f"predicted time in {unit}")
-    axes.set_title("blocks: when they run, and what of them is in memory", fontsize=9)
+    shown = "" if len(rows) == len(plan.blocks) else f" ({len(rows)} of {len(plan.blocks)} shown)"
+    axes.set_title(f"blocks: when they run, and what of them is in memory{shown}", fontsize=9)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
 
 
@@ -201,6 +210,6 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 def _row_name(plan: Plan, block: int) -> str:
     info = plan.blocks[block]
-    path = info.path if len(info.path) <= 28 else f"...{info.path[-25:]}"
-    return f"{path}  {info.label}{block}"
+    path = info.path or "(the model)"
+    return f"{path if len(path) <= 28 else f'...{path[-25:]}'}  {info.label}{block}"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rkmate.plan import Plan
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.graphs import block_memory, plan_recomputed
-from rkmate.show.modules import by_module
+from rkmate.show.modules import ModuleRow, alike, by_module
 from rkmate.show.replay import KIND_NAMES, KINDS, Replay, Tensor, replay, replay_baseline
 
 _MOST_ROWS = 40
@@ -98,13 +98,13 @@ def _recomputed(plan: Plan, replayed: Replay, baseline: Replay) -> str:
     if not forgotten:
         return f"{text}: all that the backward reads."
     text += f" and {size(forgotten)} are forgotten."
-    most = [f"{r.path or 'the model itself'} ({size(r.forgotten_bytes)})" for r in rows[:3]
-            if r.forgotten_bytes]
-    text += f" Most is forgotten in {_list(most)}."
-    slow = sorted((r for r in rows if r.recomputed_seconds), key=lambda r: -r.recomputed_seconds)[:3]
+    likes = alike(rows)
+    most = sorted((r for r in likes if r.forgotten_bytes), key=lambda r: -r.forgotten_bytes)[:3]
+    text += f" Most is forgotten in {_list([f'{_named(r)} ({size(r.forgotten_bytes)})' for r in most])}."
+    slow = sorted((r for r in likes if r.recomputed_seconds), key=lambda r: -r.recomputed_seconds)[:3]
     if slow:
-        names = [f"{', '.join(r.recomputed[:3])} in {r.path or 'the model itself'} "
-                 f"({duration(r.recomputed_seconds)})" for r in slow]
+        names = [f"{', '.join(r.recomputed[:3])} in {_named(r)} ({duration(r.recomputed_seconds)})"
+                 for r in slow]
         text += f" What costs the most time again: {_list(names)}."
     runs = len(replayed.recomputed_seconds)
     return f"{text} {count(runs, 'computation')} of {len(plan.graph.computations)} run more than once."
@@ -125,10 +125,13 @@ def _peak(replayed: Replay) -> str:
 
 
 def tensor_words(t: Tensor) -> str:
-    """``gelu_1 (1.0 MiB, gelu in layers.2)``."""
+    """``gelu in layers.2 (1.0 MiB)``; what no operation made, by its name."""
     where = f" in {t.path}" if t.path else ""
-    what = f", {t.operation}{where}" if t.operation else ""
-    return f"{t.name} ({size(t.bytes)}{what})"
+    return f"{t.operation or t.name}{where} ({size(t.bytes)})"
+
+
+def _named(row: ModuleRow) -> str:
+    return f"{row.path} ({row.modules} modules)" if row.modules > 1 else row.path or "the model itself"
 
 
 def _less(plan: Plan, replayed: Replay) -> str:

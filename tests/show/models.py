@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch import nn
 
@@ -64,6 +65,10 @@ def wrapped(budget: float = 0.5) -> rkmate.PlannedModule:
 def scores_plan() -> rkmate.Plan:
     return rkmate.plan(Scores(), (torch.randn(64, 64, requires_grad=True),), budget=0.8,
                        costs="analytic")
+
+
+the_long_plan = pytest.mark.xdist_group("the long plan")
+"""On tests that read `long_plan`: in one process, where it is made once."""
 
 
 @functools.cache

@@ -27,6 +27,10 @@ def wrong_arguments() -> Any:
     return Scores(), torch.zeros(2)
 
 
+def broken() -> Any:
+    raise ValueError("no data here")
+
+
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from rkmate.show.graphs import (
     simplified_graph,
 )
 from rkmate.show.replay import replay
-from tests.show.models import curve, long_plan, scores_plan, wrapped
+from tests.show.models import curve, long_plan, scores_plan, the_long_plan, wrapped
 
 needs_dot = pytest.mark.skipif(not draw.has_dot(), reason="Graphviz (the program dot) is not installed")
 
@@ -98,6 +98,7 @@ def test_png_and_pdf(tmp_path: Path) -> None:
     assert plan.draw(tmp_path / "a.pdf", "block", "A").read_bytes()[:4] == b"%PDF"
 
 
+@the_long_plan
 @needs_dot
 @pytest.mark.parametrize("what", ["forward", "simplified"])
 def test_a_graph_of_thousands_of_nodes_is_collapsed_to_pages(what: str, tmp_path: Path) -> None:
@@ -113,10 +114,23 @@ def test_a_graph_of_thousands_of_nodes_is_collapsed_to_pages(what: str, tmp_path
         assert 0 < page.count('class="node"') <= draw.LEGIBLE
 
 
+@the_long_plan
 def test_a_collapsed_graph_shows_each_block_once() -> None:
     plan = long_plan()
     source = collapsed_graph(plan, "forward", lambda b: f"page{b}.svg").source
     assert nodes(source) == {f"b{b}" for b in range(len(plan.blocks))}
+
+
+@the_long_plan
+@needs_dot
+def test_a_long_chain_is_drawn_in_columns(tmp_path: Path) -> None:
+    plan = long_plan()
+    root = ElementTree.parse(plan.draw(tmp_path / "chain.svg")).getroot()
+    _, _, width, height = (float(n) for n in root.attrib["viewBox"].split())
+    assert 1 / 3 < width / height < 3
+    text = (tmp_path / "chain.svg").read_text()
+    assert text.count('class="node"') == len(plan.blocks) + 1
+    assert text.count('class="edge"') == len(plan.blocks)
 
 
 def test_dot_text_needs_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

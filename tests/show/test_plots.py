@@ -49,6 +49,16 @@ def test_the_measured_timeline_is_drawn_on_top() -> None:
     assert line.get_xdata()[-1] == pytest.approx(replay(plan).seconds * 1e3)
 
 
+def test_the_plain_step_is_outlined_where_it_leaves_room_for_the_rest() -> None:
+    half, full, least = wrapped().plan, curve()[0], curve()[-1]
+    outlines = [next((line for line in plan.plot().axes[0].lines
+                      if str(line.get_label()).startswith("without")), None)
+                for plan in (half, full, least)]
+    assert max(outlines[0].get_ydata()) == pytest.approx(half.baseline_peak_bytes / MIB)
+    assert outlines[1] is None
+    assert (outlines[2] is not None) == (least.baseline_peak_bytes <= 5 * least.budget_bytes)
+
+
 def test_a_wrapped_step_is_measured_as_the_budget_counts_it() -> None:
     module = wrapped()
     _, args = tower(4)

@@ -6,7 +6,8 @@ import pytest
 
 from rkmate.plan import Plan
 from rkmate.show.amounts import count, duration, share, size
-from tests.show.models import curve, long_plan, scores_plan, wrapped
+from rkmate.show.modules import ModuleRow, alike
+from tests.show.models import curve, long_plan, scores_plan, the_long_plan, wrapped
 
 
 @pytest.mark.parametrize(("n", "text"), [
@@ -44,6 +45,7 @@ def test_repr_is_one_line() -> None:
     assert len(repr(wrapped().plan)) < 200
 
 
+@the_long_plan
 def test_long_tables_are_cut() -> None:
     lines = str(long_plan()).splitlines()
     assert len(lines) < 60
@@ -64,7 +66,13 @@ def test_explanations_name_figures_and_modules(plan: Plan) -> None:
 
 def test_what_costs_most_is_named() -> None:
     text = wrapped().plan.explain()
-    assert "gelu in layers." in text
+    assert "gelu in layers.* (4 modules) (" in text
+
+
+def test_modules_that_differ_in_a_number_are_one_row() -> None:
+    rows = [ModuleRow(path, 10 * k, k, 0.5, ("gelu",)) for k, path in
+            enumerate(("h.0.mlp", "h.1.mlp", "h.10.mlp", "h2.mlp", ""), 1)]
+    assert alike(rows) == (ModuleRow("h.*.mlp", 60, 6, 1.5, ("gelu",), 3), *rows[3:])
 
 
 def test_notebooks_get_a_table() -> None:
