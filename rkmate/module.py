@@ -48,6 +48,7 @@ class PlannedModule(nn.Module):
         self._set_up(Plans(model, planning), verify, on_new_shape)
         key, tensors = signature(self._watch, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
+        self._watch.follow(known.capture.assigned)
         self.__dict__["_latest"] = self._plans.current(known, tensors)
 
     def _set_up(self, plans: Plans, verify: bool, on_new_shape: NewShape) -> None:
@@ -136,7 +137,9 @@ class PlannedModule(nn.Module):
             self._told.add("plan")
             logger.warning("a call with other shapes, dtypes, autocast state or constants than "
                            "planned: a plan is made for them, and kept (this is said once)")
-        return self._plans.make(key, args, kwargs)
+        known = self._plans.make(key, args, kwargs)
+        self._watch.follow(known.capture.assigned)
+        return known
 
     def _tell(self, what: str, message: str) -> None:
         if what not in self._told:

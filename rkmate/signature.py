@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkmate.graph.library_paths import is_observer
+from rkmate.graph.state import Assigned
 from rkmate.graph.structure import Structure, take_apart
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -33,6 +35,14 @@ class Watch:
         """Take down the attributes as they are now."""
         self._attributes = _attributes(self._model)
 
+    def follow(self, assigned: Sequence[Assigned]) -> None:
+        """Take down the new values of attributes that no plan tells from their old ones."""
+        new = {(id(a.holder.__dict__), a.name): a for a in assigned}
+        for k, (d, key, value) in enumerate(self._attributes):
+            a = new.get((id(d), key))
+            if a is not None and a.old is value:
+                self._attributes[k] = d, key, a.new
+
     def flags(self) -> tuple[Any, ...]:
         """Train flags, hooks, and which parameters take a gradient."""
         found: list[Any] = []
@@ -41,8 +51,9 @@ class Watch:
             d = m.__dict__
             found.append(d.get("training", m.training))
             for name in _HOOKS:
-                if d[name]:
-                    found.append((name, len(d[name])))
+                count = sum(not is_observer(h) for h in d[name].values()) if d[name] else 0
+                if count:
+                    found.append((name, count))
             for p in d["_parameters"].values():
                 found.append(p is not None and p.requires_grad)
             todo.extend(c for c in d["_modules"].values() if c is not None)

@@ -12,7 +12,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from rkmate.graph.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.library_paths import as_in_eager_mode, has_other_paths
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.refusals import explained, has_generator
-from rkmate.graph.state import MISSING, Assigned, HostDraws, PythonState, all_transient
+from rkmate.graph.state import Assigned, HostDraws, PythonState, all_transient
 from rkmate.graph.structure import Structure, take_apart, tensors_in
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent"]
@@ -61,6 +61,9 @@ class Capture:
     """Tensors that the forward creates from Python values (lifted by the tracer)."""
     differentiable: tuple[bool, ...]
     """Which outputs carry a gradient."""
+    assigned: tuple[Assigned, ...] = ()
+    """Attributes of objects (not of modules) that the forward has left changed; a trace from either
+    value is the same."""
 
 
 class _Found:
@@ -102,10 +105,12 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
 
     The model is left as it was: parameters, buffers, gradients, train flags, random state and
-    Python attributes.
+    Python attributes. Only the attributes of the objects that it holds (a configuration, which a
+    library completes in the first forward) are as a forward leaves them.
     """
     before = PythonState(model)
     draws = HostDraws()
+    kept: list[Assigned] = []
     try:
         with cumulative_averages_as_tensors(model):
             result, assigned = _capture(model, args, kwargs, PythonState(model))
@@ -118,18 +123,23 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 raise CaptureError(
                     f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
                     "repeat that. Keep such state in a buffer (register_buffer), or return it.")
-        return result
+        kept = [a for a in assigned if not isinstance(a.holder, nn.Module)]
+        return replace(result, assigned=tuple(kept))
     finally:
         draws.restore()
         before.restore()
+        for a in kept:
+            a.repeat()
 
 
 def _again(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], before: PythonState,
            assigned: Sequence[Assigned]) -> Capture:
+    left = PythonState(model)
     before.restore()
+    left.restore_hooks()              # those that the first trace has installed belong to it
     for a in assigned:
-        if not tensors_in(a.new) and a.new is not MISSING:
-            a.module.__dict__[a.name] = a.new
+        if not tensors_in(a.new):
+            a.repeat()
     with cumulative_averages_as_tensors(model):
         return _capture(model, args, kwargs, PythonState(model))[0]
 

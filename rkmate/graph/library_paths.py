@@ -22,6 +22,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 
 _MASKS = "transformers.masking_utils"
+_OBSERVERS = "transformers.utils.output_capturing"
+
+
+def is_observer(hook: Any) -> bool:
+    """Whether a forward hook is a library's own, which records outputs that its forward asks for.
+
+    A model installs them in its first forward, so they come and go without a change of meaning.
+    """
+    return getattr(hook, "__module__", None) == _OBSERVERS
 
 
 def has_other_paths() -> bool:

@@ -16,6 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from rkmate.errors import ArgumentError, CaptureError, RkmateWarning
+from rkmate.graph.library_paths import is_observer
 from rkmate.graph.structure import objects_in
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -31,7 +32,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
             raise CaptureError(f"{where} has module backward hooks, which a planned step cannot run: "
                                "remove them, or hook the parameters or the module's outputs")
         hooks = [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
-                 if not isinstance(h, (WeightNorm, SpectralNorm))]
+                 if not isinstance(h, (WeightNorm, SpectralNorm)) and not is_observer(h)]
         if hooks:
             warnings.warn(f"{where} has forward hooks: what they compute is part of the plan, what "
                           "else they do happens only while it is traced", RkmateWarning, stacklevel=4)

@@ -6,8 +6,10 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -15,9 +17,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 from rkmate.errors import CaptureError
 from rkmate.graph.structure import tensors_in
 
-_REGISTRIES = ("_buffers", "_modules", "_parameters", "_forward_hooks", "_forward_hooks_with_kwargs",
-               "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-               "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+          "_backward_pre_hooks")
+_REGISTRIES = ("_buffers", "_modules", "_parameters", *_HOOKS)
 MISSING = object()
 """Stands for an attribute that is not there."""
 _LISTS = ("_all_weights", "_flat_weight_refs", "_flat_weights", "_flat_weights_names")
@@ -28,44 +31,72 @@ class Assigned:
     """An attribute that a forward has assigned."""
 
     path: str
-    module: nn.Module
+    holder: Any
+    """The module, or an object that a module has as an attribute (its configuration, say)."""
     name: str
     old: Any
     new: Any
 
+    def repeat(self) -> None:
+        """Assign it again."""
+        if self.new is MISSING:
+            self.holder.__dict__.pop(self.name, None)
+        else:
+            self.holder.__dict__[self.name] = self.new
+
 
 class PythonState:
-    """The attributes of every submodule at one moment, to compare with and to go back to."""
+    """The attributes of every submodule, and of the objects that they hold, at one moment: to
+    compare with and to go back to."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, m, dict(m.__dict__),
                           {f: dict(m.__dict__[f]) for f in _REGISTRIES if f in m.__dict__})
                          for name, m in model.named_modules()]
+        objects = {id(v): (f"{name + '.' if name else ''}{k}", v) for name, m, d, _ in self._modules
+                   for k, v in d.items() if _is_object(v)}
+        self._holders: list[tuple[str, Any, dict[str, Any]]] = [
+            *((path, m, attributes) for path, m, attributes, _ in self._modules),
+            *((path, v, dict(v.__dict__)) for path, v in objects.values())]
 
     def restore(self) -> None:
         """Put every attribute and every registry back."""
-        for _, m, attributes, registries in self._modules:
+        for _, _, attributes, registries in self._modules:
             for field, content in registries.items():
                 now = attributes[field]
                 if {k: id(v) for k, v in now.items()} != {k: id(v) for k, v in content.items()}:
                     now.clear()
                     now.update(content)
-            for k in {*m.__dict__, *attributes}:
+        for _, holder, attributes in self._holders:
+            for k in {*holder.__dict__, *attributes}:
                 if k not in attributes:
-                    del m.__dict__[k]
-                elif m.__dict__.get(k, MISSING) is not attributes[k]:
-                    m.__dict__[k] = attributes[k]
+                    del holder.__dict__[k]
+                elif holder.__dict__.get(k, MISSING) is not attributes[k]:
+                    holder.__dict__[k] = attributes[k]
+
+    def restore_hooks(self) -> None:
+        """Put the hooks back alone."""
+        for _, m, _, registries in self._modules:
+            for field in _HOOKS:
+                m.__dict__[field].clear()
+                m.__dict__[field].update(registries[field])
 
     def assigned(self) -> list[Assigned]:
         """The attributes that are other objects now."""
         found = []
-        for path, m, attributes, _ in self._modules:
-            for k in sorted({*m.__dict__, *attributes}):
-                old, new = attributes.get(k, MISSING), m.__dict__.get(k, MISSING)
+        for path, holder, attributes in self._holders:
+            for k in sorted({*holder.__dict__, *attributes}):
+                old, new = attributes.get(k, MISSING), holder.__dict__.get(k, MISSING)
                 # A recurrent layer keeps lists of its weights, which the tracer swaps.
-                if old is not new and not (isinstance(m, nn.RNNBase) and k in _LISTS):
-                    found.append(Assigned(f"{path + '.' if path else ''}{k}", m, k, old, new))
+                if old is not new and not (isinstance(holder, nn.RNNBase) and k in _LISTS):
+                    found.append(Assigned(f"{path + '.' if path else ''}{k}", holder, k, old, new))
         return found
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (
+        nn.Module, torch.Tensor, type, ModuleType, dict, list, set, FunctionType, MethodType,
+        BuiltinFunctionType))
 
 
 def all_transient(assigned: Sequence[Assigned]) -> bool:
@@ -74,8 +105,9 @@ def all_transient(assigned: Sequence[Assigned]) -> bool:
     for a in assigned:
         known = {id(t) for t in tensors_in(a.old)}
         fresh = any(id(t) not in known for t in tensors_in(a.new))
+        hooks = a.holder._forward_pre_hooks.values() if isinstance(a.holder, nn.Module) else ()
         if fresh and not any(isinstance(h, (WeightNorm, SpectralNorm)) and h.name == a.name
-                             for h in a.module._forward_pre_hooks.values()):
+                             for h in hooks):
             return False
     return True
 

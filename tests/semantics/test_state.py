@@ -120,6 +120,58 @@ def test_a_counter_that_decides_is_refused() -> None:
     assert model.calls == 0
 
 
+class Settings:
+    """What a model holds beside modules."""
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.calls = 0
+
+
+class Completes(nn.Module):
+    """Fills in its settings in the first forward, as libraries do."""
+
+    def __init__(self, used: bool = False) -> None:
+        super().__init__()
+        self.layer, self.settings, self.used = nn.Linear(8, 8), Settings(), used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.settings.kind is None:
+            self.settings.kind = "plain"
+        self.settings.calls += self.used
+        return self.layer(x) * (2 if self.settings.kind == "plain" else 3) * (1 + self.settings.calls)
+
+
+def test_settings_that_the_first_forward_completes() -> None:
+    model, x = Completes(), torch.randn(2, 8)
+    module = planned(model, x)
+    for kind in ("plain", "plain", "other", "plain"):
+        model.settings.kind = kind
+        assert_same_gradients(model, module, lambda run: run(x).sum())
+    assert len(module._plans) == 2
+
+
+def test_a_counter_in_an_object_is_refused() -> None:
+    model = Completes(used=True)
+    with pytest.raises(rkmate.CaptureError, match=r"assigns settings\.calls"):
+        planned(model, torch.randn(2, 8))
+    assert model.settings.calls == 0
+
+
+def test_hooks_of_a_library_come_and_go() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0, attn_pdrop=0, embd_pdrop=0))
+    i = torch.randint(0, 50, (2, 8))
+    options = {"input_ids": i, "labels": i, "output_hidden_states": True}
+    module = planned(model, kwargs=options)
+    assert_same_gradients(model, module, lambda run: run(**options).loss)
+    assert any(m._forward_hooks for m in model.modules())       # of the original's own forward
+    assert_same_gradients(model, module, lambda run: run(**options).loss)
+    assert len(module._plans) == 1
+
+
 def test_a_tensor_kept_in_an_attribute_is_refused() -> None:
     class Keeps(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
