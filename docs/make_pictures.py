@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.cli import main
 from rkmate.demos import make_demo
 
 IMAGES = Path(__file__).parent / "images"
@@ -52,6 +53,13 @@ def seconds_of(steps: list[Callable[[], Any]]) -> list[float]:
             if turn:                    # the first turn warms up
                 best[k] = min(best[k], time.perf_counter() - begin)
     return best
+
+
+def readme() -> None:
+    """The README's picture, as its command makes it (with estimated times)."""
+    if main(["draw", "gpt2", str(IMAGES / "memory.svg"), "--budget", "50%", "--what", "memory",
+             "--analytic", "--quiet"]):
+        sys.exit("memory.svg was not drawn")
 
 
 def graphs() -> None:
@@ -106,6 +114,7 @@ def screenshot(plan: rkmate.Plan, curve: rkmate.Curve, measured: Any) -> None:
 
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
+    readme()
     graphs()
     memory_and_time("--measure" in sys.argv[1:])
     print(*sorted(str(p.relative_to(Path.cwd())) if p.is_relative_to(Path.cwd()) else str(p)

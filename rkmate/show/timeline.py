@@ -18,6 +18,8 @@ from rkmate.show.replay import KIND_NAMES, KINDS, Replay, replay, replay_baselin
 _MIB = float(1 << 20)
 _MOST_ROWS = 40
 """Blocks in the lower picture; of longer chains, every second, third, ... is shown."""
+_VISIBLE = 1e-3
+"""Of the peak: what a kind needs to be named beside the picture."""
 _HIGHEST_OUTLINE = 5
 """Over the budget: a plain step that is still drawn. A higher one would press the rest flat."""
 
@@ -47,7 +49,8 @@ def draw_memory(axes: Any, plan: Plan, replayed: Replay, measured: Peak[Any] | N
     used = [k for k in range(len(KINDS)) if levels[k].any()]
     axes.stackplot(edges * scale, *(levels[k] / _MIB for k in used), step=None, linewidth=0,
                    colors=[styles.KIND_COLOURS[KINDS[k]] for k in used],
-                   labels=[KIND_NAMES[KINDS[k]] for k in used])
+                   labels=[KIND_NAMES[KINDS[k]] if levels[k].max() > replayed.peak * _VISIBLE else
+                           "_too little to be seen" for k in used])
     highest, last = max(plan.budget_bytes, replayed.peak), replayed.seconds
     if highest < plan.baseline_peak_bytes <= _HIGHEST_OUTLINE * highest:
         plain = replay_baseline(plan)
