@@ -36,7 +36,7 @@ Train a PyTorch model inside a memory budget: see what a plan costs before you t
   rkmate curve gpt2 --plot curve.svg           time against memory
   rkmate report gpt2 report.html --budget 50%  one page with everything
   rkmate draw gpt2 chain.svg --budget 50%      the model as a chain of blocks
-  rkmate compare gpt2 --budgets 70% 50%        all ways to find a plan, side by side
+  rkmate compare gpt2 --planners rockmate dtr  ways to find a plan, side by side
 
 Each command has a --help of its own.
 """

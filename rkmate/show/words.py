@@ -131,7 +131,7 @@ def tensor_words(t: Tensor) -> str:
 
 
 def _named(row: ModuleRow) -> str:
-    return f"{row.path} ({row.modules} modules)" if row.modules > 1 else row.path or "the model itself"
+    return f"the {row.modules} modules {row.path}" if row.modules > 1 else row.path or "the model itself"
 
 
 def _less(plan: Plan, replayed: Replay) -> str:
@@ -164,4 +164,6 @@ def _less(plan: Plan, replayed: Replay) -> str:
 def _list(parts: Sequence[str]) -> str:
     if len(parts) < 2:
         return "".join(parts)
+    if any("," in p for p in parts):
+        return "; ".join(parts)
     return f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -66,7 +66,7 @@ def test_explanations_name_figures_and_modules(plan: Plan) -> None:
 
 def test_what_costs_most_is_named() -> None:
     text = wrapped().plan.explain()
-    assert "gelu in layers.* (4 modules) (" in text
+    assert "gelu in the 4 modules layers.* (" in text
 
 
 def test_modules_that_differ_in_a_number_are_one_row() -> None:
