@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.custom_functions import kept_whole, run_as_they_are
+from rkmate.graph.eager_kernels import as_eager_computes
 from rkmate.graph.library_paths import as_in_eager_mode, has_other_paths
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.refusals import explained, has_generator
@@ -179,7 +180,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     flat = _Flat(model, inputs, before)
     flat.training = model.training
     with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
-            torch.enable_grad(), _quiet():
+            torch.enable_grad(), _quiet(), as_eager_computes():
         warnings.simplefilter("ignore")
         try:
             program = _export(flat, tuple(tensors))
@@ -222,6 +223,11 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
             raise CaptureError(f"{type(model).__name__}: the forward changes the parameter "
                                f"{written.target.removeprefix('model.')!r} in place, which cannot be "
                                "planned: change it outside of the forward, or keep it in a buffer")
+        if "Token" in type(desc).__name__:
+            raise CaptureError(f"{type(model).__name__} uses an operation that checks its result or acts "
+                               "beside computing (torch.linalg.inv, solve and cholesky do), which a plan "
+                               "cannot order: use the one without the check (torch.linalg.inv_ex, "
+                               "solve_ex, cholesky_ex)")
         raise CaptureError(f"{type(model).__name__}: the captured graph has an input of a kind that "
                            f"is not supported: {desc}")
 
