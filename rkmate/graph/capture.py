@@ -25,7 +25,7 @@ from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.eager_kernels import as_eager_computes
-from rkmate.graph.library_paths import as_in_eager_mode, has_other_paths
+from rkmate.graph.library_paths import paths
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.refusals import explained, has_generator
 from rkmate.graph.state import Assigned, HostDraws, PythonState, all_transient
@@ -151,15 +151,13 @@ def _text(found: Capture) -> str:
     return "\n".join([*lines, repr(constants)])
 
 
-def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
+def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...]) -> Any:
     """The exported program, with libraries on eager's path where they can be traced on it."""
-    try:
-        with as_in_eager_mode():
+    *ways, last = paths(flat.model)
+    for way in ways:
+        with contextlib.suppress(Exception), way():
             return _export_once(flat, tensors)
-    except Exception:
-        if not has_other_paths():
-            raise
-        # Code that expects what its library makes while exported (a mask, say) gets it.
+    with last():
         return _export_once(flat, tensors)
 
 

@@ -11,17 +11,19 @@ Uses private names of torch (the proxies of a trace); tested with torch 2.13.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 
 _MASKS = "transformers.masking_utils"
+_COMPILING = "is_torchdynamo_compiling"
 _OBSERVERS = "transformers.utils.output_capturing"
 
 
@@ -33,16 +35,30 @@ def is_observer(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == _OBSERVERS
 
 
-def has_other_paths() -> bool:
-    """Whether a library is loaded that takes another path while it is exported."""
-    return _MASKS in sys.modules
+def paths(model: nn.Module) -> list[Callable[[], AbstractContextManager[None]]]:
+    """Ways to export a module, eager's own path first; the last is what its library wants.
+
+    A path that asks for values (a mask, say) cannot be traced, and the next one is taken.
+    """
+    if _MASKS not in sys.modules:
+        return [nullcontext]
+    named = {type(m).__module__: sys.modules.get(type(m).__module__) for m in model.modules()}
+    asking = [m for m in named.values() if m is not None and hasattr(m, _COMPILING)
+              and m.__name__.startswith("transformers.")]
+    first = [lambda: as_in_eager_mode(asking)] if asking else []
+    return [*first, as_in_eager_mode, nullcontext]
 
 
 @contextmanager
-def as_in_eager_mode() -> Iterator[None]:
-    """While a module is exported: libraries that are loaded decide as they would in eager mode."""
+def as_in_eager_mode(asking: Sequence[ModuleType] = ()) -> Iterator[None]:
+    """While a module is exported: libraries that are loaded decide as they would in eager mode.
+
+    `asking`: modules of source that ask whether they are compiled, and hear no.
+    """
     masks = sys.modules.get(_MASKS)
     with ExitStack() as stack:
+        for module in asking:
+            stack.enter_context(mock.patch.object(module, _COMPILING, _no))
         if masks is not None and hasattr(masks, "is_torchdynamo_exporting"):
             stack.enter_context(mock.patch.object(masks, "is_torchdynamo_exporting", _no))
         if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
