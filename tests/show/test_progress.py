@@ -1,0 +1,108 @@
+"""Progress of planning: where it is shown, and what an interrupt leaves behind."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rkmate
+from rkmate.progress import Progress
+from tests.show.models import Tower, tower
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def plan(model: Tower, ids: torch.Tensor, costs: str = "analytic", progress: bool = True) -> rkmate.Plan:
+    return rkmate.plan(model, (ids,), budget=0.6, progress=progress, costs=costs)  # type: ignore[arg-type]
+
+
+def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("rkmate.progress.DELAY", 0.0)
+    model, (ids,) = tower(2)
+    plan(model, ids, "measured")
+    text = terminal.getvalue()
+    assert "rkmate: capturing, 00:0" in text
+    assert "rkmate: measuring: 0 of" in text
+    assert re.search(r"rkmate: solving blocks: (\d+) of \1 .* left", text)
+    assert text.endswith("\r")                     # the lines of stages that are done are taken away
+
+
+def test_a_stage_that_reports_nothing_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, shown = Terminal(), threading.Event()
+    monkeypatch.setattr(terminal, "write", lambda text: shown.set() if "a long one, " in text else None)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress(True).stage("a long one", None):
+        assert shown.wait(60)
+    assert not any("_keep_shown" in str(t) for t in threading.enumerate())
+
+
+def test_a_file_and_progress_false_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rkmate.progress.DELAY", 0.0)
+    model, (ids,) = tower(2)
+    for stream, progress in ((io.StringIO(), True), (Terminal(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        plan(model, ids, progress=progress)
+        assert stream.getvalue() == ""
+    assert not Progress(False).enabled
+
+
+def interrupted(call: Callable[[], Any], at: int, within: str) -> None:
+    """Run `call`, and raise KeyboardInterrupt at the `at`-th function entered in files `within`."""
+    count = 0
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        if event == "call" and within in frame.f_code.co_filename:
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+
+
+CASES = (("/rkmate/graph/", 300), ("/rkmate/ilp/", 300), ("/rkmate/rotor/", 100), ("/rkmate/measure/", 10),
+         ("/torch/export/", 100), ("/torch/_functorch/", 300))
+"""Whose code is interrupted, and after how many calls."""
+
+
+@pytest.mark.parametrize(("within", "at"), [
+    *CASES, *(pytest.param(within, at * k, marks=pytest.mark.slow) for within, at in CASES if at > 10
+              for k in (0.1, 0.5, 1.5))])
+def test_an_interrupt_leaves_nothing_broken(within: str, at: float, monkeypatch: pytest.MonkeyPatch,
+                                            tmp_path: Path) -> None:
+    monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path / "other"))
+    model, (ids,) = tower(2)
+    expected = str(plan(model, ids).schedule)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    attributes = {name: set(vars(m)) for name, m in model.named_modules()}
+    random = torch.random.get_rng_state()
+    # An empty cache: nothing is found that has been solved before.
+    monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path / "interrupted"))
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(lambda: plan(model, ids, "measured" if "measure" in within else "analytic"),
+                    int(at), within)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert torch.is_grad_enabled()
+    assert model.training
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
+    # What the interrupted run has left in the cache serves the next one.
+    assert str(plan(model, ids).schedule) == expected
+    model(ids).backward()
