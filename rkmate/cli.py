@@ -290,6 +290,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
     return {"planner": plan.planner, "budget_bytes": plan.budget_bytes, "peak_bytes": plan.peak_bytes,
             "baseline_peak_bytes": plan.baseline_peak_bytes, "minimum_bytes": plan.minimum_bytes,
             "step_seconds": plan.step_seconds, "baseline_seconds": plan.baseline_seconds,
+            "bound_seconds": plan.bound_seconds,
             "overhead": plan.overhead, "blocks": [vars(b) for b in plan.blocks],
             "stage_seconds": dict(plan.stage_seconds), "nodes": dict(plan.nodes), "note": plan.note}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Drawable = Literal["chain", "forward", "simplified", "block", "schedule"]
 """What `Plan.draw` draws."""
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ class Plan:
     """Predicted peak without rematerialization."""
     step_seconds: float
     baseline_seconds: float
+    bound_seconds: float | None
+    """No schedule within the budget that runs each backward computation once, in order, takes less;
+    None when the planner knows no bound."""
     minimum_bytes: int | None
     """Smallest budget that the planner can meet; None when nothing had to be solved to know."""
     blocks: tuple[BlockInfo, ...]
@@ -88,6 +91,13 @@ class Plan:
     def overhead(self) -> float:
         """Predicted extra time: step / baseline - 1."""
         return self.step_seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
+
+    @property
+    def gap(self) -> float | None:
+        """How much of the step's time a better schedule could save at most; None when unknown."""
+        if self.bound_seconds is None or not self.step_seconds:
+            return None
+        return max(0.0, 1 - self.bound_seconds / self.step_seconds)
 
     def __repr__(self) -> str:
         return (f"<rkmate.Plan {self.planner}: peak {_mb(self.peak_bytes)} of budget "
@@ -213,7 +223,8 @@ class Plan:
             "format": _FORMAT, "planner": self.planner, "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes, "baseline_peak_bytes": self.baseline_peak_bytes,
             "step_seconds": self.step_seconds, "baseline_seconds": self.baseline_seconds,
-            "minimum_bytes": self.minimum_bytes, "note": self.note,
+            "bound_seconds": self.bound_seconds, "minimum_bytes": self.minimum_bytes,
+            "note": self.note,
             "fingerprint": self.fingerprint, "loss_at": loss_at, "forgotten": len(held),
             "blocks": [vars(b) for b in self.blocks], "runs": [vars(r) for r in self.runs],
             "steps": [_step(s) for s in self.schedule.steps],
@@ -232,6 +243,7 @@ def _read(content: dict[str, Any]) -> Plan:
         baseline_peak_bytes=int(content["baseline_peak_bytes"]),
         step_seconds=float(content["step_seconds"]),
         baseline_seconds=float(content["baseline_seconds"]),
+        bound_seconds=None if content["bound_seconds"] is None else float(content["bound_seconds"]),
         minimum_bytes=None if content["minimum_bytes"] is None else int(content["minimum_bytes"]),
         blocks=tuple(BlockInfo(**b) for b in content["blocks"]),
         runs=tuple(Run(**r) for r in content["runs"]), schedule=Schedule(steps),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -18,10 +18,17 @@ from rkmate.planners.registry import planner as find_planner
 from rkmate.rotor import minimum, solve
 from rkmate.rotor.chain import Backward, Forward, ForwardPlain, Op
 from rkmate.rotor.rk_rotor import Table
+from rkmate.runs import runs_of
 from rkmate.schedule.finish import finish, without_waste
 from rkmate.schedule.simulate import Simulation, simulate
 from rkmate.schedule.steps import Schedule, from_order
 from rkmate.summarise import summarise
+
+KEEP_SECONDS = 0.6
+"""How long the keep program may look for a schedule of one budget."""
+DTR_NODES = 1500
+LOWER_SET_NODES = 300
+"""Up to how many computations these planners are asked, too: their time grows with the square."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,11 @@ class Candidate:
 
     schedule: Schedule
     ops: tuple[Op, ...]
+    """The block operations that it is made of; empty when it is not made of such."""
     peak: int
     seconds: float
+    origin: str
+    """The method that it is from."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +59,14 @@ class Searcher:
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
+        self._found: list[Candidate] = []
 
     @cached_property
     def baseline(self) -> Candidate:
         """The step without rematerialization."""
         g = self.prepared.graph
-        return self._judge(from_order(g, range(len(g.c)), g.loss, self.prepared.held), ())
+        return self._judge(from_order(g, range(len(g.c)), g.loss, self.prepared.held), (),
+                           "save-all")
 
     @cached_property
     def table(self) -> Table:
@@ -119,14 +131,15 @@ class Searcher:
         if planner != "rockmate":
             return self._other(limit, planner, time_limit)
         if self.baseline.peak <= limit:
-            plan = self._plan(self.baseline, limit, planner, "nothing needs to be forgotten")
+            plan = self._plan(self.baseline, limit, planner, "nothing needs to be forgotten",
+                              self.baseline.seconds)
             return Attempt(plan, "ok", plan.note)
         if self.smallest.peak > limit:
             return Attempt(None, "infeasible",
                            f"the smallest budget is {self.smallest.peak:,} bytes")
         with self.prepared.timed("search"):
-            best = self._best(limit)
-        return Attempt(self._plan(best, limit, planner, ""), "ok", "")
+            best, bound = self._best(limit)
+        return Attempt(self._plan(best, limit, planner, f"schedule of {best.origin}", bound), "ok", "")
 
     def _other(self, limit: int, name: str, time_limit: float | None) -> Attempt:
         """The schedule of another planner of the literature, as it returns it."""
@@ -134,14 +147,16 @@ class Searcher:
         with self.prepared.timed("search"):
             outcome = method.plan(self.problem, limit, time_limit=time_limit)
         note = outcome.note
-        chosen = None if outcome.schedule is None else self._judge(outcome.schedule, ())
+        bound = outcome.bound
+        chosen = None if outcome.schedule is None else self._judge(outcome.schedule, (), name)
         if name == "auto" and self.smallest.peak <= limit:
-            own = self.baseline if self.baseline.peak <= limit else self._best(limit)
+            own, bound = (self.baseline, self.baseline.seconds) if self.baseline.peak <= limit \
+                else self._best(limit)
             if chosen is None or own.seconds < chosen.seconds:
                 chosen, note = own, f"rockmate with its finishing pass; of the others, {note}"
         if chosen is None:
             return Attempt(None, "timeout" if outcome.status == "timeout" else "infeasible", note)
-        return Attempt(self._plan(chosen, limit, name, note), "ok", note)
+        return Attempt(self._plan(chosen, limit, name, note, bound), "ok", note)
 
     def _least_of(self, method: Planner, limit: int) -> int | None:
         """The smallest budget that a planner meets, by bisection on what it returns."""
@@ -160,7 +175,17 @@ class Searcher:
                 break
         return best
 
-    def _best(self, limit: int) -> Candidate:
+    def _best(self, limit: int) -> tuple[Candidate, float | None]:
+        """The fastest schedule known within a limit, and a lower bound of any schedule's seconds."""
+        chain = sorted(self._of_chain(limit), key=lambda c: c.seconds)[:2]
+        others, bound = self._of_other_planners(limit)
+        finished = [self._finish(c, limit) for c in (*chain, *others)]
+        self._found += finished
+        # What was found for a smaller budget serves here, too: more memory is never slower.
+        best = min((c for c in self._found if c.peak <= limit), key=lambda c: c.seconds)
+        return best, bound
+
+    def _of_chain(self, limit: int) -> list[Candidate]:
         """Try several memory limits of the dynamic program: its own count is never below the
         simulator's, so more than the budget may be asked of it as long as the simulator agrees."""
         p = self.prepared
@@ -185,14 +210,29 @@ class Searcher:
                 high = memory
             if high - low <= self.table.slot_bytes:
                 break
-        finished = [self._finish(c, limit) for c in sorted(fits, key=lambda c: c.seconds)[:2]]
-        return min(finished, key=lambda c: c.seconds)
+        return fits
+
+    def _of_other_planners(self, limit: int) -> tuple[list[Candidate], float | None]:
+        """Schedules over the whole graph, which no boundary of a block confines."""
+        size = len(self.prepared.graph.c)
+        allowed = self.prepared.settings.planning_seconds
+        kept = find_planner("keep-set").plan(
+            self.problem, limit,
+            time_limit=KEEP_SECONDS if allowed is None else min(KEEP_SECONDS, allowed))
+        outcomes = {"keep-set": kept}
+        if size <= DTR_NODES:
+            outcomes["dtr"] = find_planner("dtr").plan(self.problem, limit)
+        if size <= LOWER_SET_NODES:
+            outcomes["lower-sets"] = find_planner("lower-sets").plan(self.problem, limit)
+        found = [self._judge(o.schedule, (), name) for name, o in outcomes.items()
+                 if o.schedule is not None]
+        return found, kept.bound
 
     def _finish(self, candidate: Candidate, limit: int) -> Candidate:
         p = self.prepared
         schedule = finish(p.graph, candidate.schedule, limit, held=p.held,
                           reserve_at_loss=p.reserve_at_loss)
-        return self._judge(schedule, candidate.ops)
+        return self._judge(schedule, candidate.ops, candidate.origin)
 
     def _expand(self, ops: Sequence[Op]) -> Candidate:
         """The flat schedule of a sequence of block operations."""
@@ -214,11 +254,11 @@ class Searcher:
                 order += [c[i] for i in option.backward]
         assert loss_at is not None
         schedule = without_waste(graph, from_order(graph, order, loss_at, p.held), p.held)
-        return self._judge(schedule, tuple(ops))
+        return self._judge(schedule, tuple(ops), "rk-rotor")
 
-    def _judge(self, schedule: Schedule, ops: tuple[Op, ...]) -> Candidate:
+    def _judge(self, schedule: Schedule, ops: tuple[Op, ...], origin: str) -> Candidate:
         result = self.simulate(schedule)
-        return Candidate(schedule, ops, result.peak, result.seconds)
+        return Candidate(schedule, ops, result.peak, result.seconds, origin)
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """The simulator's verdict on a schedule of this model."""
@@ -230,22 +270,28 @@ class Searcher:
         """The graph as plans carry it."""
         return summarise(self.prepared)
 
-    def _plan(self, best: Candidate, limit: int, planner: str, note: str) -> Plan:
+    def _plan(self, best: Candidate, limit: int, planner: str, note: str,
+              bound: float | None) -> Plan:
         p = self.prepared
-        runs = []
-        for op in best.ops:
-            option = None if isinstance(op, ForwardPlain) else op.option
-            saved = None if option is None else \
-                p.option_sets[p.classes[op.block]].options[option].saved_bytes
-            runs.append(Run(op.block, "backward" if isinstance(op, Backward) else "forward", option,
-                            saved))
-        infos = with_option_counts(p) if best.ops else p.infos
+        infos = with_option_counts(p) if best is not self.baseline and planner == "rockmate" \
+            else p.infos
         return Plan(
             planner=planner, budget_bytes=limit, peak_bytes=best.peak,
             baseline_peak_bytes=self.baseline.peak, step_seconds=best.seconds,
-            baseline_seconds=self.baseline.seconds,
-            minimum_bytes=self.smallest.peak if best.ops and planner == "rockmate" else None,
-            blocks=infos, runs=tuple(runs), schedule=best.schedule, fingerprint=p.fingerprint,
-            costs=tuple(p.costs[i] for i in range(len(p.graph.c))),
+            baseline_seconds=self.baseline.seconds, bound_seconds=bound,
+            minimum_bytes=self.smallest.peak
+            if planner == "rockmate" and best is not self.baseline else None,
+            blocks=infos, runs=tuple(self._runs(best)), schedule=best.schedule,
+            fingerprint=p.fingerprint, costs=tuple(p.costs[i] for i in range(len(p.graph.c))),
             graph=self.summary, note=note,
             stage_seconds=dict(p.stage_seconds), nodes=dict(p.nodes))
+
+    def _runs(self, best: Candidate) -> Iterator[Run]:
+        p = self.prepared
+        for op in best.ops:
+            option = None if isinstance(op, ForwardPlain) else op.option
+            yield Run(op.block, "backward" if isinstance(op, Backward) else "forward", option,
+                      None if option is None else
+                      p.option_sets[p.classes[op.block]].options[option].saved_bytes)
+        if not best.ops:
+            yield from runs_of(best.schedule, p.graph, p.partition.block_of)

@@ -50,9 +50,10 @@ class Highs:
             self._highs.changeColBounds(self._index[name], value, value)
 
     def solve(self, time_limit: float, *, gap: float = 0.0, relax: bool = False,
-              start: Mapping[str, float] | None = None) -> Answer:
+              start: Mapping[str, float] | None = None, nodes: int | None = None) -> Answer:
         """Minimize. `time_limit` in seconds, `gap` relative; `relax`: forget integrality; `start`:
-        values of the integer variables of a known solution."""
+        values of the integer variables of a known solution; `nodes`: of branch and bound, at
+        most."""
         import highspy
 
         highs = self._highs
@@ -61,6 +62,8 @@ class Highs:
         spent = highs.getRunTime() if relax else 0.0
         highs.setOptionValue("time_limit", spent + max(0.01, float(time_limit)))
         highs.setOptionValue("mip_rel_gap", gap)
+        if nodes is not None:
+            highs.setOptionValue("mip_max_nodes", nodes)
         highs.setOptionValue("solve_relaxation", relax)
         highs.setOptionValue("solver", "ipm" if relax else "choose")
         if start:

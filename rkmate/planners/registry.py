@@ -10,6 +10,7 @@ from rkmate.planners.checkmate_lp import CheckmateRounded
 from rkmate.planners.chen import Chen
 from rkmate.planners.dtr_offline import DtrOffline
 from rkmate.planners.ends import RecomputeAll, SaveAll
+from rkmate.planners.keep_set import KeepSet
 from rkmate.planners.lower_set_planner import LowerSetPlanner
 from rkmate.planners.protocol import Planner
 from rkmate.planners.sequential import Sequential
@@ -29,11 +30,12 @@ _SINGLE: tuple[Planner, ...] = (
     LowerSetPlanner("lower-sets-exact-memory", family="exact", centric="memory"),
     LowerSetPlanner("lower-sets-no-liveness", liveness=False),
     _DTR,
+    KeepSet(),
     SaveAll(),
     RecomputeAll(),
 )
-_AUTO = ("save-all", "rockmate", "rotor", "lower-sets", "lower-sets-memory", "chen", "sequential",
-         "dtr", "recompute-all", "checkmate")
+_AUTO = ("save-all", "rockmate", "keep-set", "rotor", "lower-sets", "lower-sets-memory", "chen",
+         "sequential", "dtr", "recompute-all", "checkmate")
 """What ``auto`` asks, the quickest to answer first; the program last, with the time left."""
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _SINGLE}

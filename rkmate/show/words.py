@@ -25,6 +25,9 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("smallest budget", smallest),
         ("planner", plan.planner),
     ]
+    if plan.bound_seconds is not None and plan.gap is not None:
+        result.append(("lower bound", f"{duration(plan.bound_seconds)} a step: at most {plan.gap:.1%} "
+                                      "could be saved by another schedule"))
     if plan.stage_seconds:
         result.append(("planning took", duration(sum(plan.stage_seconds.values()))))
     if plan.note:

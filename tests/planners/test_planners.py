@@ -41,6 +41,9 @@ def test_all_planners_on_random_models(problem: Problem) -> None:
         outcomes = {name: p.plan(problem, budget, time_limit=20.0) for name, p in PLANNERS.items()}
         optimum = outcomes["checkmate"]
         assert optimum.status != "timeout"
+        bound = outcomes["keep-set"].bound
+        assert bound is not None
+        assert bound <= optimum.seconds * (1 + 1e-6)
         for name, outcome in outcomes.items():
             check(problem, outcome, budget)
             assert outcome.seconds >= optimum.seconds - 1e-6, name

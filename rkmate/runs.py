@@ -1,0 +1,42 @@
+"""The runs of blocks in a schedule that is not made of block operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rkmate.graph.cd import CDGraph
+from rkmate.graph.cut import PRELUDE
+from rkmate.plan import Run
+from rkmate.schedule.steps import Compute, Forget, Schedule
+
+
+def runs_of(schedule: Schedule, graph: CDGraph, block_of: Sequence[int]) -> Iterator[Run]:
+    """Stretches of one block's computations, of the forward or of the backward.
+
+    `block_of`: each C node's block. What a forward run keeps is what of its block is in memory when
+    the next run begins.
+    """
+    here: tuple[int, str] | None = None
+    there: set[int] = set()
+    for step in schedule.steps:
+        if isinstance(step, Forget):
+            there.discard(step.d)
+        elif isinstance(step, Compute) and block_of[step.c] != PRELUDE:
+            kind = "backward" if step.c >= graph.loss else "forward"
+            place = (block_of[step.c], kind)
+            if here is not None and place != here:
+                yield _run(here, there, graph, block_of)
+            here = place
+        if isinstance(step, Compute):
+            there.update(graph.c[step.c].outputs)
+    if here is not None:
+        yield _run(here, there, graph, block_of)
+
+
+def _run(place: tuple[int, str], there: set[int], graph: CDGraph, block_of: Sequence[int]) -> Run:
+    block, phase = place
+    saved = None
+    if phase == "forward":
+        saved = graph.bytes(j for j in there if (made := graph.producer[j]) is not None
+                            and made < graph.loss and block_of[made] == block)
+    return Run(block, phase, None, saved)

@@ -1,0 +1,112 @@
+"""The keep program: schedules that reach their own lower bound, moments, and what is reported."""
+
+from __future__ import annotations
+
+import pytest
+
+import rkmate
+from rkmate.planners.keep_program import KeepProgram, add_moment, gradient_bytes
+from rkmate.planners.keep_set import KeepSet
+from rkmate.planners.protocol import Problem
+from rkmate.runs import runs_of
+from rkmate.schedule.simulate import simulate
+from rkmate.schedule.steps import Compute, save_all
+from tests.models import BANK
+from tests.planners.problems import problem_of, stack, training_graph
+
+
+def two_values(times: tuple[int, int]) -> Problem:
+    """A chain whose last node is wide; the backward reads the first two values, of equal size."""
+    graph = training_graph([[], [0], [1], [2], [3]], [10, 10, 1, 1, 1], [*times, 1, 1, 1],
+                           [0, 0, 0, 0, 50], [0] * 5, [True, True, False, False, False])
+    return problem_of(graph, [])
+
+
+@pytest.mark.parametrize(("times", "cheap"), [((2, 5), 2.0), ((5, 2), 2.0), ((3, 3), 3.0)])
+def test_the_cheaper_value_is_made_again(times: tuple[int, int], cheap: float) -> None:
+    problem = two_values(times)
+    whole = simulate(problem.graph, save_all(problem.graph))
+    found = KeepSet().plan(problem, whole.peak - 1)
+    assert found.seconds == pytest.approx(whole.seconds + cheap)
+    assert found.bound == pytest.approx(found.seconds)
+
+
+def test_the_bound_is_known_where_nothing_fits() -> None:
+    problem = stack(4)
+    whole = simulate(problem.graph, save_all(problem.graph))
+    found = KeepSet().plan(problem, whole.peak // 4)
+    assert found.schedule is None and found.bound is not None and found.bound >= whole.seconds
+
+
+def test_a_schedule_for_less_memory_serves_a_larger_budget() -> None:
+    problem = stack(5)
+    top = simulate(problem.graph, save_all(problem.graph)).peak
+    times = [KeepSet().plan(problem, top * k // 20).seconds for k in range(8, 21)]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < float("inf")
+
+
+def test_memory_of_gradients_is_what_the_simulator_counts() -> None:
+    """At a backward node: all that is alive, less the forward values."""
+    graph = stack(3).graph
+    schedule = save_all(graph)
+    result = simulate(graph, schedule)
+    counted = gradient_bytes(graph, frozenset())
+    alive: set[int] = set()
+    for k, step in enumerate(schedule.steps):
+        if isinstance(step, Compute):
+            alive |= set(graph.c[step.c].outputs)
+            if step.c >= graph.loss:
+                forward = graph.bytes(j for j in alive if (i := graph.producer[j]) is not None
+                                      and i < graph.loss)
+                assert result.timeline[k] == forward + counted[step.c - graph.loss]
+        elif hasattr(step, "d"):
+            alive.discard(step.d)
+
+
+def test_more_moments_never_lower_the_bound() -> None:
+    problem = stack(4)
+    graph = problem.graph
+    budget = simulate(graph, save_all(graph)).peak * 7 // 10
+    program = KeepProgram(graph)
+    moments: list[int] = []
+    bounds = []
+    for node in (graph.loss + 3, graph.loss + 9, graph.loss + 6):
+        kept = program.solve(budget, moments, time_limit=20.0)
+        assert kept is not None
+        bounds.append(kept.bound)
+        moments = add_moment(moments, node)
+    assert moments == sorted(moments)
+    assert all(b >= a * (1 - 0.011) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_plans_come_with_their_bound(name: str) -> None:
+    sample = BANK[name]()
+    plans = rkmate.tradeoff(sample.model, sample.args, sample.kwargs, budgets=[0.95, 0.8, 0.6],
+                            costs="analytic", progress=False)
+    for plan in plans:
+        assert plan.bound_seconds is not None and plan.gap is not None
+        assert plan.baseline_seconds <= plan.bound_seconds * (1 + 1e-9)
+        assert plan.bound_seconds <= plan.step_seconds * (1 + 1e-9)
+        assert 0 <= plan.gap < 0.1
+        assert "lower bound" in str(plan)
+    assert plans[0].gap < 0.005
+    assert {r.block for r in plans[-1].runs} == set(range(len(plans[-1].blocks)))
+
+
+def test_runs_of_a_schedule() -> None:
+    problem = stack(2)
+    graph = problem.graph
+    block_of = [0] * len(graph.c)
+    for b, c in enumerate(problem.block_c):
+        for i in c:
+            block_of[i] = b
+    runs = list(runs_of(save_all(graph), graph, block_of))
+    last = len(problem.block_c) - 1
+    assert [(r.block, r.phase) for r in runs] == \
+        [(b, "forward") for b in range(last + 1)] + [(b, "backward") for b in range(last, -1, -1)]
+    assert all(r.option is None for r in runs)
+    kept = [r.saved_bytes for r in runs if r.phase == "forward"]
+    assert all(k is not None and k > 0 for k in kept)
+    assert all(r.saved_bytes is None for r in runs if r.phase == "backward")
