@@ -25,6 +25,7 @@ from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.eager_kernels import as_eager_computes
+from rkmate.graph.layouts import as_kernels_return_them
 from rkmate.graph.library_paths import paths
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.refusals import explained, has_generator
@@ -178,7 +179,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     flat = _Flat(model, inputs, before)
     flat.training = model.training
     with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
-            torch.enable_grad(), _quiet(), as_eager_computes():
+            torch.enable_grad(), _quiet(), as_eager_computes(), as_kernels_return_them():
         warnings.simplefilter("ignore")
         try:
             program = _export(flat, tuple(tensors))

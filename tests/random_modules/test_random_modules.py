@@ -24,10 +24,15 @@ QUICK = Settings(options=OptionSettings(grid=(3, 3), time_limit=0.2, block_limit
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """Weights differ per element. It allocates no more than a plan leaves room for: a loss outside
-    the module is the caller's, and of its bytes three times the outputs are planned for."""
-    return sum((t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum()  # type: ignore[return-value]
-               for t in output)
+    """Weights differ per element, in the output's layout, so that the gradients have it too: a plan
+    takes them so, and a sum in another order is rounded otherwise. It allocates no more than a plan
+    leaves room for: a loss outside the module is the caller's, and of its bytes three times the
+    outputs are planned for."""
+    return sum((t * _weights(t)).sum() for t in output)  # type: ignore[return-value]
+
+
+def _weights(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(t).copy_(torch.linspace(-1, 1, t.numel()).view(t.shape))
 
 
 def check(recipe: Recipe, share: float) -> None:

@@ -1,0 +1,50 @@
+"""Layouts that torch's fake tensors get wrong: where a kernel returns other strides than a trace says.
+
+A trace decides by strides which copies are made, and in which order a later sum is taken. Uses private
+names of torch (the decompositions that fake tensors run); tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._decomp import decomposition_table
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
+# The CPU's kernels return the input's memory format; a trace says that they keep its strides.
+_FORMAT_OF: dict[Any, int] = {
+    aten.native_batch_norm.default: 0, aten._native_batch_norm_legit.default: 0,
+    aten._native_batch_norm_legit.no_stats: 0, aten._native_batch_norm_legit_functional.default: 0,
+    aten.native_batch_norm_backward.default: 1}
+"""The argument whose memory format the first result has."""
+
+
+def _as_the_kernel(trace: Callable[..., Any], argument: int) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first, *others = trace(*args, **kwargs)
+        like = args[argument]
+        if first is not None and like.device.type == "cpu":
+            first = torch.empty_like(first, memory_format=suggest_memory_format(like))
+        return first, *others
+    return run
+
+
+@contextmanager
+def as_kernels_return_them() -> Iterator[None]:
+    """While a module is captured."""
+    changed = {op: _as_the_kernel(decomposition_table[op], k) for op, k in _FORMAT_OF.items()
+               if op in decomposition_table}
+    FakeTensorMode.cache_clear()
+    try:
+        with mock.patch.dict(decomposition_table, changed):
+            yield
+    finally:
+        FakeTensorMode.cache_clear()
