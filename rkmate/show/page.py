@@ -31,6 +31,7 @@ figure {{ margin: 12px 0; overflow-x: auto; }}
 figure > svg {{ max-width: 100%; height: auto; display: block; }}
 .wide {{ overflow-x: auto; }}
 .tall {{ max-height: 460px; overflow: auto; border: 1px solid var(--line); border-radius: 6px; }}
+.list {{ max-height: 1200px; overflow: auto; }}
 table {{ border-collapse: collapse; font-size: 13px; width: 100%; }}
 th, td {{ text-align: left; padding: 3px 10px; border-bottom: 1px solid #eceff1; white-space: nowrap; }}
 th {{ position: sticky; top: 0; background: #fff; }}

@@ -127,6 +127,7 @@ def _graphs(plan: Plan, replayed: Replay) -> Iterator[str]:
         yield f'<template id="graph-{b}">{_drawn(block_graph(plan, b, replayed), f"g{b}", dot)}</template>'
     colours = styles.class_colours([i.label for i in plan.blocks])
     kept, whole = block_memory(plan, replayed)
+    yield '<div class="list">'
     for b, info in enumerate(plan.blocks):
         again = plan_recomputed(replayed, b)
         same = "" if shared[b] == b else f"<span>run like block {shared[b]}</span>"
@@ -136,6 +137,7 @@ def _graphs(plan: Plan, replayed: Replay) -> Iterator[str]:
                f"</span><span>keeps {size(kept[b])} of {size(whole[b])}</span>"
                f"<span>redoes {duration(again) if again else 'nothing'}</span>{same}</summary>"
                f'<div class="pane" data-graph="graph-{shared[b]}"></div></details>')
+    yield "</div>"
 
 
 def _source(plan: Plan) -> Iterator[str]:
