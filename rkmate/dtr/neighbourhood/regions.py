@@ -50,6 +50,8 @@ class EvictedRegions:
         # Its parents are the edge of an empty region, and it joins the edge of theirs.
         up = _Region()
         for parent in node.parents:
+            if parent.pinned:
+                continue
             up.edge.add(parent.index)
             self._down[parent.index].edge.add(node.index)
         self._up[node.index] = up
@@ -79,6 +81,8 @@ class EvictedRegions:
         # A storage that another operation will evict or compute cannot be at an edge: edges are
         # resident when the walk that found them ends.
         for row in above:
+            if self._node(row).pinned:
+                continue
             self._down[row] = self._walk(self._node(row), down=True)
             self._note(row)
         for row in below:
@@ -142,7 +146,8 @@ class EvictedRegions:
                 visits += 1
                 row = near.index
                 if near.resident:
-                    if near is not base:
+                    # What is pinned is never chosen, so its own regions are not kept.
+                    if near is not base and not near.pinned:
                         edge.add(row)
                 elif row not in inside:
                     cost += near.cost
