@@ -63,7 +63,7 @@ def _head(plan: Plan) -> Iterator[str]:
            f'<u style="left:{100 * plan.budget_bytes / whole:.2f}%"></u></div>')
     for paragraph in explain(plan).split("\n\n"):
         yield f"<p>{escape(paragraph)}</p>"
-    figures = [(a, b) for a, b in facts(plan) if a in ("planning took", "note")]
+    figures = [(a, b) for a, b in facts(plan) if a in ("lower bound", "planning took", "note")]
     figures += [(f"stage: {stage}", duration(s)) for stage, s in plan.stage_seconds.items()]
     figures += [(f"nodes: {name}", str(n)) for name, n in plan.nodes.items()]
     yield "<details><summary>how the plan was found</summary>" \

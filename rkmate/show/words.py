@@ -89,8 +89,15 @@ def _outcome(plan: Plan) -> str:
     if plan.step_seconds > plan.baseline_seconds:
         return (f"{text} Recomputation adds "
                 f"{duration(plan.step_seconds - plan.baseline_seconds)} to a step of "
-                f"{duration(plan.baseline_seconds)} ({plan.overhead:+.1%}).")
+                f"{duration(plan.baseline_seconds)} ({plan.overhead:+.1%}).{_bound(plan)}")
     return f"{text} Nothing is computed twice."
+
+
+def _bound(plan: Plan) -> str:
+    if plan.gap is None:
+        return ""
+    return (f" No other schedule within the budget that runs the backward once, in order, could save "
+            f"more than {plan.gap:.1%} of the step.")
 
 
 def _recomputed(plan: Plan, replayed: Replay, baseline: Replay) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rkmate.plan import Plan
@@ -62,6 +64,15 @@ def test_explanations_name_figures_and_modules(plan: Plan) -> None:
     assert "The peak stands" in text
     assert ("smallest budget" in text) == (plan.minimum_bytes is not None)
     assert "  " not in text
+
+
+def test_a_known_bound_says_how_good_the_plan_is() -> None:
+    plan = replace(wrapped().plan, bound_seconds=0.9 * wrapped().plan.step_seconds)
+    assert "could save more than 10.0% of the step." in plan.explain()
+    assert "at most 10.0% could be saved" in str(plan)
+    unknown = replace(plan, bound_seconds=None)
+    assert "could save" not in unknown.explain()
+    assert "lower bound" not in str(unknown)
 
 
 def test_what_costs_most_is_named() -> None:
