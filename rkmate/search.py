@@ -123,6 +123,19 @@ class Searcher:
             f"{planner} has no schedule within {limit:,} bytes; the smallest budget that it meets "
             f"is {least:,} bytes. {attempt.note}".rstrip(), least)
 
+    def curve(self, budgets: Sequence[Budget], planner: str = "rockmate") -> list[Plan]:
+        """A plan for each budget; among plans of the default planner, peak and time are monotone.
+
+        What is found for one budget serves another that it fits, too. Raises what `plan` raises.
+        """
+        base = self.baseline.peak
+        plans = [self.plan(b, planner) for b in sorted(budgets, key=lambda b: b.of(base))]
+        if planner == "rockmate":
+            plans = [self._plan(self._fastest(p.budget_bytes), p.budget_bytes, planner, "",
+                                p.bound_seconds) for p in plans]
+        by_limit = {p.budget_bytes: p for p in plans}
+        return [by_limit[b.of(base)] for b in budgets]
+
     def attempt(self, limit: int, planner: str = "rockmate",
                 time_limit: float | None = None) -> Attempt:
         """What a planner finds within `limit` bytes; that it finds nothing is a result, too."""
@@ -131,15 +144,14 @@ class Searcher:
         if planner != "rockmate":
             return self._other(limit, planner, time_limit)
         if self.baseline.peak <= limit:
-            plan = self._plan(self.baseline, limit, planner, "nothing needs to be forgotten",
-                              self.baseline.seconds)
+            plan = self._plan(self.baseline, limit, planner, "", self.baseline.seconds)
             return Attempt(plan, "ok", plan.note)
         if self.smallest.peak > limit:
             return Attempt(None, "infeasible",
                            f"the smallest budget is {self.smallest.peak:,} bytes")
         with self.prepared.timed("search"):
             best, bound = self._best(limit)
-        return Attempt(self._plan(best, limit, planner, f"schedule of {best.origin}", bound), "ok", "")
+        return Attempt(self._plan(best, limit, planner, "", bound), "ok", "")
 
     def _other(self, limit: int, name: str, time_limit: float | None) -> Attempt:
         """The schedule of another planner of the literature, as it returns it."""
@@ -181,9 +193,12 @@ class Searcher:
         others, bound = self._of_other_planners(limit)
         finished = [self._finish(c, limit) for c in (*chain, *others)]
         self._found += finished
-        # What was found for a smaller budget serves here, too: more memory is never slower.
-        best = min((c for c in self._found if c.peak <= limit), key=lambda c: c.seconds)
-        return best, bound
+        return self._fastest(limit), bound
+
+    def _fastest(self, limit: int) -> Candidate:
+        """Of all that was found, for whatever budget: more memory is never slower."""
+        inside = [c for c in (self.baseline, *self._found) if c.peak <= limit]
+        return min(inside, key=lambda c: (c.seconds, c.peak))
 
     def _of_chain(self, limit: int) -> list[Candidate]:
         """Try several memory limits of the dynamic program: its own count is never below the
@@ -283,8 +298,12 @@ class Searcher:
             if planner == "rockmate" and best is not self.baseline else None,
             blocks=infos, runs=tuple(self._runs(best)), schedule=best.schedule,
             fingerprint=p.fingerprint, costs=tuple(p.costs[i] for i in range(len(p.graph.c))),
-            graph=self.summary, note=note,
+            graph=self.summary, note=note or self._note(best),
             stage_seconds=dict(p.stage_seconds), nodes=dict(p.nodes))
+
+    def _note(self, best: Candidate) -> str:
+        return "nothing needs to be forgotten" if best is self.baseline else \
+            f"schedule of {best.origin}, finished"
 
     def _runs(self, best: Candidate) -> Iterator[Run]:
         p = self.prepared

@@ -98,11 +98,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     if wanted is None:
         low, high = searcher.smallest.peak, searcher.baseline.peak
         wanted = [Budget(bytes=low + (high - low) * k // 9) for k in range(9, -1, -1)]
-    # The smallest first: what is found for it serves the larger ones, too.
-    base = searcher.baseline.peak
-    plans = {k: searcher.plan(wanted[k], planner)
-             for k in sorted(range(len(wanted)), key=lambda k: wanted[k].of(base))}
-    return Curve(tuple(plans[k] for k in range(len(wanted))))
+    return Curve(tuple(searcher.curve(wanted, planner)))
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:
