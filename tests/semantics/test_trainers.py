@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,54 @@ def test_lightning(tmp_path: Path) -> None:
         return model
 
     _same_weights(train)
+
+
+def test_transformers_trainer_counts_items(tmp_path: Path) -> None:
+    """With accumulation the Trainer passes the number of labels, another one for every step: it is a
+    tensor, so that all steps share a plan."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    plans: list[int] = []
+
+    def train(wrap: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0,
+            eos_token_id=0))
+        data = []
+        for k in range(8 * STEPS):
+            i = torch.randint(0, 50, (8,))
+            data.append({"input_ids": i, "labels": i.where(torch.arange(8) >= k % 5, -100)})
+        if wrap:
+            sample = {k: torch.stack([d[k] for d in data[:4]]) for k in data[0]}
+            model = planned(model, kwargs={**sample, "num_items_in_batch": torch.tensor(1)}, budget=0.9)
+        trainer = transformers.Trainer(model, transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, report_to=[],
+            gradient_accumulation_steps=2, disable_tqdm=True, use_cpu=True, save_strategy="no"),
+            train_dataset=data)
+        trainer.train()
+        if wrap:
+            plans.append(len(model._plans))
+        return model  # type: ignore[no-any-return]
+
+    _same_weights(train)
+    assert plans[0] <= 2                   # the sample's, and one for all steps
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize("library", ["transformers", "accelerate", "lightning"])
+def test_examples(library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    name = f"trainer_{library}"
+    try:
+        main = importlib.import_module(name).main
+        _same_weights(lambda wrap: main(not wrap))
+    finally:
+        sys.modules.pop(name, None)
 
 
 def test_adapters_of_peft() -> None:
