@@ -226,6 +226,7 @@ class Emitter:
                     drop.append(j)                 # of another call, and not read in this one
         body += self._forgetting(gone, place, names)
         give = [j for j in names.local if j in made]
+        drop = [j for j in drop if j not in give]      # what a first run dropped, and a second made
         lines: list[tuple[str, str]] = []
         if take:
             lines.append((f"{_targets(names.of(j) for j in take)} = env.take(take)", ""))
