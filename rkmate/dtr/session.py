@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +21,7 @@ from rkmate.dtr.heuristics import make_heuristic
 from rkmate.dtr.runtime.engine import Engine
 from rkmate.dtr.runtime.logging import LogWriter
 from rkmate.dtr.runtime.report import Report
+from rkmate.dtr.state import State
 from rkmate.errors import ArgumentError, RkmateError
 
 _ACTIVE = threading.local()
@@ -82,6 +84,8 @@ class Session:
         banish: free for good what the program drops, once nothing evicted depends on it.
         log: file to write the operations to, in the paper's format: a path or a text stream.
         seed: for the random heuristic.
+        restore: a module whose buffers, together with the generators' states, are put back as they
+            were at the block's beginning when an error, or an interrupt, leaves the block.
 
     Raises ``ArgumentError`` for a wrong argument. Inside the block: ``BudgetExceeded`` when an
     operation cannot fit, ``ThrashingError`` at the overhead limit. When the block ends, everything
@@ -98,7 +102,12 @@ class Session:
         banish: bool = False,
         log: str | os.PathLike[str] | TextIO | None = None,
         seed: int = 0,
+        restore: nn.Module | None = None,
     ) -> None:
+        if restore is not None and not isinstance(restore, nn.Module):
+            raise ArgumentError(f"restore must be a module, and is {restore!r}")
+        self._restore = restore
+        self._kept: State | None = None
         self._bytes = check_budget(budget)
         self._make = heuristic_maker(heuristic, seed)
         if not isinstance(overhead_limit, (int, float)) or not overhead_limit >= 1:
@@ -148,6 +157,8 @@ class Session:
             banish=self._banish,
             log=writer,
         )
+        if self._restore is not None:
+            self._kept = State(self._restore)
         self.resume()
         return self
 
@@ -173,9 +184,15 @@ class Session:
         self._modes = [_MemoryReads(self._engine), _Operations(self._engine)]
         for mode in self._modes:
             mode.__enter__()
+        self._engine.interrupts.install()
 
     def pause(self) -> None:
         """Stop watching operations; evicted tensors must not be used until ``resume``."""
+        self._unwatch()
+        if self._engine is not None:
+            self._engine.interrupts.remove()
+
+    def _unwatch(self) -> None:
         while self._modes:
             self._modes.pop().__exit__(None, None, None)
         _ACTIVE.session = None
@@ -191,21 +208,28 @@ class Session:
     ) -> None:
         engine = self._engine
         assert engine is not None
-        self.pause()
+        interrupts = engine.interrupts
+        interrupts.busy = True
+        self._unwatch()
         try:
             if error is not None:
                 engine.lift_limits()
             engine.finish()
-        except RkmateError:
+        except RkmateError as found:
             if error is None:
+                error = found
                 raise
         finally:
+            if error is not None and self._kept is not None:
+                self._kept.restore()
             self.reports.append(engine.take_report())
             engine.close()
-            self._engine = None
+            self._engine = self._kept = None
             if self._stream is not None:
                 self._stream.close()
                 self._stream = None
+            interrupts.remove()
+            interrupts.deliver()
 
 
 def check_budget(budget: int | str | None) -> float:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rkmate.dtr.errors import BudgetExceeded, ThrashingError
 from rkmate.dtr.runtime.report import Report
 from rkmate.dtr.session import Session
+from rkmate.dtr.state import State
 from rkmate.errors import ArgumentError, BackwardError
 
 _SHARED = (
@@ -127,7 +128,7 @@ class _Batch:
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self.structure)
         state = dict(zip(self.names, fresh[len(inputs) :], strict=True))
-        kept = _State(model)
+        kept = State(model)
         self.session.__enter__()
         try:
             with torch.enable_grad():
@@ -139,7 +140,7 @@ class _Batch:
                     engine.keep(value)
         except BaseException as error:
             self.session.__exit__(type(error), error, error.__traceback__)
-            if isinstance(error, (BudgetExceeded, ThrashingError)):
+            if isinstance(error, (BudgetExceeded, ThrashingError, KeyboardInterrupt)):
                 kept.restore()
             raise
         self.session.pause()
@@ -206,28 +207,6 @@ class _Boundary(torch.autograd.Function):
         return (None, None, *ctx.batch.back(gradients))
 
 
-class _State:
-    """What a failed forward must leave as it was: buffers and the generators' states."""
-
-    def __init__(self, model: nn.Module) -> None:
-        # Buffers are small beside activations; NumPy's memory keeps the copies out of the budget.
-        self._buffers = [
-            (b, b.detach().cpu().reshape(-1).view(torch.uint8).numpy().copy())
-            for b in model.buffers()
-            if b.layout is torch.strided
-        ]
-        self._cpu = torch.get_rng_state().numpy().copy()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(torch.from_numpy(value).view(buffer.dtype).reshape(buffer.shape))
-        torch.set_rng_state(torch.from_numpy(self._cpu))
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-
 def _adopt(module: DynamicModule, model: nn.Module) -> None:
     module.__dict__["_original"] = model
     training = model.training
@@ -250,6 +229,8 @@ def wrap(model: nn.Module, budget: int | str | None, **options: Any) -> DynamicM
         raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, DynamicModule):
         raise ArgumentError("model is wrapped already")
+    if options.get("restore") is not None:
+        raise ArgumentError("restore is for the context manager: a module restores itself")
     if options.get("log") is not None:
         raise ArgumentError("log is for the context manager: each call of a module is a run")
     given = {"budget": budget, **options}

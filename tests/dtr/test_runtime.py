@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import rkmate.dtr
 from rkmate.dtr import BudgetExceeded, RuntimeStateError, ThrashingError
+from rkmate.dtr.runtime import sizes
 from rkmate.errors import ArgumentError
 from rkmate.measure.meter import measure_peak
 
@@ -349,3 +350,13 @@ def test_the_log_replays(tmp_path: object) -> None:
     assert 0.9 * session.report.operations <= program.operations <= session.report.operations
     tight = rkmate.dtr.simulate(program, "dtr-eq", int(program.memory * 0.8))
     assert tight.evict_choices > 0
+
+
+def test_learned_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "_LEARNED", 8)
+    monkeypatch.setattr(sizes.Sizes, "_known", {})
+    with rkmate.dtr("1MiB"):
+        for length in range(1, 40):
+            x = torch.ones(length)
+            assert torch.equal(x + x, torch.full((length,), 2.0))
+    assert 0 < len(sizes.Sizes._known) <= 8

@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from rkmate.dtr.heuristics.protocol import Heuristic
+from rkmate.dtr.interrupts import Interrupts
 from rkmate.dtr.runtime.arguments import Arguments
 from rkmate.dtr.runtime.buffer import Buffer
 from rkmate.dtr.runtime.logging import LogWriter
@@ -49,6 +50,7 @@ class Engine:
         self.memory = Memory(budget, heuristic)
         self.replayer = Replayer(self.memory, overhead_limit)
         self.sizes = Sizes()
+        self.interrupts = Interrupts()
         self.banish = banish
         self.log = log
         self._waiting: list[Buffer] = []
@@ -63,18 +65,31 @@ class Engine:
         """Run ``function`` for the program."""
         if function in _ALIASES:
             return function(*args, **kwargs)
-        began = time.perf_counter_ns()
+        interrupts = self.interrupts
+        interrupts.busy = True
+        try:
+            return self._call(function, args, kwargs)
+        finally:
+            interrupts.busy = False
+            if interrupts.waiting:
+                interrupts.deliver()
+
+    def _call(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = self.memory
-        memory.tidy()
+        traits = traits_of(function)
+        if traits.view:
+            for value in args:
+                if isinstance(value, torch.Tensor):
+                    viewed = memory.live.get(value.untyped_storage()._cdata)
+                    if viewed is not None and not viewed.resident:
+                        self.replayer.materialize(viewed)
+            return function(*args, **kwargs)
+        began = time.perf_counter_ns()
+        if memory.dropped:
+            memory.tidy()
         if self.banish:
             self._banish()
-        traits = traits_of(function)
         seen = Arguments(memory.live, args, kwargs)
-        if traits.view:
-            for buffer in seen.inputs:
-                if not buffer.resident:
-                    self.replayer.materialize(buffer)
-            return function(*args, **kwargs)
         again = self.replayer.spent_ns
         written: list[torch.Tensor] = []
         if traits.mutated or traits.keeps_statistics:
@@ -107,7 +122,8 @@ class Engine:
                 for buffer in locked:
                     memory.unlock(buffer)
         result, spent = ran.result, ran.nanoseconds
-        memory.clock += spent
+        # Expected times, not the clock's: a pause of the machine would make all look equally stale.
+        memory.clock += ran.cost
         self.replayer.own_ns += ran.cost
         report = memory.report
         report.operations += 1

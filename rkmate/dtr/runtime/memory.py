@@ -40,7 +40,7 @@ class Memory:
         self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         """Parameters that the program used and that have no gradient yet."""
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._dropped: list[tuple[Buffer, bool]] = []
+        self.dropped: list[tuple[Buffer, bool]] = []
         self._untold: list[Buffer] = []
         self.on_drop: Callable[[Buffer], None] = lambda buffer: None
         """Told when the program lets go of a storage."""
@@ -102,7 +102,7 @@ class Memory:
             return
         buffer.program = None
         self.on_drop(buffer)
-        self._dropped.append((buffer, buffer.resident))
+        self.dropped.append((buffer, buffer.resident))
         if buffer.resident:
             # It stays marked as resident until the neighbourhoods are told, in ``tidy``.
             if buffer.counted:
@@ -139,8 +139,8 @@ class Memory:
 
     def tidy(self) -> None:
         """Take what the program dropped since the last call out of the graph, where possible."""
-        while self._dropped:
-            buffer, was_resident = self._dropped.pop()
+        while self.dropped:
+            buffer, was_resident = self.dropped.pop()
             if buffer.index < 0:
                 continue
             self.discard(buffer)
@@ -279,7 +279,7 @@ class Memory:
         for buffer in self.live.values():
             buffer.program = None
         self.live.clear()
-        self._dropped.clear()
+        self.dropped.clear()
         self._untold.clear()
         # Without their cycles, buffers and operations go at once, not at a garbage collection.
         for node in self.columns.nodes:

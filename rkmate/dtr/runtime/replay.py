@@ -138,7 +138,7 @@ class Replayer:
         finally:
             spent = time.perf_counter_ns() - began
             self.spent_ns += spent
-            self.memory.clock += spent
+            self.memory.clock += operation.cost
             self.memory.report.recompute_seconds += spent / 1e9
 
     def _function(

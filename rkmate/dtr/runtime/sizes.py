@@ -39,6 +39,8 @@ class Ran(NamedTuple):
     """What to expect of a repetition, in nanoseconds."""
 
 
+_LEARNED = 50_000
+"""Signatures that are kept."""
 _SMALL = 64
 """Scalars that an operation turns into tensors on the way."""
 
@@ -64,8 +66,11 @@ class Sizes:
     ) -> Ran:
         """Call the function, and learn from the call."""
         # A shape that depends on values is not learned: its estimate stays.
-        dynamic = torch.Tag.dynamic_output_shape in function.tags
-        if need.measured or dynamic or not _on_cpu(args, kwargs):
+        if (
+            need.measured
+            or torch.Tag.dynamic_output_shape in function.tags
+            or not _on_cpu(args, kwargs)
+        ):
             began = time.perf_counter_ns()
             result = function(*args, **kwargs)
             spent = time.perf_counter_ns() - began
@@ -82,6 +87,10 @@ class Sizes:
             spent = time.perf_counter_ns() - began
             return Ran(result, need.extra, False, spent, spent)
         extra = max(0, seen.peak - max(0, seen.net))
+        if len(self._known) >= _LEARNED:
+            # The oldest half goes: a program whose shapes never repeat must not fill memory.
+            for old in list(self._known)[: _LEARNED // 2]:
+                del self._known[old]
         self._known[key] = Need(max(0, seen.net), extra, True, 0)
         spent = int(seen.seconds * 1e9)
         return Ran(seen.result, extra, True, spent, spent)
