@@ -13,7 +13,7 @@ import rkmate
 PAGE = Path(__file__).parent / "api.md"
 _GROUPS = (
     ("Planning", ("wrap", "plan", "tradeoff", "compare", "auto_budget", "max_batch_size",
-                  "measure_step")),
+                  "measure_step", "shared_plan")),
     ("What comes back", ("PlannedModule", "Plan", "Curve", "Comparison", "BatchSize")),
 )
 

@@ -19,6 +19,7 @@ from rkmate.errors import (
 from rkmate.measure.step import measure_step
 from rkmate.module import PlannedModule
 from rkmate.plan import Plan
+from rkmate.shared_plan import shared_plan
 from rkmate.show.curve import Curve
 from rkmate.wrap import plan, tradeoff, wrap
 
@@ -47,6 +48,7 @@ __all__ = [
     "max_batch_size",
     "measure_step",
     "plan",
+    "shared_plan",
     "tradeoff",
     "wrap",
 ]

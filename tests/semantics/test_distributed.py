@@ -14,6 +14,7 @@ from torch import multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import rkmate
 from tests.semantics.steps import Tower, planned, tightest
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed")
@@ -55,6 +56,34 @@ def _sharded(rank: int, options: dict[str, bool], out: Path) -> None:
     torch.save({n: p.grad.full_tensor() for n, p in module.named_parameters()}, out / f"{rank}.pt")
 
 
+def _sharing_a_plan(rank: int, options: dict[str, bool], out: Path) -> None:
+    model, x = _model(), _data()[rank * 16:(rank + 1) * 16]
+    with pytest.raises(rkmate.InfeasibleBudget) as caught:
+        rkmate.shared_plan(model, (x,), budget=1, progress=False)
+    # Measured times: each rank would find its own.
+    plan = rkmate.shared_plan(model, (x,), budget=caught.value.minimum_bytes, progress=False)
+    plan.save(out / f"plan-{rank}.json")
+    run = DistributedDataParallel(rkmate.wrap(model, (x,), plan=plan, progress=False))
+    for _ in range(2):
+        run(x).pow(2).mean().backward()
+    torch.save({n: p.grad for n, p in model.named_parameters()}, out / f"{rank}.pt")
+    dist.barrier()
+    assert (out / "plan-0.json").read_text() == (out / "plan-1.json").read_text()
+
+
+def _sharded_inside(rank: int, options: dict[str, bool], out: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, x = _model(), _data()[rank * 16:(rank + 1) * 16]
+    for layer in model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.warns(rkmate.RkmateWarning, match="forward hooks"), \
+            pytest.raises(rkmate.ArgumentError, match=r"DTensor.*fully_shard\(rkmate\.wrap"):
+        planned(model, x)
+    _sharded(rank, options, out)
+
+
 def _start(rank: int, work: Callable[..., None], options: dict[str, bool], out: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -86,3 +115,16 @@ def test_replicas(unused: bool) -> None:
 
 def test_shards_around_a_planned_module() -> None:
     _in_two_processes(_sharded)
+
+
+def test_shards_under_a_planned_module_are_refused() -> None:
+    _in_two_processes(_sharded_inside)
+
+
+def test_all_processes_follow_one_plan() -> None:
+    _in_two_processes(_sharing_a_plan)
+
+
+def test_a_shared_plan_needs_a_group() -> None:
+    with pytest.raises(rkmate.ArgumentError, match="needs a process group"):
+        rkmate.shared_plan(_model(), (_data(),), budget=1.0)
