@@ -14,6 +14,9 @@ from rkmate.dtr.runtime.buffer import Buffer
 from rkmate.dtr.runtime.operation import Operation
 from rkmate.dtr.runtime.report import Report
 
+_SLACK = 0.04
+"""Part of the budget that evictions leave free beyond the need, so that they come in bursts."""
+
 
 class Memory:
     """Bytes held for the program, and which buffer goes when they would exceed the budget."""
@@ -203,8 +206,10 @@ class Memory:
         if self.held + need + hope > self.budget:
             self._leave_gradients_out()
             self.tell()
-            while self.held + need + hope > self.budget and len(self.pool):
-                self._evict_one(self.pool)
+            room = self.budget - self.budget * _SLACK
+            if self.held + need + hope > self.budget:
+                while self.held + need + hope > room and len(self.pool):
+                    self._evict_one(self.pool)
             while self.held + need > self.budget and len(self.reluctant):
                 self._evict_one(self.reluctant)
             if self.held + need > self.budget:
