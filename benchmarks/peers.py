@@ -1,19 +1,24 @@
 """rkmate beside what people use: peak memory and time of a training step, relative to eager.
 
 Each method in a fresh process, its steps interleaved with eager's; peaks by the exact meter, over
-the level that stands before a step (gradients allocated beforehand). Prints a Markdown table, and
-draws it with ``--picture``.
+the level that stands before a step (gradients allocated beforehand), times as ratios of medians.
+Prints Markdown tables; ``--write`` puts them, and a picture, into the documentation.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,112 +30,217 @@ import rkmate
 from rkmate.measure.meter import measure_peak
 
 FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "smallest")
+PEERS = ("checkpoint", "sequential", *(f"{b} {f}" for b in ("aot_eager", "inductor")
+                                       for f in (1.0, 0.5, 0.1, 0.0)))
+OTHERS = tuple(f"{p} {f}" for p in ("rotor", "chen", "lower-sets", "dtr") for f in (0.7, 0.5))
+"""Other planners of the package."""
+DOCS = Path(__file__).parent.parent / "docs"
+Forward = Callable[[], Any]
+"""Runs a forward and returns the loss."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its inputs, and the layers that a person would put checkpoints around."""
+
+    model: nn.Module
+    kwargs: dict[str, Any]
+    lists: Callable[[Any], list[Any]]
+    """The containers of layers: lists or sequentials."""
+    sequence: bool = True
+    """Whether each layer takes just what the one before it returned."""
 
 
 def gpt(layers: int = 6, width: int = 256, length: int = 256, batch: int = 4,
-        vocabulary: int = 8192) -> tuple[nn.Module, dict[str, Any]]:
+        vocabulary: int = 8192) -> Case:
     """A GPT-2 of transformers without dropout, its loss inside."""
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=width, n_head=8, n_positions=length, vocab_size=vocabulary, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False)
     ids = torch.randint(0, vocabulary, (batch, length))
-    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+    return Case(transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids},
+                lambda m: [m.transformer.h])
 
 
-def images(model: nn.Module, batch: int, size: int) -> tuple[nn.Module, dict[str, Any]]:
+def gpt12() -> Case:
+    """The same with twelve layers."""
+    return gpt(12)
+
+
+def images(model: nn.Module, batch: int, size: int, lists: Callable[[Any], list[Any]]) -> Case:
     """An image classifier of transformers with random images and labels."""
-    return model, {"pixel_values": torch.randn(batch, 3, size, size),
-                   "labels": torch.randint(0, 2, (batch,))}
+    return Case(model, {"pixel_values": torch.randn(batch, 3, size, size),
+                        "labels": torch.randint(0, 2, (batch,))}, lists)
 
 
-def resnet18() -> tuple[nn.Module, dict[str, Any]]:
+def resnet18() -> Case:
     """ResNet-18, four images of 224 x 224."""
     config = transformers.ResNetConfig(embedding_size=64, hidden_sizes=[64, 128, 256, 512],
                                        depths=[2, 2, 2, 2], layer_type="basic")
-    return images(transformers.ResNetForImageClassification(config), 4, 224)
+    return images(transformers.ResNetForImageClassification(config), 4, 224,
+                  lambda m: [s.layers for s in m.resnet.encoder.stages])
 
 
-def resnet50() -> tuple[nn.Module, dict[str, Any]]:
+def resnet50() -> Case:
     """ResNet-50, two images of 224 x 224."""
-    return images(transformers.ResNetForImageClassification(transformers.ResNetConfig()), 2, 224)
+    return images(transformers.ResNetForImageClassification(transformers.ResNetConfig()), 2, 224,
+                  lambda m: [s.layers for s in m.resnet.encoder.stages])
 
 
-def regnet() -> tuple[nn.Module, dict[str, Any]]:
+def regnet() -> Case:
     """A RegNet, two images of 224 x 224."""
     return images(transformers.RegNetForImageClassification(transformers.RegNetConfig(
-        hidden_sizes=[64, 128, 256, 512], depths=[2, 3, 6, 2], groups_width=64)), 2, 224)
+        hidden_sizes=[64, 128, 256, 512], depths=[2, 3, 6, 2], groups_width=64)), 2, 224,
+        lambda m: [s.layers for s in m.regnet.encoder.stages])
 
 
-def vit() -> tuple[nn.Module, dict[str, Any]]:
+def vit() -> Case:
     """A small ViT, eight images of 224 x 224."""
     return images(transformers.ViTForImageClassification(transformers.ViTConfig(
         hidden_size=192, num_hidden_layers=8, num_attention_heads=3, intermediate_size=768,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)), 8, 224)
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)), 8, 224, longest)
 
 
-def t5() -> tuple[nn.Module, dict[str, Any]]:
+def t5() -> Case:
     """A small T5."""
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(
         d_model=256, d_kv=32, d_ff=1024, num_layers=4, num_heads=8, vocab_size=8192, dropout_rate=0.0,
         decoder_start_token_id=0, use_cache=False))
-    return model, {"input_ids": torch.randint(0, 8192, (4, 128)),
-                   "labels": torch.randint(0, 8192, (4, 128))}
+    return Case(model, {"input_ids": torch.randint(0, 8192, (4, 128)),
+                        "labels": torch.randint(0, 8192, (4, 128))},
+                lambda m: [m.encoder.block, m.decoder.block], sequence=False)
 
 
-def llama32() -> tuple[nn.Module, dict[str, Any]]:
+def llama32() -> Case:
     """A stack of 32 Llama layers."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         hidden_size=256, num_hidden_layers=32, num_attention_heads=8, num_key_value_heads=8,
         intermediate_size=688, vocab_size=1024, use_cache=False))
     ids = torch.randint(0, 1024, (2, 256))
-    return model, {"input_ids": ids, "labels": ids}
+    return Case(model, {"input_ids": ids, "labels": ids}, lambda m: [m.model.layers])
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
-    "gpt": gpt, "gpt12": lambda: gpt(12), "resnet18": resnet18, "resnet50": resnet50, "regnet": regnet,
-    "vit": vit, "t5": t5, "llama32": llama32}
+class Loss:
+    """An output with nothing but a loss."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
 
 
-def stack(model: nn.Module) -> nn.ModuleList:
-    """The list of layers that a person would put checkpoints around: the longest."""
-    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+torch.utils._pytree.register_pytree_node(Loss, lambda o: ([o.loss], None), lambda x, _: Loss(*x),
+                                         serialized_type_name="benchmarks.Loss")
 
 
-def per_block(model: nn.Module, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """`torch.utils.checkpoint` around each layer."""
-    for layer in stack(model):
-        forward = layer.forward
-        layer.forward = lambda *a, f=forward, **k: checkpoint(f, *a, use_reentrant=False, **k)
-    return lambda: model(**kwargs).loss
+class UNet(nn.Module):
+    """Four scales of double convolutions with batch norm, joined across; its loss inside."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        widths = [width * 2**k for k in range(4)]
+        self.down = nn.ModuleList(map(self._double, [3, *widths[:-1]], widths))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in widths[-2::-1])
+        self.join = nn.ModuleList(self._double(2 * w, w) for w in widths[-2::-1])
+        self.head = nn.Conv2d(width, 2, 1)
+
+    @staticmethod
+    def _double(inputs: int, outputs: int) -> nn.Module:
+        layers: list[nn.Module] = []
+        for a in (inputs, outputs):
+            layers += [nn.Conv2d(a, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        return nn.Sequential(*layers)
+
+    def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> Loss:
+        """Images and a class for each pixel."""
+        x, kept = pixels, []
+        for k, block in enumerate(self.down):
+            x = block(x if k == 0 else nn.functional.max_pool2d(x, 2))
+            kept.append(x)
+        kept.pop()
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat([kept.pop(), up(x)], 1))
+        return Loss(nn.functional.cross_entropy(self.head(x), labels))
 
 
-def budgeted(model: nn.Module, kwargs: dict[str, Any], backend: str, fraction: float) -> Callable[[], Any]:
+def unet() -> Case:
+    """A U-Net, two images of 128 x 128."""
+    return Case(UNet(), {"pixels": torch.randn(2, 3, 128, 128),
+                         "labels": torch.randint(0, 2, (2, 128, 128))}, lambda m: [m.down, m.join],
+                sequence=False)
+
+
+def longest(model: nn.Module) -> list[Any]:
+    """The longest list of layers."""
+    return [max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)]
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    "gpt": gpt, "gpt12": gpt12, "resnet18": resnet18, "resnet50": resnet50, "regnet": regnet,
+    "unet": unet, "t5": t5, "vit": vit, "llama32": llama32}
+
+
+class Group(nn.Module):
+    """Layers called one after the other, under one checkpoint."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.plain = False
+        """The last one of `checkpoint_sequential` is not checkpointed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.utils.checkpoint.checkpoint_sequential` does it."""
+        def run(first: Any, *rest: Any, **named: Any) -> Any:
+            for layer in self.layers:
+                first = layer(first, *rest, **named)
+            return first
+
+        return run(*args, **kwargs) if self.plain else checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def checkpointed(case: Case, *, grouped: bool) -> None:
+    """`torch.utils.checkpoint` around each layer, or around all but the last of √n groups."""
+    if grouped and not case.sequence:
+        raise SystemExit("its layers are not called one after the other")
+    for layers in case.lists(case.model):
+        n = len(layers)
+        size = math.ceil(n / round(math.sqrt(n))) if grouped else 1
+        children = list(layers)
+        groups = [Group(children[k:k + size]) for k in range(0, n, size)]
+        groups[-1].plain = grouped
+        for name in list(layers._modules):
+            del layers._modules[name]
+        for k, group in enumerate(groups):
+            layers.add_module(str(k), group)
+
+
+def budgeted(case: Case, backend: str, fraction: float) -> Forward:
     """torch.compile under `activation_memory_budget`."""
     import torch._functorch.config as config
 
     config.activation_memory_budget = fraction
-    compiled = torch.compile(model, backend=backend)
-    return lambda: compiled(**kwargs).loss
+    compiled = torch.compile(case.model, backend=backend)
+    return lambda: compiled(**case.kwargs).loss
 
 
-def method(name: str, model: nn.Module, kwargs: dict[str, Any], eager_peak: int) -> Callable[[], Any]:
-    """A function that runs a forward by some method and returns the loss."""
+def method(name: str, case: Case, eager_peak: int) -> Forward:
+    """A forward by some method."""
     kind, _, value = name.partition(" ")
-    if kind == "eager":
+    model, kwargs = case.model, case.kwargs
+    if kind in ("checkpoint", "sequential"):
+        checkpointed(case, grouped=kind == "sequential")
+    if kind in ("eager", "checkpoint", "sequential"):
         return lambda: model(**kwargs).loss
-    if kind == "checkpoint":
-        return per_block(model, kwargs)
-    if kind == "sequential":
-        raise SystemExit("this model is not an nn.Sequential")
     if kind in ("aot_eager", "inductor"):
-        return budgeted(model, kwargs, kind, float(value))
-    if value == "smallest":
-        try:
-            wrapped = rkmate.wrap(model, (), kwargs, budget=1, progress=False)
-        except rkmate.InfeasibleBudget as error:
-            wrapped = rkmate.wrap(model, (), kwargs, budget=error.minimum_bytes, progress=False)
-    else:
-        wrapped = rkmate.wrap(model, (), kwargs, budget=int(float(value) * eager_peak), progress=False)
+        return budgeted(case, kind, float(value))
+    planner = "rockmate" if kind == "rkmate" else kind
+    budget = 1 if value == "smallest" else int(float(value) * eager_peak)
+    try:
+        wrapped = rkmate.wrap(model, (), kwargs, budget=budget, planner=planner, progress=False)
+    except rkmate.InfeasibleBudget as error:
+        if value != "smallest":
+            raise SystemExit(f"infeasible: at least {error.minimum_bytes / eager_peak:.0%}") from error
+        wrapped = rkmate.wrap(model, (), kwargs, budget=error.minimum_bytes, planner=planner,
+                              progress=False)
     return lambda: wrapped(**kwargs).loss
 
 
@@ -138,13 +248,13 @@ def one(model_name: str, method_name: str, repeats: int) -> None:
     """Measure one method on one model; prints one line of JSON."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    reference, kwargs = MODELS[model_name]()
+    reference = MODELS[model_name]()
     torch.manual_seed(0)
-    model, _ = MODELS[model_name]()
-    reference.train()
-    model.train()
+    case = MODELS[model_name]()
+    reference.model.train()
+    case.model.train()
 
-    def step(forward: Callable[[], Any], module: nn.Module) -> float:
+    def step(forward: Forward, module: nn.Module) -> float:
         for p in module.parameters():
             if p.grad is not None:
                 p.grad.zero_()
@@ -153,20 +263,20 @@ def one(model_name: str, method_name: str, repeats: int) -> None:
         return time.perf_counter() - start
 
     def plain() -> Any:
-        return reference(**kwargs).loss
+        return reference.model(**reference.kwargs).loss
 
-    step(plain, reference)
-    eager_peak = measure_peak(lambda: step(plain, reference)).peak
+    step(plain, reference.model)
+    eager_peak = measure_peak(lambda: step(plain, reference.model)).peak
     start = time.perf_counter()
-    forward = method(method_name, model, kwargs, eager_peak)
-    step(forward, model)
+    forward = method(method_name, case, eager_peak)
+    step(forward, case.model)
     ready = time.perf_counter() - start
-    step(forward, model)
-    peak = measure_peak(lambda: step(forward, model)).peak
+    step(forward, case.model)
+    peak = measure_peak(lambda: step(forward, case.model)).peak
     own, theirs = [], []
     for _ in range(repeats):
-        theirs.append(step(plain, reference))
-        own.append(step(forward, model))
+        theirs.append(step(plain, reference.model))
+        own.append(step(forward, case.model))
     ratio = statistics.median(own) / statistics.median(theirs)
     print(json.dumps({"peak": peak / eager_peak, "time": ratio, "ready": ready}))
 
@@ -174,49 +284,65 @@ def one(model_name: str, method_name: str, repeats: int) -> None:
 def main() -> None:
     """Measure every method on the models asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="gpt,resnet18")
+    parser.add_argument("--models", default="gpt,resnet18", help=f"of {', '.join(MODELS)}, or all")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--methods", help="comma separated; all by default")
-    parser.add_argument("--picture", help="file to draw the table into")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md, with a picture")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         one(*options.one, options.repeats)
         return
     methods = options.methods.split(",") if options.methods else [
-        "eager", "checkpoint", *(f"{b} {f}" for b in ("aot_eager", "inductor")
-                                 for f in (1.0, 0.5, 0.1, 0.0)), *(f"rkmate {f}" for f in FRACTIONS)]
-    points: dict[str, list[tuple[str, float, float]]] = {}
-    print("| model | method | peak | time | until the first step is done |\n|---|---|---|---|---|")
-    for model in options.models.split(","):
+        "eager", *PEERS, *(f"rkmate {f}" for f in FRACTIONS), *OTHERS]
+    for model in MODELS if options.models == "all" else options.models.split(","):
+        points: list[tuple[str, float, float]] = []
+        lines = ["| method | peak | time | until the first step is done |", "|---|--:|--:|--:|"]
         for name in methods:
             done = subprocess.run([sys.executable, __file__, "--one", model, name, "--repeats",
                                    str(options.repeats)], capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:120]
-                print(f"| {model} | {name} | {reason} | | |", flush=True)
-                continue
-            r = json.loads(done.stdout.strip().splitlines()[-1])
-            points.setdefault(model, []).append((name, r["peak"], r["time"]))
-            print(f"| {model} | {name} | {r['peak']:.1%} | {r['time']:.2f} | {r['ready']:.1f} s |",
-                  flush=True)
-    if options.picture:
-        draw(points, options.picture)
+                lines.append(f"| {name} | {reason} | | |")
+            else:
+                r = json.loads(done.stdout.strip().splitlines()[-1])
+                points.append((name, r["peak"], r["time"]))
+                lines.append(f"| {name} | {r['peak']:.1%} | {r['time']:.2f} | {r['ready']:.1f} s |")
+            print(model, lines[-1], flush=True)
+        if options.write:
+            write(model, "\n".join(lines), points)
 
 
-def draw(points: dict[str, list[tuple[str, float, float]]], path: str) -> None:
-    """Time against memory, one panel a model, one line a kind of method."""
+def write(model: str, table: str, points: list[tuple[str, float, float]]) -> None:
+    """Put a model's table and picture where the documentation has its section."""
+    page = DOCS / "benchmarks.md"
+    text = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- {model}: begin -->", f"<!-- {model}: end -->"
+    draw(model, points, DOCS / "images" / f"benchmark-{model}.svg")
+    threads = torch.get_num_threads()
+    note = (f"Measured on a CPU ({platform.machine()}, {os.cpu_count()} cores, {threads} threads), torch "
+            f"{torch.__version__.partition('+')[0]}, transformers {transformers.__version__}.")
+    section = f"{begin}\n\n![{model}](images/benchmark-{model}.svg)\n\n{table}\n\n{note}\n\n{end}"
+    if begin in text:
+        text = text[:text.index(begin)] + section + text[text.index(end) + len(end):]
+    else:
+        text = f"{text.rstrip()}\n\n## {model}\n\n{MODELS[model].__doc__ or ''}\n\n{section}\n"
+    page.write_text(text, encoding="utf-8")
+
+
+def draw(model: str, points: list[tuple[str, float, float]], path: Path) -> None:
+    """Time against memory, one line a kind of method."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6 * len(points), 4.5), layout="constrained")
-    for k, (model, found) in enumerate(points.items()):
-        axes = figure.add_subplot(1, len(points), k + 1)
-        for kind in dict.fromkeys(n.partition(" ")[0] for n, _, _ in found):
-            mine = sorted((p, t) for n, p, t in found if n.partition(" ")[0] == kind)
-            axes.plot([p * 100 for p, _ in mine], [t for _, t in mine], marker="o", label=kind)
-        axes.set(title=model, xlabel="peak memory, % of eager", ylabel="time of a step, eager = 1")
-        axes.grid(alpha=0.3)
-        axes.legend()
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for kind in dict.fromkeys(n.partition(" ")[0] for n, _, _ in points):
+        mine = sorted((p, t) for n, p, t in points if n.partition(" ")[0] == kind)
+        axes.plot([p * 100 for p, _ in mine], [t for _, t in mine], marker="o",
+                  linewidth=2.5 if kind == "rkmate" else 1, label=kind)
+    axes.set(title=model, xlabel="peak memory, % of eager", ylabel="time of a step, eager = 1")
+    axes.grid(alpha=0.3)
+    axes.legend()
     figure.savefig(path)
 
 
