@@ -193,7 +193,17 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         except Exception as error:
             raise explained(model, args, kwargs, error) from error
     make_recurrent_layers_whole(module.graph)
+    _tag_what_needs_the_loss(module.graph)
     return _read(module, model, program, inputs, structure), flat.found.assigned
+
+
+def _tag_what_needs_the_loss(graph: torch.fx.Graph) -> None:
+    """What depends on a gradient is of the backward, also where a nested graph has lost the tag."""
+    for node in graph.nodes:
+        if node.op == "call_function" and any(
+                n.meta.get("partitioner_tag") == "is_backward"
+                or isinstance(n.meta.get("desc"), D.TangentAOTInput) for n in node.all_input_nodes):
+            node.meta["partitioner_tag"] = "is_backward"
 
 
 def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -16,8 +19,9 @@ pytestmark = [
 ]
 
 
-def _compiled(model: nn.Module, budget: float = 0.9) -> nn.Module:
-    return torch.compile(model, backend=rkmate.compile.backend, dynamic=False,
+def _compiled(model: nn.Module, budget: float = 0.9,
+              backend: Any = rkmate.compile.backend) -> nn.Module:
+    return torch.compile(model, backend=backend, dynamic=False,
                          options={"budget": budget, "costs": "analytic"})
 
 
@@ -28,6 +32,33 @@ def test_as_a_backend() -> None:
     assert_same_gradients(model, run, lambda run: run(x).pow(2).sum())
     with torch.no_grad():
         assert not run(x).requires_grad
+
+
+def test_as_a_backend_by_its_name() -> None:
+    assert "rkmate" in {e.name for e in entry_points(group="torch_dynamo_backends")}
+    torch.manual_seed(0)
+    model, x = Tower(depth=6), torch.randn(64, 16)
+    run = _compiled(model, backend="rkmate")
+    assert_same_gradients(model, run, lambda run: run(x).pow(2).sum())
+
+
+def test_custom_functions_through_the_backend() -> None:
+    class Reversed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return -3 * grad
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Reversed.apply(super().forward(x)).tanh()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Model(8, 8), torch.randn(4, 8)
+    assert_same_gradients(model, _compiled(model, 1.0), lambda run: run(x).pow(2).sum())
 
 
 def test_a_compiled_function_around_a_planned_module() -> None:

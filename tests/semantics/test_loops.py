@@ -229,6 +229,39 @@ def test_threads() -> None:
         assert_equal(a, b)
 
 
+def test_threads_that_draw() -> None:
+    """With dropout, two threads share the generator: a step's gradients are those of the masks that it
+    has drawn, or it says that another thread drew between them."""
+    x = torch.ones(32, 16)
+    modules = [tightest(Tower(dropout=0.5, depth=3), x) for _ in range(2)]
+    assert all("env.replay" in m.source for m in modules)
+    failures: list[BaseException] = []
+    right = [0, 0]
+
+    def work(k: int) -> None:
+        model = modules[k].original
+        for _ in range(20):
+            try:
+                out = modules[k](x)
+                grad, = torch.autograd.grad(out.sum(), model.layers[2].bias)
+            except rkmate.BackwardError as error:
+                if "another thread" not in str(error):
+                    failures.append(error)
+                continue
+            except BaseException as error:
+                failures.append(error)
+                continue
+            right[k] += bool(torch.isfinite(grad).all())
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures, failures
+    assert all(right)
+
+
 def test_train_and_eval_flags_run_the_original() -> None:
     model, x = Tower(dropout=0.5), torch.randn(8, 16)
     module = planned(model, x)
