@@ -96,8 +96,10 @@ def _outcome(plan: Plan) -> str:
 def _bound(plan: Plan) -> str:
     if plan.gap is None:
         return ""
-    return (f" No other schedule within the budget that runs the backward once, in order, could save "
-            f"more than {plan.gap:.1%} of the step.")
+    others = "No other schedule within the budget that runs the backward once, in order,"
+    if plan.gap < 5e-4:
+        return f" {others} is faster."
+    return f" {others} could save more than {plan.gap:.1%} of the step."
 
 
 def _recomputed(plan: Plan, replayed: Replay, baseline: Replay) -> str:

@@ -70,6 +70,7 @@ def test_a_known_bound_says_how_good_the_plan_is() -> None:
     plan = replace(wrapped().plan, bound_seconds=0.9 * wrapped().plan.step_seconds)
     assert "could save more than 10.0% of the step." in plan.explain()
     assert "at most 10.0% could be saved" in str(plan)
+    assert "in order, is faster." in replace(plan, bound_seconds=plan.step_seconds).explain()
     unknown = replace(plan, bound_seconds=None)
     assert "could save" not in unknown.explain()
     assert "lower bound" not in str(unknown)
