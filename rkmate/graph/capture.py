@@ -298,14 +298,17 @@ def inside_transform() -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What the tracer logs about a failure comes back as its exception."""
-    tracer = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before = tracer.level
-    tracer.setLevel(logging.CRITICAL)
+    tracers = [logging.getLogger(name) for name in (
+        "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
+    before = [t.level for t in tracers]
+    for tracer in tracers:
+        tracer.setLevel(logging.CRITICAL)
     try:
         with contextlib.redirect_stderr(io.StringIO()):     # it prints the graph so far
             yield
     finally:
-        tracer.setLevel(before)
+        for tracer, level in zip(tracers, before, strict=True):
+            tracer.setLevel(level)
 
 
 @contextlib.contextmanager
