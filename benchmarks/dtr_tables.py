@@ -126,8 +126,6 @@ def models() -> None:
     show(compare(dtr_treelstm.task(), steps=1, heuristic="dtr"))
     for module in (dtr_language_model, dtr_maml, dtr_routing):
         show(compare(module.task()))
-    # Operations of some 100 microseconds and more.
-    show(compare(dtr_treelstm.task(width=256, batch=512), (0.5,), steps=1))
 
 
 TABLES = {
