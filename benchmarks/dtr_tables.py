@@ -1,6 +1,6 @@
 """The tables of docs/dtr.md, measured anew.
 
-    python benchmarks/dtr_tables.py agreement theorem search overhead models
+    python benchmarks/dtr_tables.py agreement theorem search replays overhead models
 
 Without arguments, all of them.
 """
@@ -78,6 +78,24 @@ def search() -> None:
         )
 
 
+def replays() -> None:
+    """Processor time of replays of logs of 100,000 instructions."""
+    from dtr_logs import KINDS, make
+
+    print("| log | instructions | heuristic | status | evictions | seconds |\n|---|---|---|---|---|---|")
+    for kind in KINDS:
+        lines = make(kind, 100_000)
+        program = rkmate.dtr.parse_log(lines)
+        for heuristic in ("dtr-eq", "dtr-local", "lru", "size", "dtr"):
+            began = time.process_time()
+            found = rkmate.dtr.simulate(program, heuristic, int(program.memory * 0.7))
+            print(
+                f"| {kind} | {len(lines)} | {heuristic} | {found.status} | {found.evict_choices} "
+                f"| {time.process_time() - began:.1f} |",
+                flush=True,
+            )
+
+
 def _best(run: Callable[[], object], times: int = 7) -> float:
     best = math.inf
     for _ in range(times):
@@ -132,6 +150,7 @@ TABLES = {
     "agreement": agreement,
     "theorem": theorem,
     "search": search,
+    "replays": replays,
     "overhead": overhead,
     "models": models,
 }
