@@ -50,7 +50,11 @@ wheel: $(VENV)/.installed-dev
 	rm -rf .venv-wheel
 
 bench: $(VENV)/.installed-bench
-	for script in benchmarks/*.py; do OMP_NUM_THREADS=$(WORKERS) $(PY) $$script || exit 1; done
+	$(PY) benchmarks/planning.py
+	$(PY) benchmarks/peers.py --models all --write
+	$(PY) benchmarks/budgets.py --peer --write
+	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_tables.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_figures.py
 
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv .venv-wheel
