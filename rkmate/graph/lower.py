@@ -169,6 +169,11 @@ class _Builder:
         param_grads.sort(key=lambda g: made_at(g[1]))
         read_in_forward = {j for c in self.c[:loss] for j in c.inputs}
         outputs = [n for n in joint.outputs if n is not None]
+        # A copy of what the forward overwrites can be made only once: it stays, as outputs do.
+        targets = {s for s, _ in joint.mutations}
+        overwritten = {n for n, s in joint.sources.items() if s in targets}
+        outputs += [n for n in self.operation if n.target is torch.ops.aten.clone.default
+                    and n.args[0] in overwritten]
         held = dict.fromkeys(w for n in outputs if isinstance(w := self.storage[n], int))
         written = dict.fromkeys(w for _, n in joint.mutations if isinstance(w := self.storage[n], int))
         for j, d in enumerate(self.d):
