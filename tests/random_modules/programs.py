@@ -23,6 +23,9 @@ def _last(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return a[:, :n], b[:, :n]
 
 
+# Where eager mode writes into a tensor that is not contiguous (also in the gradient of a maximum), a
+# trace makes a contiguous one, and later sums are taken in another order: up to rounding only, so
+# these operations get contiguous values here.
 OPERATIONS: dict[str, Callable[[nn.ModuleDict, torch.Tensor, torch.Tensor], list[torch.Tensor]]] = {
     "linear": lambda m, a, b: [m["linear"](a)],
     "other linear": lambda m, a, b: [m["other"](a)],
@@ -49,7 +52,7 @@ OPERATIONS: dict[str, Callable[[nn.ModuleDict, torch.Tensor, torch.Tensor], list
     "attention": lambda m, a, b: [F.scaled_dot_product_attention(a, b, b.tanh())],
     "matmul": lambda m, a, b: [(a @ b.transpose(1, 2)).softmax(-1) @ b],
     "gather": lambda m, a, b: [a.index_select(1, torch.arange(a.shape[1] - 1, -1, -1))],
-    "maximum": lambda m, a, b: [torch.maximum(*_last(a, b))],
+    "maximum": lambda m, a, b: [torch.maximum(*(t.contiguous() for t in _last(a, b)))],
     "top": lambda m, a, b: [a.topk(4, -1).values.repeat(1, 1, 2)],
     "cumulate": lambda m, a, b: [a.cumsum(1) * 0.1],
     "detach": lambda m, a, b: [a + b.detach().mean()],
@@ -60,7 +63,7 @@ OPERATIONS: dict[str, Callable[[nn.ModuleDict, torch.Tensor, torch.Tensor], list
 
 
 def _written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    a = a.clone()
+    a = a.clone(memory_format=torch.contiguous_format)
     x, y = _last(a, b)
     x[..., :4] = y[..., 4:]
     a[:, 0].mul_(0.5)
