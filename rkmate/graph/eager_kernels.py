@@ -36,8 +36,22 @@ def _cumulative_product(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cumprod(x, dim)
 
 
-def _define(name: str, forward: Callable[..., torch.Tensor]) -> None:
-    """An operation whose gradient is eager autograd's, found when it runs."""
+def _layout_of_product(grad: torch.Tensor, x: torch.Tensor, dim: int | None,
+                       keepdim: bool) -> torch.Tensor:
+    """Strides are those of a product with the incoming gradient, by all of eager mode's formulas."""
+    if dim is None or not x.dim():
+        return torch.empty_like(x)
+    return (grad if keepdim else grad.unsqueeze(dim)) * x
+
+
+def _layout_of_cumulative_product(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _define(name: str, forward: Callable[..., torch.Tensor],
+            layout: Callable[..., torch.Tensor]) -> None:
+    """An operation whose gradient is eager autograd's, found when it runs; `layout`: the gradient's
+    shape and strides, on fake tensors."""
     backward_op = getattr(torch.ops.rkmate, f"{name}_backward").default
 
     def backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -59,14 +73,13 @@ def _define(name: str, forward: Callable[..., torch.Tensor]) -> None:
 
     _library.impl(name, below_autograd, "CompositeExplicitAutograd")
     _library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rkmate::{name}_backward",
-                                lambda grad, x, *args: torch.empty_like(x), lib=_library)
+    torch.library.register_fake(f"rkmate::{name}_backward", layout, lib=_library)
     torch.library.register_fake(f"rkmate::{name}", below_autograd, lib=_library)
     torch.library.register_autograd(f"rkmate::{name}", gradient, setup_context=save, lib=_library)
 
 
-_define("product", _product)
-_define("cumulative_product", _cumulative_product)
+_define("product", _product, _layout_of_product)
+_define("cumulative_product", _cumulative_product, _layout_of_cumulative_product)
 
 
 def _prod_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:

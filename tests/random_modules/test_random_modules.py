@@ -84,6 +84,10 @@ FOUND_BEFORE: dict[str, tuple[Recipe, float]] = {
         Step("concatenate", 7, 0), Step("unbind", 0, 7), Step("cumulate", 4, 1), Step("linear", 0, 0),
         Step("norm", 4, 0), Step("softmax", 0, 0), Step("fill", 3, 0), Step("outer", 0, 0),
         Step("noise", 0, 0)), (3, 2), 1), 0.64),
+    "a product's gradient in the layout of the gradient that comes in": (Recipe((
+        Step("split", 0, 0), Step("outer", 8, 0), Step("stack", 0, 1), Step("cumulate", 10, 9),
+        Step("softmax", 8, 3), Step("in place on a view", 3, 0), Step("other linear", 0, 9),
+        Step("batch norm", 4, 11)), (0,), 0), 1.0),
 }
 """Recipes that failed once."""
 
