@@ -71,16 +71,12 @@ class Highs:
             highs.setSolution(len(known_values),
                               np.array([i for i, _ in known_values], dtype=np.int32),
                               np.array([v for _, v in known_values], dtype=np.float64))
-        # On the main thread the run would hold back Ctrl-C until the time limit.
-        side = threading.Thread(target=highs.run, daemon=True)
-        side.start()
-        try:
-            side.join()
-        except BaseException:
-            highs.cancelSolve()
-            side.join()
-            raise
         known = highspy.HighsModelStatus
+        self._run()
+        if relax and highs.getModelStatus() == known.kSolveError:
+            highs.clearSolver()          # the interior point method broke down; simplex is slower
+            highs.setOptionValue("solver", "simplex")
+            self._run()
         status = highs.getModelStatus()
         info = highs.getInfo()
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
@@ -99,3 +95,14 @@ class Highs:
         column = highs.getSolution().col_value
         return Answer("optimal" if done else "feasible", bound, objective,
                       {name: column[i] for name, i in self._index.items()})
+
+    def _run(self) -> None:
+        # On the main thread the run would hold back Ctrl-C until the time limit.
+        side = threading.Thread(target=self._highs.run, daemon=True)
+        side.start()
+        try:
+            side.join()
+        except BaseException:
+            self._highs.cancelSolve()
+            side.join()
+            raise
