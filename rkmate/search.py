@@ -13,7 +13,7 @@ from rkmate.graph.cut import PRELUDE
 from rkmate.graph.summary import GraphSummary
 from rkmate.pipeline import Prepared, with_option_counts
 from rkmate.plan import Plan, Run
-from rkmate.planners.protocol import Planner, Problem
+from rkmate.planners.protocol import Outcome, Planner, Problem
 from rkmate.planners.registry import planner as find_planner
 from rkmate.rotor import minimum, solve
 from rkmate.rotor.chain import Backward, Forward, ForwardPlain, Op
@@ -26,6 +26,8 @@ from rkmate.summarise import summarise
 
 KEEP_SECONDS = 0.6
 """How long the keep program may look for a schedule of one budget."""
+NEAR = 2e-4
+"""How near to its lower bound a schedule is good enough for no other planner to be asked."""
 DTR_NODES = 1500
 LOWER_SET_NODES = 300
 """Up to how many computations these planners are asked, too: their time grows with the square."""
@@ -193,11 +195,13 @@ class Searcher:
 
     def _best(self, limit: int) -> tuple[Candidate, float | None]:
         """The fastest schedule known within a limit, and a lower bound of any schedule's seconds."""
-        chain = sorted(self._of_chain(limit), key=lambda c: c.seconds)[:2]
-        others, bound = self._of_other_planners(limit)
-        finished = [self._finish(c, limit) for c in (*chain, *others)]
-        self._found += finished
-        return self._fastest(limit), bound
+        kept = self._keep_set(limit)
+        found = [] if kept.schedule is None else [self._judge(kept.schedule, (), "keep-set")]
+        if kept.bound is None or kept.seconds > kept.bound * (1 + NEAR):
+            found += sorted(self._of_chain(limit), key=lambda c: c.seconds)[:2]
+            found += self._of_other_planners(limit)
+        self._found += [self._finish(c, limit) for c in found]
+        return self._fastest(limit), kept.bound
 
     def _fastest(self, limit: int) -> Candidate:
         """Of all that was found, for whatever budget: more memory is never slower."""
@@ -231,21 +235,22 @@ class Searcher:
                 break
         return fits
 
-    def _of_other_planners(self, limit: int) -> tuple[list[Candidate], float | None]:
-        """Schedules over the whole graph, which no boundary of a block confines."""
-        size = len(self.prepared.graph.c)
+    def _keep_set(self, limit: int) -> Outcome:
         allowed = self.prepared.settings.planning_seconds
-        kept = find_planner("keep-set").plan(
+        return find_planner("keep-set").plan(
             self.problem, limit,
             time_limit=KEEP_SECONDS if allowed is None else min(KEEP_SECONDS, allowed))
-        outcomes = {"keep-set": kept}
+
+    def _of_other_planners(self, limit: int) -> list[Candidate]:
+        """Schedules over the whole graph, which no boundary of a block confines."""
+        size = len(self.prepared.graph.c)
+        outcomes = {}
         if size <= DTR_NODES:
             outcomes["dtr"] = find_planner("dtr").plan(self.problem, limit)
         if size <= LOWER_SET_NODES:
             outcomes["lower-sets"] = find_planner("lower-sets").plan(self.problem, limit)
-        found = [self._judge(o.schedule, (), name) for name, o in outcomes.items()
-                 if o.schedule is not None]
-        return found, kept.bound
+        return [self._judge(o.schedule, (), name) for name, o in outcomes.items()
+                if o.schedule is not None]
 
     def _finish(self, candidate: Candidate, limit: int) -> Candidate:
         p = self.prepared

@@ -118,7 +118,7 @@ def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: in
     next_use = [-1] * len(graph.d)       # -1: not needed any more
     for j in graph.input_grads:
         next_use[j] = never
-    dies: list[list[int]] = [[] for _ in range(len(order) + 1)]   # after computation k
+    dies: dict[int, list[int]] = {}      # after computation k
     dies_at_loss: list[int] = []
     exit_after: dict[int, list[int]] = {}
     for j, i in graph.exits.items():
@@ -137,16 +137,16 @@ def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: in
         for j in exit_after.get(i, ()):
             if next_use[j] == -1:
                 next_use[j] = k
-                dies[k].append(j)
+                dies.setdefault(k, []).append(j)
         for j in node.outputs:
             if next_use[j] == -1:
-                dies[k].append(j)
+                dies.setdefault(k, []).append(j)
             elif j not in held:
                 next_use[j] = -1
         for j in node.inputs:
             if next_use[j] == -1 and j not in fixed:
                 next_use[j] = k
-                dies[k].append(j)
+                dies.setdefault(k, []).append(j)
     available = set(graph.inputs)
     if loss_at == 0:
         available |= set(graph.output_grads)
@@ -160,7 +160,7 @@ def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: in
             raise ScheduleError(f"step {k} ({graph.c[i].name}) reads {names}, which is not in memory")
         steps.append(Compute(i))
         available.update(graph.c[i].outputs)
-        for j in dies[k]:
+        for j in dies.get(k, ()):
             steps.append(Forget(j))
             available.discard(j)
         if k + 1 == loss_at:
