@@ -342,7 +342,7 @@ def draw(model: str, points: list[tuple[str, float, float]], path: Path) -> None
                   linewidth=2.5 if kind == "rkmate" else 1, label=kind)
     axes.set(title=model, xlabel="peak memory, % of eager", ylabel="time of a step, eager = 1")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path)
 
 
