@@ -66,7 +66,9 @@ def test_same_step_within_budget(name: str, fraction: float | str) -> None:
     assert plan.peak_bytes == pytest.approx(peak, rel=FAITHFUL)
 
 
-@pytest.mark.parametrize("name", [together(n) for n in WITH_DROPOUT])
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=pytest.mark.slow) if n in ("transformer", "transformer_decoder")
+    else together(n) for n in WITH_DROPOUT])
 def test_same_step_with_dropout(name: str) -> None:
     """Random operations made anew draw the same numbers, and the generator ends where it would."""
     make: Callable[..., Sample] = BANK[name]

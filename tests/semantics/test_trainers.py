@@ -137,6 +137,7 @@ def test_transformers_trainer_counts_items(tmp_path: Path) -> None:
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["transformers", "accelerate", "lightning"])
 def test_examples(library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip(library)
