@@ -54,7 +54,7 @@ bench: $(VENV)/.installed-bench
 	$(PY) benchmarks/peers.py --models all --write
 	$(PY) benchmarks/budgets.py --peer --write
 	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_tables.py
-	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_figures.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_figures.py out
 
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv .venv-wheel
