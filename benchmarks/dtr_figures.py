@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -15,6 +16,8 @@ import matplotlib
 matplotlib.use("Agg")
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 import rkmate.dtr
 from rkmate.dtr.chains import linear_chain
@@ -66,10 +69,15 @@ def figure_2(folder: Path) -> None:
                 axis.plot(*zip(*points, strict=True), marker=".", label=heuristic)
         axis.set_title(task.name)
         axis.set_xlabel("budget / own peak")
-    axes[0].set_ylabel("time / unlimited time, simulated")
+    _save(figure, axes, "time / unlimited time, simulated", folder / "dtr_figure_2.png")
+
+
+def _save(figure: Figure, axes: Sequence[Axes], label: str, path: Path) -> None:
+    """With the label at the first of the axes, the legend in the last."""
+    axes[0].set_ylabel(label)
     axes[-1].legend()
     figure.tight_layout()
-    figure.savefig(folder / "dtr_figure_2.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def figure_4(folder: Path) -> None:
@@ -89,10 +97,7 @@ def figure_4(folder: Path) -> None:
             below = [a + b for a, b in zip(below, part, strict=True)]
         axis.set_title(task.name)
         axis.set_xlabel("budget / own peak")
-    axes[0].set_ylabel("seconds")
-    axes[-1].legend()
-    figure.tight_layout()
-    figure.savefig(folder / "dtr_figure_4.png", dpi=120)
+    _save(figure, axes, "seconds", folder / "dtr_figure_4.png")
 
 
 def figure_5(folder: Path, length: int = 200) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +20,7 @@ FAITHFUL = 0.02
 """How far a prediction may be from what is measured."""
 
 
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    """One order of additions, for results that can be compared bit for bit."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def wrapped(sample: Sample, fraction: float | str) -> rkmate.PlannedModule:

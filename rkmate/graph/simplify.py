@@ -91,7 +91,6 @@ def simplify(capture: Capture, wanted: tuple[bool, ...]) -> Joint:
     work.protect_overwritten()
     work.drop_dead()
     split_wide(graph, work.replace)
-    work.drop_dead()
     work.take_sums_apart()
     work.own_gradients()
     constant = work.constants()

@@ -16,6 +16,7 @@ import pulp
 
 from rkmate.errors import ArgumentError, SolverError
 from rkmate.ilp.model import TIME_SCALE, BlockModel
+from rkmate.ilp.side import run_on_the_side
 
 
 class Status(Enum):
@@ -102,7 +103,7 @@ class HighsSolver:
         highs.setOptionValue("mip_abs_gap", max(gap * TIME_SCALE, 1e-6))
         if start:
             self._start_from(start)
-        self._run()
+        run_on_the_side(highs.run, self._stop.set)
         status = highs.getModelStatus()
         known = highspy.HighsModelStatus
         info = highs.getInfo()
@@ -128,21 +129,6 @@ class HighsSolver:
         index = np.array([c for c, _ in columns], dtype=np.int32)
         value = np.array([v for _, v in columns], dtype=np.float64)
         self._highs.setSolution(len(columns), index, value)
-
-    def _run(self) -> None:
-        # The interpreter is free while HiGHS runs. Called from the main thread it would hold back
-        # Ctrl-C until the time limit, so there it runs on the side.
-        if threading.current_thread() is not threading.main_thread():
-            self._highs.run()
-            return
-        side = threading.Thread(target=self._highs.run, daemon=True)
-        side.start()
-        try:
-            side.join()
-        except BaseException:
-            self._stop.set()
-            side.join()
-            raise
 
     def _values(self) -> dict[str, float]:
         column = self._highs.getSolution().col_value

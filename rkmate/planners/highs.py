@@ -5,7 +5,6 @@ The program is handed over once; `solve` may be called again after bounds of a v
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,6 +13,7 @@ import numpy as np
 import pulp
 
 from rkmate.errors import ArgumentError, SolverError
+from rkmate.ilp.side import run_on_the_side
 
 Status = Literal["optimal", "feasible", "infeasible", "timeout"]
 
@@ -72,11 +72,11 @@ class Highs:
                               np.array([i for i, _ in known_values], dtype=np.int32),
                               np.array([v for _, v in known_values], dtype=np.float64))
         known = highspy.HighsModelStatus
-        self._run()
+        run_on_the_side(highs.run, highs.cancelSolve)
         if relax and highs.getModelStatus() == known.kSolveError:
             highs.clearSolver()          # the interior point method broke down; simplex is slower
             highs.setOptionValue("solver", "simplex")
-            self._run()
+            run_on_the_side(highs.run, highs.cancelSolve)
         status = highs.getModelStatus()
         info = highs.getInfo()
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
@@ -95,14 +95,3 @@ class Highs:
         column = highs.getSolution().col_value
         return Answer("optimal" if done else "feasible", bound, objective,
                       {name: column[i] for name, i in self._index.items()})
-
-    def _run(self) -> None:
-        # On the main thread the run would hold back Ctrl-C until the time limit.
-        side = threading.Thread(target=self._highs.run, daemon=True)
-        side.start()
-        try:
-            side.join()
-        except BaseException:
-            self._highs.cancelSolve()
-            side.join()
-            raise

@@ -89,9 +89,10 @@ class _Search:
         graph = self.problem.graph
         order = list(range(graph.loss))
         order += again(graph, kept, moments, self.problem.held)
-        found = judged(self.problem, order, graph.loss)
-        steps = found.schedule.steps
-        place = self.problem.simulate(found.schedule).peak_at
+        schedule = self.problem.schedule(order, graph.loss)
+        result = self.problem.simulate(schedule)
+        found = Candidate(schedule, result.peak, result.seconds)
+        steps, place = schedule.steps, result.peak_at
         if any(isinstance(s, Loss) for s in steps[place + 1:]):
             return found, None
         return found, next((s.c for s in steps[place:] if isinstance(s, Compute)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 import rkmate
 from rkmate.planners.registry import PLANNERS
@@ -14,13 +11,7 @@ from tests.equality import assert_same_step, measured_peak
 
 BUDGET = 0.65
 
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.mark.parametrize("name", PLANNERS)

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -203,6 +204,15 @@ def test_moving_the_module_afterwards() -> None:
     assert_same_gradients(model, module, lambda run: run(x).sum())
 
 
+def in_two_threads(work: Callable[[int], None]) -> None:
+    """`work`, called with 0 and with 1 side by side."""
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+
 def test_threads() -> None:
     """Two modules planned and trained side by side: right, or an error that says what happened."""
     x = torch.randn(32, 16)
@@ -219,11 +229,7 @@ def test_threads() -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_two_threads(work)
     assert not failures, failures
     for a, b in zip(expected, found, strict=True):
         assert_equal(a, b)
@@ -253,11 +259,7 @@ def test_threads_that_draw() -> None:
                 continue
             right[k] += bool(torch.isfinite(grad).all())
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_two_threads(work)
     assert not failures, failures
     assert all(right)
 
