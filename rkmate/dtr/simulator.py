@@ -225,6 +225,8 @@ class Replay:
             if storage.last_operation is not operation:
                 storage.last_operation = operation
                 self.columns.add_cost(storage, operation.cost)
+                if not fresh:
+                    self.around.costlier(storage)
             grown = False
             for parent in parents:
                 other = parent.storage

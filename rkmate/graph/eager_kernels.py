@@ -108,15 +108,37 @@ def _cast(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return x if dtype is None else x.to(dtype)
 
 
+class _Dropout(torch.autograd.Function):
+    """Dropout whose gradient is two products, as the CPU's kernel computes it.
+
+    They keep the strides of the gradient that comes in; a trace of the kernel says contiguous.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, p: float) -> torch.Tensor:
+        result: torch.Tensor
+        result, mask = aten.native_dropout(x, p, True)
+        ctx.save_for_backward(mask)
+        ctx.scale = 1 / (1 - p)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.saved_tensors[0] * ctx.scale, None
+
+
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """The kernel that keeps a mask of bytes, where its rounding is that of eager mode."""
     if not train or p == 0:
         return x.clone()
     if p == 1:
         return x * torch.zeros((), dtype=x.dtype, device=x.device)
-    if x.device.type != "cpu" or _same_scale(p, x.dtype):
+    if x.device.type != "cpu":
         result: torch.Tensor = aten.native_dropout(x, p, True)[0]
         return result
+    if _same_scale(p, x.dtype):
+        dropped: torch.Tensor = _Dropout.apply(x, p)
+        return dropped
     return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 
 

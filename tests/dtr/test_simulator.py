@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from rkmate.dtr.log import Compute, Program, parse_log, read_log
+from rkmate.dtr.neighbourhood import EvictedRegions
 from rkmate.dtr.simulator import simulate
 from rkmate.errors import ArgumentError
 
@@ -100,3 +103,46 @@ def test_bad_heuristic_and_limit() -> None:
         simulate(program("features"), "nonsense", 100)
     with pytest.raises(ArgumentError, match="overhead_limit"):
         simulate(program("features"), "lru", 100, overhead_limit=0.5)
+
+
+def _random_log(seed: int) -> Program:
+    """Views (of two arguments as well), writes, several results and releases, 150 operations."""
+    source = random.Random(seed)
+    lines: list[dict[str, Any]] = []
+    names = ["c0", "c1"]
+    for name in names:
+        lines += [{"INSTRUCTION": "CONSTANT", "NAME": name},
+                  {"INSTRUCTION": "MEMORY", "NAME": name, "MEMORY": "64"}]
+    for step in range(150):
+        args = list(dict.fromkeys(source.choices(names[-30:], k=3)))
+        kind = source.random()
+        time = str(source.randrange(1, 200))
+        if kind < 0.1 and args[0][0] != "c":
+            lines.append({"INSTRUCTION": "MUTATE", "NAME": "add_", "ARGS": args, "MUTATE": ["0"],
+                          "TIME": time})
+            continue
+        view = kind < 0.5
+        made = [f"x{step}"] if kind < 0.85 else [f"x{step}", f"y{step}"]
+        lines.append({"INSTRUCTION": "CALL", "NAME": "f", "ARGS": args, "RESULT": made,
+                      "TIME": time})
+        for name in made:
+            size = "0" if view else str(source.randrange(1, 100))
+            lines += [{"INSTRUCTION": "MEMORY", "NAME": name, "MEMORY": size},
+                      {"INSTRUCTION": "ALIAS", "NAME": name, "ALIAS": "0" if view else "-1"}]
+        names += made
+        if len(names) > 40:
+            lines.append({"INSTRUCTION": "RELEASE", "NAME": names.pop(source.randrange(2, 20))})
+    return parse_log(json.dumps(line) for line in lines)
+
+
+@pytest.mark.parametrize("heuristic", ["dtr", "msps", "e*"])
+@pytest.mark.parametrize("seed", range(6))
+def test_regions_are_as_walked_anew(heuristic: str, seed: int) -> None:
+    log = _random_log(seed)
+    budget = int(log.memory * 0.4)
+    found = simulate(log, heuristic, budget, overhead_limit=4).as_dict()
+    with mock.patch.object(EvictedRegions, "_shorten", return_value=False):
+        expected = simulate(log, heuristic, budget, overhead_limit=4).as_dict()
+    del found["metadata_accesses"], expected["metadata_accesses"]
+    assert found["evict_choices"] > 50
+    assert found == expected

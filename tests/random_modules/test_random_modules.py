@@ -88,6 +88,10 @@ FOUND_BEFORE: dict[str, tuple[Recipe, float]] = {
         Step("split", 0, 0), Step("outer", 8, 0), Step("stack", 0, 1), Step("cumulate", 10, 9),
         Step("softmax", 8, 3), Step("in place on a view", 3, 0), Step("other linear", 0, 9),
         Step("batch norm", 4, 11)), (0,), 0), 1.0),
+    "a dropout's gradient in the layout of the gradient that comes in": (Recipe((
+        Step("batch norm", 0, 0), Step("fill", 0, 0), Step("add", 0, 0), Step("in place", 0, 11),
+        Step("dropout", 10, 10), Step("permute", 8, 0), Step("attention", 0, 2),
+        Step("batch norm", 2, 4)), (0,), 1), 1.0),
 }
 """Recipes that failed once."""
 

@@ -74,6 +74,10 @@ class EvictedClasses:
             if parent.evicted_class is not None:
                 self._border(parent, self.find(parent.evicted_class))
 
+    def costlier(self, node: Node) -> None:
+        # A class keeps the cost that its member had when it joined.
+        return
+
     def born(self, node: Node) -> None:
         # Resident parents and no children: no class is near, and its row says so already.
         self._room()

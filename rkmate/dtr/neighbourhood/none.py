@@ -20,6 +20,9 @@ class NoNeighbourhood:
     def link(self, node: Node) -> None:
         return
 
+    def costlier(self, node: Node) -> None:
+        return
+
     def born(self, node: Node) -> None:
         return
 

@@ -37,6 +37,10 @@ class EvictedRegions:
         self._ancestors_only = ancestors_only
         self._down: dict[int, _Region] = {}
         self._up: dict[int, _Region] = {}
+        self._linked: set[int] = set()
+        """Rows of the storages whose later parents some caches do not know."""
+        self._costlier: set[int] = set()
+        """Rows of the evicted storages whose later cost some caches do not know."""
 
     def appear(self, node: Node) -> None:
         self._down[node.index] = _Region()
@@ -44,7 +48,11 @@ class EvictedRegions:
 
     def link(self, node: Node) -> None:
         # The caches follow when a rematerialization next walks this part of the graph.
-        return
+        self._linked.add(node.index)
+
+    def costlier(self, node: Node) -> None:
+        if not node.resident:
+            self._costlier.add(node.index)
 
     def born(self, node: Node) -> None:
         # Its parents are the edge of an empty region, and it joins the edge of theirs.
@@ -85,12 +93,17 @@ class EvictedRegions:
                 continue
             self._down[row] = self._walk(self._node(row), down=True)
             self._note(row)
+        above_all = all(parent.resident for node in nodes for parent in node.parents)
         for row in below:
-            self._up[row] = self._walk(self._node(row), down=False)
+            if not (above_all and self._shorten(row, nodes)):
+                self._up[row] = self._walk(self._node(row), down=False)
             self._note(row)
+        self._costlier.difference_update(node.index for node in nodes)
 
     def forget(self, node: Node) -> None:
         row = node.index
+        self._linked.discard(row)
+        self._costlier.discard(row)
         down, up = self._down.pop(row), self._up.pop(row)
         for edge in up.edge:
             if edge in self._down:
@@ -134,6 +147,28 @@ class EvictedRegions:
         region.inside |= new
         region.edge.discard(node.index)
         region.edge |= inner.edge
+
+    def _shorten(self, row: int, nodes: Sequence[Node]) -> bool:
+        """Take storages that came back out of the region above `row`, where that needs no walk.
+
+        Their parents are resident, so nothing else leaves the region with them.
+        """
+        up = self._up[row]
+        if row in self._linked or not (self._linked.isdisjoint(up.inside)
+                                       and self._costlier.isdisjoint(up.inside)):
+            return False
+        for node in nodes:
+            if node.index not in up.inside:
+                continue
+            up.inside.discard(node.index)
+            up.cost -= node.cost
+            self.accesses += 1 + len(node.parents)
+            if not node.pinned:
+                up.edge.add(node.index)
+            for parent in node.parents:
+                if not parent.pinned and row not in self._down[parent.index].edge:
+                    up.edge.discard(parent.index)
+        return True
 
     def _walk(self, base: Node, *, down: bool) -> _Region:
         region = _Region()

@@ -21,6 +21,9 @@ class Tracker(Protocol):
     def link(self, node: Node) -> None:
         """A pending view of ``node`` gave it more parents."""
 
+    def costlier(self, node: Node) -> None:
+        """A pending view of ``node`` raised its cost."""
+
     def born(self, node: Node) -> None:
         """``node`` was computed for the first time, while all its parents were in memory."""
 
