@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rkmate
+from rkmate.demos import UNet
 from rkmate.measure.meter import measure_peak
 
 FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "smallest")
@@ -131,41 +132,23 @@ torch.utils._pytree.register_pytree_node(Loss, lambda o: ([o.loss], None), lambd
                                          serialized_type_name="benchmarks.Loss")
 
 
-class UNet(nn.Module):
-    """Four scales of double convolutions with batch norm, joined across; its loss inside."""
+class Segmenter(nn.Module):
+    """A U-Net with its loss inside."""
 
-    def __init__(self, width: int = 24) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        widths = [width * 2**k for k in range(4)]
-        self.down = nn.ModuleList(map(self._double, [3, *widths[:-1]], widths))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in widths[-2::-1])
-        self.join = nn.ModuleList(self._double(2 * w, w) for w in widths[-2::-1])
-        self.head = nn.Conv2d(width, 2, 1)
-
-    @staticmethod
-    def _double(inputs: int, outputs: int) -> nn.Module:
-        layers: list[nn.Module] = []
-        for a in (inputs, outputs):
-            layers += [nn.Conv2d(a, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-        return nn.Sequential(*layers)
+        self.net = UNet((24, 48, 96, 192))
 
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> Loss:
         """Images and a class for each pixel."""
-        x, kept = pixels, []
-        for k, block in enumerate(self.down):
-            x = block(x if k == 0 else nn.functional.max_pool2d(x, 2))
-            kept.append(x)
-        kept.pop()
-        for up, join in zip(self.up, self.join, strict=True):
-            x = join(torch.cat([kept.pop(), up(x)], 1))
-        return Loss(nn.functional.cross_entropy(self.head(x), labels))
+        return Loss(nn.functional.cross_entropy(self.net(pixels), labels))
 
 
 def unet() -> Case:
-    """A U-Net, two images of 128 x 128."""
-    return Case(UNet(), {"pixels": torch.randn(2, 3, 128, 128),
-                         "labels": torch.randint(0, 2, (2, 128, 128))}, lambda m: [m.down, m.join],
-                sequence=False)
+    """A U-Net of four scales, two images of 128 x 128."""
+    return Case(Segmenter(), {"pixels": torch.randn(2, 3, 128, 128),
+                              "labels": torch.randint(0, 2, (2, 128, 128))},
+                lambda m: [m.net.down, m.net.join], sequence=False)
 
 
 def longest(model: nn.Module) -> list[Any]:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import rkmate
 from rkmate.compare.comparison import Row
+from rkmate.demos import make_demo
 from rkmate.show.amounts import size
 
 DOCS = Path(__file__).parent
@@ -29,37 +29,6 @@ BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3)
 DRAWN = ("rockmate", "rotor", "revolve", "sequential", "chen", "checkmate", "checkmate-lp",
          "lower-sets", "lower-sets-memory", "dtr")
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-
-
-class UNet(nn.Module):
-    """Three scales; what goes down at each is joined to what comes up."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        widths = [width, 2 * width, 4 * width]
-        self.down = nn.ModuleList(_double(a, b) for a, b in zip([3, *widths], widths, strict=False))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in widths[1::-1])
-        self.join = nn.ModuleList(_double(2 * w, w) for w in widths[1::-1])
-        self.head = nn.Conv2d(width, 2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to a mask of two channels."""
-        kept: list[torch.Tensor] = []
-        for i, block in enumerate(self.down):
-            x = block(x if i == 0 else F.max_pool2d(x, 2))
-            kept.append(x)
-        kept.pop()
-        for up, join in zip(self.up, self.join, strict=True):
-            x = join(torch.cat([kept.pop(), up(x)], dim=1))
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-def _double(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs),
-        nn.ReLU(inplace=True), nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
 def gpt2(layers: int) -> Made:
@@ -75,34 +44,14 @@ def gpt2(layers: int) -> Made:
     return model.train(), (), {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def resnet() -> Made:
-    """ResNet-18 at 96 pixels."""
-    from rkmate.demos import make_demo
-
-    return make_demo("resnet")
-
-
-def unet() -> Made:
-    """U-Net at 96 pixels."""
-    torch.manual_seed(0)
-    return UNet().train(), (torch.randn(2, 3, 96, 96),), {}
-
-
-def mlp() -> Made:
-    """Eight GELU layers, as an nn.Sequential."""
-    from rkmate.demos import make_demo
-
-    return make_demo("mlp")
-
-
 MODELS: dict[str, tuple[str, Callable[[], Made]]] = {
     "gpt2-4": ("GPT-2, 4 layers", lambda: gpt2(4)),
     "gpt2-12": ("GPT-2, 12 layers", lambda: gpt2(12)),
-    "resnet": ("ResNet-18", resnet),
-    "unet": ("U-Net", unet),
+    "resnet": ("ResNet-18", lambda: make_demo("resnet")),
+    "unet": ("U-Net", lambda: make_demo("unet")),
 }
 MEASURED: dict[str, tuple[str, Callable[[], Made]]] = {
-    "gpt2-4": MODELS["gpt2-4"], "mlp": ("MLP, an nn.Sequential", mlp)}
+    "gpt2-4": MODELS["gpt2-4"], "mlp": ("MLP, an nn.Sequential", lambda: make_demo("mlp"))}
 
 
 def main() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from rkmate.errors import MissingExtra
 
@@ -57,10 +58,47 @@ def _resnet() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
                                "labels": torch.randint(0, 10, (4,))}
 
 
+class UNet(nn.Module):
+    """Double convolutions with batch norm at each width; what goes down is joined to what comes up."""
+
+    def __init__(self, widths: Sequence[int] = (16, 32, 64), classes: int = 2) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(map(_double, [3, *widths], widths))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2)
+                                for a, b in zip(widths[-2::-1], widths[:0:-1], strict=True))
+        self.join = nn.ModuleList(_double(2 * w, w) for w in widths[-2::-1])
+        self.head = nn.Conv2d(widths[0], classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images to class scores of each pixel."""
+        kept: list[torch.Tensor] = []
+        for i, block in enumerate(self.down):
+            x = block(x if i == 0 else F.max_pool2d(x, 2))
+            kept.append(x)
+        kept.pop()
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat([kept.pop(), up(x)], dim=1))
+        scores: torch.Tensor = self.head(x)
+        return scores
+
+
+def _double(inputs: int, outputs: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for a in (inputs, outputs):
+        layers += [nn.Conv2d(a, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs),
+                   nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+def _unet() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return UNet().train(), (torch.randn(2, 3, 96, 96),), {}
+
+
 DEMOS: dict[str, Demo] = {
     "mlp": Demo(_mlp, "eight GELU layers, batch of 256"),
     "gpt2": Demo(_gpt2, "GPT-2 of four layers, batch of 4, 128 tokens", "transformers"),
     "resnet": Demo(_resnet, "ResNet-18, batch of 4, 96 pixels", "transformers"),
+    "unet": Demo(_unet, "U-Net of three scales, batch of 2, 96 pixels"),
 }
 
 
