@@ -20,6 +20,7 @@ from torch import fx
 from rkmate.graph.capture import Source
 from rkmate.graph.cd import CDGraph
 from rkmate.graph.cut import PRELUDE
+from rkmate.graph.eager_kernels import LONGEST_AT_ZERO
 from rkmate.graph.partition import Block, Partition
 from rkmate.graph.simplify import is_view
 from rkmate.measure.meter import PartsMeter
@@ -204,8 +205,11 @@ class _Runner:
         if meter is None:
             self._keep(i, self._prepared(i)[0]())
             return
+        worst = self._at_zero(i)
         # Views that turn out to be copies belong to the operation that takes them.
         with meter.part(i):
+            if worst is not None:
+                worst()
             call = self._prepared(i)[0]
             self._keep(i, call())
             del call
@@ -223,6 +227,16 @@ class _Runner:
         target: Any = node.target
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
         return functools.partial(target, *args, **kwargs), _signature(node, args, kwargs)
+
+    def _at_zero(self, i: int) -> Callable[[], Any] | None:
+        """A call that needs as much temporary memory as any, where that depends on values."""
+        node = self.program.operation[i]
+        place = LONGEST_AT_ZERO.get(node.target)
+        if place is None:
+            return None
+        args = [*fx.node.map_arg(node.args, self.value)]
+        args[place] = torch.zeros_like(args[place])
+        return functools.partial(node.target, *args)
 
     def _keep(self, i: int, result: Any) -> None:
         for j in self.cd.c[i].outputs:

@@ -1,0 +1,39 @@
+"""Temporary memory that depends on values is planned for at its most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from rkmate.measure.meter import measure_peak
+
+
+class Product(nn.Module):
+    """The gradient of a product needs more memory where a factor is zero."""
+
+    def __init__(self, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.multiply = multiply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(x * self.scale)
+
+
+@pytest.mark.parametrize("multiply", [lambda x: x.prod(1), lambda x: x.prod(),
+                                      lambda x: x.cumprod(1)], ids=["dim", "all", "cumulative"])
+def test_zeros_stay_within_the_budget(multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.rand(64, 32, 64) + 0.5
+    module = rkmate.wrap(Product(multiply), (x,), budget="100%", progress=False)
+    for share in (0.0, 0.1, 1.0):
+        values = x.masked_fill(torch.rand(x.shape) < share, 0.0)
+
+        def step(values: torch.Tensor = values) -> None:
+            module(values).sum().backward()
+
+        step()
+        assert measure_peak(step).peak <= module.plan.budget_bytes
