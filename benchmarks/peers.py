@@ -33,7 +33,7 @@ from rkmate.measure.meter import measure_peak
 FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "smallest")
 PEERS = ("checkpoint", "sequential", *(f"{b} {f}" for b in ("aot_eager", "inductor")
                                        for f in (1.0, 0.5, 0.1, 0.0)))
-OTHERS = tuple(f"{p} {f}" for p in ("rotor", "chen", "lower-sets", "dtr") for f in (0.7, 0.5))
+OTHERS = tuple(f"{p} {f}" for p in ("rotor", "chen", "lower-sets", "dtr") for f in (0.5,))
 """Other planners of the package."""
 DOCS = Path(__file__).parent.parent / "docs"
 Forward = Callable[[], Any]

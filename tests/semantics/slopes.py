@@ -32,6 +32,22 @@ class FeatureDropout(_Body):
         return F.dropout2d(x[:, :, None, None].expand(-1, -1, 2, 2), 0.4, self.training).mean((2, 3))
 
 
+class Dropout1d(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout1d(x[:, :, None].expand(-1, -1, 3), 0.4, self.training).mean(2)
+
+
+class Dropout3d(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x[:, :, None, None, None].expand(-1, -1, 2, 2, 2)
+        return F.dropout3d(wide, 0.4, self.training).mean((2, 3, 4))
+
+
+class FeatureAlphaDropout(_Body):
+    def noisy(self, x: torch.Tensor) -> torch.Tensor:
+        return F.feature_alpha_dropout(x[:, :, None].expand(-1, -1, 3), 0.4, self.training).mean(2)
+
+
 class AlphaDropout(_Body):
     def noisy(self, x: torch.Tensor) -> torch.Tensor:
         return F.alpha_dropout(x, 0.4, self.training)
@@ -64,8 +80,8 @@ class AttentionDropout(_Body):
         return F.scaled_dot_product_attention(q, q, q.tanh(), dropout_p=0.4).reshape(x.shape)
 
 
-KINDS = [Dropout, FeatureDropout, AlphaDropout, StochasticDepth, RandomSlope, Gumbel, Noise,
-         AttentionDropout]
+KINDS = [Dropout, Dropout1d, FeatureDropout, Dropout3d, AlphaDropout, FeatureAlphaDropout,
+         StochasticDepth, RandomSlope, Gumbel, Noise, AttentionDropout]
 
 
 def largest_gap(kind: type[_Body], steps: int = 3) -> list[float]:

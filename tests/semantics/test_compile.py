@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -69,6 +70,28 @@ def test_a_compiled_function_around_a_planned_module() -> None:
     loss = torch.compile(lambda x: module(x).sum(), backend="eager")
     loss(x).backward()
     assert model.layers[0].weight.grad is not None
+
+
+def test_the_backend_plans_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[rkmate.PlannedModule] = []
+    plain = rkmate.wrap
+
+    def wrap(*args: Any, **kwargs: Any) -> rkmate.PlannedModule:
+        made.append(plain(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(importlib.import_module("rkmate.wrap"), "wrap", wrap)
+    model, x = Tower(depth=6), torch.randn(64, 16)
+    _compiled(model, 0.8)(x).sum().backward()
+    assert len(made) == 1
+    plan = made[0].plan
+    assert plan.peak_bytes <= plan.budget_bytes == int(0.8 * plan.baseline_peak_bytes)
+
+
+def test_wrapping_a_compiled_module() -> None:
+    model, x = Tower(depth=3), torch.randn(8, 16)
+    module = planned(torch.compile(model, backend="eager"), x)
+    assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
 
 
 def test_options_are_checked() -> None:

@@ -6,15 +6,19 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing as mp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import rkmate
+from rkmate.codegen.segments import Call
 from tests.semantics.steps import Tower, planned, tightest
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed")
@@ -33,15 +37,33 @@ def _replicated(rank: int, options: dict[str, bool], out: Path) -> None:
     model, x = _model(), _data()[rank * 16:(rank + 1) * 16]
     if options["unused"]:
         model.unused = nn.Linear(4, 4)
-    order: list[str] = []
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda g, n=name: order.append(n))
+    events: list[str] = []
+    segment = Call.run
+
+    def spied(call: Call, number: int) -> Any:
+        events.append("segment")
+        return segment(call, number)
+
+    def sent(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        events.append("bucket")
+        return allreduce_hook(None, bucket)
+
     run = DistributedDataParallel(tightest(model, x), find_unused_parameters=options["unused"],
                                   bucket_cap_mb=0.001)
-    with run.no_sync():
+    run.register_comm_hook(None, sent)
+    with mock.patch.object(Call, "run", spied):
+        with run.no_sync():
+            run(x).pow(2).mean().backward()
+        assert "bucket" not in events
+        local = _model()
+        local(x).pow(2).mean().backward()
+        for (name, mine), theirs in zip(local.named_parameters(), run.module.parameters(),
+                                        strict=False):
+            torch.testing.assert_close(theirs.grad, mine.grad, msg=name)
+        events.clear()
         run(x).pow(2).mean().backward()
-    run(x).pow(2).mean().backward()
-    assert order.index("layers.5.weight") < order.index("layers.0.weight")
+    last = len(events) - 1 - events[::-1].index("segment")
+    assert "bucket" in events[:last]           # before the last segment of the backward has run
     torch.save({n: p.grad for n, p in model.named_parameters()}, out / f"{rank}.pt")
 
 

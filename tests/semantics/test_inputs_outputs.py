@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import rkmate
-from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned
+from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned, tightest
 
 Pair = namedtuple("Pair", "left right")
 
@@ -55,6 +56,27 @@ def test_containers_of_every_kind() -> None:
     assert torch.equal(module(*args, flag=True)["input"], args[1]["add"][0])
 
 
+class Checked:
+    """A class of the user's that takes nothing but a tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(Checked, lambda v: ([v.value], None), lambda children, _: Checked(*children))
+
+
+def test_containers_that_the_user_registered() -> None:
+    class Returns(nn.Linear):
+        def forward(self, batch: Checked) -> OrderedDict[str, Any]:
+            return OrderedDict(out=Checked(super().forward(batch.value)))
+
+    model, x = Returns(8, 8), torch.randn(4, 8)
+    module = planned(model, Checked(x))
+    assert type(module(Checked(x))) is OrderedDict
+    assert_same_gradients(model, module, lambda run: run(Checked(x))["out"].value.pow(2).sum())
+
+
 def test_constants_are_part_of_the_signature() -> None:
     model = Anything()
     x, parts = torch.randn(4, 8), {"add": (torch.randn(4, 8),)}
@@ -77,14 +99,16 @@ def test_an_object_that_the_forward_fills_is_refused() -> None:
 def test_inputs_that_require_gradients() -> None:
     model = Tower()
     x = torch.randn(8, 16, requires_grad=True)
-    module = planned(model, x)
     (expected,) = torch.autograd.grad(model(x).pow(2).sum(), x)
-    module(x).pow(2).sum().backward()
-    assert torch.equal(x.grad, expected)
     h = nn.Linear(16, 16)                         # before the planned part, and after it
-    both = [torch.autograd.grad(h(m(h(x))).sum(), [x, h.weight]) for m in (model, module)]
-    for a, b in zip(*both, strict=True):
-        assert torch.equal(a, b)
+    for wrapper in (planned, tightest):
+        x.grad = None
+        module = wrapper(model, x)
+        module(x).pow(2).sum().backward()
+        assert torch.equal(x.grad, expected)
+        both = [torch.autograd.grad(h(m(h(x))).sum(), [x, h.weight]) for m in (model, module)]
+        for a, b in zip(*both, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_outputs_that_share_memory_with_an_input() -> None:
@@ -104,6 +128,12 @@ def test_outputs_that_share_memory_with_an_input() -> None:
         assert a.requires_grad == b.requires_grad
     assert_same_gradients(
         model, module, lambda run: sum(t.pow(2).sum() for t in run(x)[2:]), close=True)
+    x.requires_grad_()
+    module = planned(model, x)
+    both = [torch.autograd.grad(sum(t.pow(2).sum() for t in m(x)), [x, model.layer.weight])
+            for m in (model, module)]
+    for a, b in zip(*both, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_an_input_that_the_forward_writes() -> None:
@@ -195,6 +225,27 @@ def test_outputs_stay_after_the_backward() -> None:
     out = planned(model, x)(x)
     out.sum().backward()
     assert torch.equal(out, model(x))
+
+
+class WithLoss(nn.Linear):
+    """The backward of the loss reads, and may write over, what it returns beside it."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        p = super().forward(x).log_softmax(-1)
+        return {"loss": nn.functional.nll_loss(p, y), "p": p}
+
+
+@pytest.mark.parametrize("wrapper", [planned, tightest])
+def test_an_output_that_the_backward_reads_stays(wrapper: Any) -> None:
+    x, y = torch.randn(4, 8), torch.randint(0, 8, (4,))
+    out = wrapper(WithLoss(8, 8), x, y)(x, y)
+    before = out["p"].detach().clone()
+    out["loss"].backward()
+    assert torch.equal(out["p"], before)
+    p = wrapper(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), x)(x)
+    before = p.detach().clone()
+    p.sum().backward()
+    assert torch.equal(p, before)
 
 
 def test_an_output_changed_before_the_backward_is_an_error() -> None:

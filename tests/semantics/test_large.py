@@ -54,7 +54,8 @@ def test_work_grows_with_the_depth() -> None:
 
 @pytest.mark.slow
 def test_two_thousand_operations() -> None:
-    plan, _ = _plan(100)
+    (_, few), (plan, many) = _plan(10), _plan(100)
+    assert many < 15 * few
     assert plan.nodes["forward"] >= 2000
     assert plan.nodes["unique"] <= 6
     assert plan.peak_bytes <= plan.budget_bytes

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import rkmate
+from rkmate.codegen.segments import Call
 from tests.semantics.steps import Tower, assert_same_gradients, planned, tightest
 
 
@@ -36,7 +39,15 @@ def test_a_layer_used_in_several_places() -> None:
     torch.manual_seed(0)
     model, x = Twice(), torch.randn(8, 16)
     for wrapper in (planned, tightest):
-        assert_same_gradients(model, wrapper(model, x), lambda run: run(x).pow(2).sum())
+        module = wrapper(model, x)
+        assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
+    assert len(module.plan.blocks) > 1
+    seen: list[torch.Tensor] = []
+    model.zero_grad()
+    model.layers[0].weight.register_hook(lambda g: seen.append(g.clone()))
+    module(x).pow(2).sum().backward()
+    assert len(seen) == 1                          # the whole sum, once
+    assert torch.equal(seen[0], model.layers[0].weight.grad)
 
 
 def test_frozen_weights_get_nothing_and_cost_nothing() -> None:
@@ -97,6 +108,23 @@ def test_hooks_fire_once_a_step_from_the_last_block_to_the_first() -> None:
     assert len(order) == len(set(order)) == 2 * 32
     place = {n: order.index(f"after layers.{n}.weight") for n in (0, 7, 15)}
     assert place[15] < place[7] < place[0]
+
+
+def test_gradients_leave_before_the_backward_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    run = Call.run
+
+    def spied(call: Call, number: int) -> Any:
+        events.append("segment")
+        return run(call, number)
+
+    monkeypatch.setattr(Call, "run", spied)
+    model, x = Tower(width=512, depth=6), torch.randn(64, 512)
+    module = tightest(model, x)
+    for layer in model.layers:
+        layer.weight.register_post_accumulate_grad_hook(lambda p: events.append("gradient"))
+    module(x).sum().backward()
+    assert events.index("gradient") < len(events) - 1 - events[::-1].index("segment")
 
 
 def test_an_optimizer_in_the_backward() -> None:

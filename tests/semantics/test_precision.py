@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.semantics.steps import Tower, assert_same_gradients, planned, tightest
 
@@ -80,6 +81,19 @@ def test_scaled_losses() -> None:
         assert torch.equal(a, b)
 
 
+class Precisions(TorchDispatchMode):
+    """The setting in force at each matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "mm" in func.__name__:
+            self.found.append(torch.get_float32_matmul_precision())
+        return func(*args, **(kwargs or {}))
+
+
 def test_matmul_precision() -> None:
     model, x = Tower(), torch.randn(8, 16)
     module = planned(model, x)
@@ -87,5 +101,10 @@ def test_matmul_precision() -> None:
     try:
         torch.set_float32_matmul_precision("medium")
         assert_same_gradients(model, module, lambda run: run(x).sum())
+        module = tightest(model, x)
+        assert torch.get_float32_matmul_precision() == "medium"
+        with Precisions() as seen:
+            module(x).sum().backward()
+        assert set(seen.found) == {"medium"}
     finally:
         torch.set_float32_matmul_precision(before)

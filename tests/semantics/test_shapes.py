@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 
 import rkmate
+from rkmate.ilp import solve_all
 from tests.semantics.steps import Tower, assert_same_gradients, planned
+from tests.semantics.test_control_flow import OnFlag
 
 
 def test_each_shape_has_a_plan_and_one_notice_is_given(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,6 +51,39 @@ def test_refused_shapes() -> None:
     with pytest.raises(rkmate.ArgumentError, match="on_new_shape"):
         module(x[:3])
     module(x).sum().backward()
+
+
+def test_other_constants_dtypes_and_autocast_are_other_calls() -> None:
+    x = torch.randn(4, 8)
+    module = planned(OnFlag(8, 8), x, on_new_shape="error")
+    with pytest.raises(rkmate.ArgumentError, match="on_new_shape"):
+        module(x, double=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), \
+            pytest.raises(rkmate.ArgumentError, match="on_new_shape"):
+        module(x)
+    ids = torch.tensor([1, 2])
+    table = planned(torch.nn.Embedding(10, 8), ids, on_new_shape="error")
+    with pytest.raises(rkmate.ArgumentError, match="on_new_shape"):
+        table(ids.int())
+
+
+def test_a_plan_made_again_solves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved: list[int] = []
+    solve = solve_all.block_options
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        solved.append(1)
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(solve_all, "block_options", counted)
+    x = torch.randn(37, 16)
+    module = planned(Tower(dropout=0.2, depth=5), x, budget=0.9)
+    first = len(solved)
+    assert first
+    module._plans._known.popitem()                 # as the least recently used one goes
+    module(x).sum().backward()
+    assert len(module._plans) == 1
+    assert len(solved) == first
 
 
 def test_the_original_for_other_shapes() -> None:

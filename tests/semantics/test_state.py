@@ -29,6 +29,16 @@ class Averages(nn.Module):
         return y.sin()
 
 
+class Reassigns(Averages):
+    """The same, with buffers that are made anew."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layer(x)) - self.mean
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.steps = self.steps + 1
+        return y.sin()
+
+
 def _normalised(**options: object) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, **options), nn.ReLU(), nn.Linear(8, 8),
                          nn.BatchNorm1d(8, **options), nn.Tanh())
@@ -40,6 +50,7 @@ MODELS = {
     "no running statistics": lambda: _normalised(track_running_stats=False),
     "no affine": lambda: _normalised(affine=False),
     "moving average": Averages,
+    "moving average, reassigned": Reassigns,
     "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh()),
     "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh()),
     "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8)), nn.Tanh()),
@@ -69,6 +80,18 @@ def test_buffers_move_once_a_step(kind: str, wrapper: object) -> None:
                 assert torch.equal(a, b), f"step {step}: {name}"
         for (name, a), (_, b) in zip(twin.named_parameters(), module.named_parameters(), strict=True):
             assert torch.equal(a.grad, b.grad), f"step {step}: gradient of {name}"
+
+
+def test_a_batch_norm_that_runs_twice_counts_once() -> None:
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())]
+    model, x = nn.Sequential(*layers), torch.randn(64, 8)
+    twin, module = copy.deepcopy(model), tightest(model, x)
+    assert module.source.count("batch_norm") > planned(twin, x).source.count("batch_norm")
+    for m in (twin, module):
+        m(x).pow(2).sum().backward()
+    for a, b in zip(twin.buffers(), model.buffers(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_batch_norm_in_two_forwards_before_a_backward() -> None:
