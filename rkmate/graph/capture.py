@@ -181,6 +181,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
             torch.enable_grad(), _quiet(), as_eager_computes(), as_kernels_return_them():
         warnings.simplefilter("ignore")
+        program = None
         try:
             program = _export(flat, tuple(tensors))
             structure = flat.found.structure
@@ -191,7 +192,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         except (ArgumentError, CaptureError, KeyboardInterrupt):
             raise
         except Exception as error:
-            raise explained(model, args, kwargs, error) from error
+            raise explained(model, args, kwargs, error, program) from error
     make_recurrent_layers_whole(module.graph)
     _tag_what_needs_the_loss(module.graph)
     return _read(module, model, program, inputs, structure), flat.found.assigned

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._dynamo import OptimizedModule
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -20,6 +21,7 @@ from rkmate.graph.library_paths import is_observer
 from rkmate.graph.structure import objects_in
 
 _TORCH = str(Path(torch.__file__).parent)
+_READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _HERE = str(Path(__file__).parent)
 
 
@@ -36,9 +38,9 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
         if hooks:
             warnings.warn(f"{where} has forward hooks: what they compute is part of the plan, what "
                           "else they do happens only while it is traced", RkmateWarning, stacklevel=4)
-        if m._compiled_call_impl is not None:
-            raise ArgumentError(f"{where} was compiled in place (Module.compile): wrap the model "
-                                "before compiling")
+        if m._compiled_call_impl is not None or isinstance(m, OptimizedModule):
+            raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
+                                'it with backend="rkmate"')
     for value in objects_in((args, kwargs)):
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
             raise ArgumentError(f"an input tensor has the layout {value.layout}; only dense tensors "
@@ -69,8 +71,11 @@ def has_generator(model: nn.Module) -> bool:
 
 
 def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-              error: Exception) -> Exception:
-    """The error for a failed trace: it names the operation and the line of the model's source."""
+              error: Exception, program: fx.GraphModule | None = None) -> Exception:
+    """The error for a failed trace: it names the operation and the line of the model's source.
+
+    `program`: what was exported, where that went well; it knows the lines that read a value.
+    """
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as mismatch:
@@ -89,16 +94,18 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         hint = ": use .detach(), and compute gradients outside of the module"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
-    return CaptureError(f"{type(model).__name__} cannot be captured{_place(error)}: {reason}{hint}")
+    return CaptureError(f"{type(model).__name__} cannot be captured{_place(error, program)}: {reason}{hint}")
 
 
-def _place(error: Exception) -> str:
+def _place(error: Exception, program: fx.GraphModule | None) -> str:
     """The innermost line of the user's source that took part."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
     if frames:
         return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
     # Errors of a replayed graph carry the trace of the original run as text.
-    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', str(error))
+    reads = [] if program is None else [
+        n.stack_trace or "" for n in program.graph.nodes if n.target in _READS]
+    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', "\n".join([*reads, str(error)]))
     mine = [m for m in lines if _users(m[0])]
     if mine:
         return f" at {mine[-1][0]}:{mine[-1][1]}: {mine[-1][2].strip()}"

@@ -86,7 +86,7 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "sparse input": (A, "sparse", lambda: _wrap(args=(X.to_sparse(),))),
     "generator": (A, "Generator", lambda: _wrap(args=(X, torch.Generator()))),
     "backward hooks": (C, "module backward hooks", lambda: _wrap(_hooked())),
-    "compiled in place": (A, "compiled in place", lambda: _wrap(_compiled_in_place())),
+    "compiled in place": (A, "was compiled", lambda: _wrap(_compiled_in_place())),
     "torch.func": (A, "torch.func", _inside_grad),
 }
 

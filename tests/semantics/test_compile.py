@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import entry_points
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import rkmate
 import rkmate.compile
+from rkmate.codegen.compiled import Compiled
 from tests.semantics.steps import Tower, assert_same_gradients, planned
 
 pytestmark = [
@@ -68,7 +70,9 @@ def test_a_compiled_function_around_a_planned_module() -> None:
     run = torch.compile(module, backend="eager")
     assert_same_gradients(model, run, lambda run: run(x).sum())
     loss = torch.compile(lambda x: module(x).sum(), backend="eager")
-    loss(x).backward()
+    with mock.patch.object(Compiled, "__call__", autospec=True, side_effect=Compiled.__call__) as call:
+        loss(x).backward()
+    assert call.call_count == 1                # as planned
     assert model.layers[0].weight.grad is not None
 
 
@@ -90,8 +94,11 @@ def test_the_backend_plans_within_its_budget(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_wrapping_a_compiled_module() -> None:
     model, x = Tower(depth=3), torch.randn(8, 16)
-    module = planned(torch.compile(model, backend="eager"), x)
-    assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
+    compiled = torch.compile(model, backend="eager")
+    for kind in (compiled, nn.Sequential(compiled)):
+        with pytest.raises(rkmate.ArgumentError, match=r"was compiled .*wrap the model itself"):
+            planned(kind, x)
+    assert_same_gradients(model, compiled, lambda run: run(x).pow(2).sum())
 
 
 def test_options_are_checked() -> None:
