@@ -83,7 +83,8 @@ _define("cumulative_product", _cumulative_product, _layout_of_cumulative_product
 
 LONGEST_AT_ZERO: dict[Any, int] = {torch.ops.rkmate.product_backward.default: 1,
                                    torch.ops.rkmate.cumulative_product_backward.default: 1}
-"""Operations whose formula depends on values -> the argument whose zeros need most memory."""
+"""Operations whose formula depends on values -> the argument where zeros, or one zero, need most
+memory."""
 
 
 def _prod_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -58,9 +58,15 @@ class Program:
         return iter(self.operation[c].all_input_nodes)
 
 
+_CUDA_ROUNDING = 512
+
+
 def storage_bytes(value: Any) -> int:
-    """Bytes of the storage behind a (fake) tensor."""
-    return int(value.untyped_storage().nbytes()) if isinstance(value, torch.Tensor) else 0
+    """Bytes that the allocator hands out for the storage behind a (fake) tensor."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    size = int(value.untyped_storage().nbytes())
+    return -(-size // _CUDA_ROUNDING) * _CUDA_ROUNDING if value.device.type == "cuda" else size
 
 
 def lower(joint: Joint) -> Program:

@@ -21,8 +21,8 @@ from rkmate.graph.capture import Capture, Source
 
 aten = torch.ops.aten
 
-_ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default,
-            aten.lift_fresh_copy.default}
+_ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
+_COPIES = {aten.clone.default, aten.lift_fresh_copy.default}
 _ASSERTIONS = {"_assert_tensor_metadata", "_assert_async", "sym_constrain_range",
                "sym_constrain_range_for_size", "_assert_scalar"}
 _HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.unsafe_split.Tensor,
@@ -87,6 +87,7 @@ def simplify(capture: Capture, wanted: tuple[bool, ...]) -> Joint:
     nodes_before = sum(n.op == "call_function" for n in graph.nodes)
     work.drop_assertions()
     work.drop_gradients_of(wanted)
+    work.drop_copies_of_outputs()
     work.drop_copies()
     work.protect_overwritten()
     work.drop_dead()
@@ -128,10 +129,20 @@ class _Work:
             if node.op == "call_function" and name in _ASSERTIONS and not node.users:
                 self.graph.erase_node(node)
 
+    def drop_copies_of_outputs(self) -> None:
+        """The copies that capture put on the outputs; they may change layout without harm."""
+        for node in dict.fromkeys(self.outputs):
+            if node is not None and node.target is aten.clone.default and not node.users \
+                    and _owner(node.args[0]) not in self._overwritten():
+                self.replace(node, node.args[0])
+                self.graph.erase_node(node)
+
     def drop_copies(self) -> None:
-        """Aliases, and copies whose layout is that of their input, are their input."""
-        overwritten = {n for n, s in self.sources.items()
-                       if any(s == target for target, _ in self.mutations)}
+        """Aliases, and copies whose layout is that of their input, are their input.
+
+        Not where both can be seen from outside: the caller may write to one of them.
+        """
+        overwritten = self._overwritten()
         for node in list(self.graph.nodes):
             if node.op != "call_function":
                 continue
@@ -139,14 +150,30 @@ class _Work:
             if not isinstance(base, fx.Node):
                 continue
             same = node.target in _ALIASES
-            if node.target is aten.clone.default and _owner(base) not in overwritten:
+            if node.target in _COPIES and _owner(base) not in overwritten \
+                    and not (self._leaves(node) and self._is_seen(_owner(base))):
                 a, b = node.meta["val"], base.meta["val"]
                 same = a.stride() == b.stride() and a.shape == b.shape
-                # The copies that capture put on the outputs may change layout without harm.
-                same = same or (node in self.outputs and not node.users)
             if same:
                 self.replace(node, base)
                 self.graph.erase_node(node)
+
+    def _overwritten(self) -> set[fx.Node]:
+        targets = {s for s, _ in self.mutations}
+        return {n for n, s in self.sources.items() if s in targets}
+
+    def _leaves(self, node: fx.Node) -> bool:
+        """Whether the caller gets the node's value, or a view of it."""
+        todo = [node]
+        while todo:
+            n = todo.pop()
+            if n in self.outputs:
+                return True
+            todo += [u for u in n.users if is_view(u) or u.target in _ALIASES]
+        return False
+
+    def _is_seen(self, owner: fx.Node) -> bool:
+        return owner in self.sources or self._leaves(owner)
 
     def drop_gradients_of(self, wanted: tuple[bool, ...]) -> None:
         """Let undefined gradients flow: what autograd does for outputs that the loss ignores."""
@@ -277,7 +304,9 @@ class _Work:
             elif node.op == "call_function" and not is_backward(node) and not is_random(node) \
                     and all(n in constant for n in node.all_input_nodes):
                 key = _key(node)
-                if key in seen:
+                if self._leaves(node):
+                    constant.add(node)          # the caller may write to it
+                elif key in seen:
                     self.replace(node, seen[key])
                     self.graph.erase_node(node)
                 else:

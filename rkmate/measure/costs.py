@@ -78,7 +78,8 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     if unknown or known_beginning is None:
         runner = _Runner(partition, sources, settings, device)
         last = max(unknown.values(), default=-1)
-        with torch.no_grad(), _keep_random_state(device):
+        # The traced operations hold the casts that autocast made.
+        with torch.no_grad(), _keep_random_state(device), torch.autocast(device.type, enabled=False):
             runner.prelude(prelude)
             memory.put(beginning, device, tuple(runner.costs[i] for i in prelude))
             for block in partition.blocks[:last + 1]:
@@ -205,11 +206,13 @@ class _Runner:
         if meter is None:
             self._keep(i, self._prepared(i)[0]())
             return
-        worst = self._at_zero(i)
+        longest = self._at_zero(i)
+        if self.device.type == "cuda":
+            self._prepared(i)[0]()       # what libraries allocate at their first call, and keep
         # Views that turn out to be copies belong to the operation that takes them.
         with meter.part(i):
-            if worst is not None:
-                worst()
+            for other in longest:
+                other()
             call = self._prepared(i)[0]
             self._keep(i, call())
             del call
@@ -228,15 +231,18 @@ class _Runner:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
         return functools.partial(target, *args, **kwargs), _signature(node, args, kwargs)
 
-    def _at_zero(self, i: int) -> Callable[[], Any] | None:
-        """A call that needs as much temporary memory as any, where that depends on values."""
+    def _at_zero(self, i: int) -> list[Callable[[], Any]]:
+        """Calls that need as much temporary memory as any, where that depends on values."""
         node = self.program.operation[i]
         place = LONGEST_AT_ZERO.get(node.target)
         if place is None:
-            return None
+            return []
         args = [*fx.node.map_arg(node.args, self.value)]
-        args[place] = torch.zeros_like(args[place])
-        return functools.partial(node.target, *args)
+        every, one = torch.zeros_like(args[place]), torch.ones_like(args[place])
+        if one.numel():
+            one[(-1,) * one.dim()] = 0
+        return [functools.partial(node.target, *args[:place], zeros, *args[place + 1:])
+                for zeros in (every, one)]
 
     def _keep(self, i: int, result: Any) -> None:
         for j in self.cd.c[i].outputs:

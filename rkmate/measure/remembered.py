@@ -6,6 +6,8 @@ is feasible for the other.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -13,9 +15,12 @@ import platform
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+FORMAT = 2
+"""Raised whenever what is measured changes: entries of another format count as unknown."""
 Numbers = tuple[tuple[float, int], ...]
 """Per C node of a block: seconds, and bytes of temporary memory."""
 
@@ -62,11 +67,28 @@ def _key(text: str, device: torch.device) -> str:
 
 def _machine(device: torch.device) -> Mapping[str, str]:
     """What the times depend on beside the block."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    return {"device": f"{device.type} {name}", "torch": torch.__version__,
-            "threads": str(torch.get_num_threads()), "machine": platform.machine(),
-            "matmul": torch.get_float32_matmul_precision(),
+    cudnn: Any = torch.backends.cudnn
+    if device.type == "cuda":
+        libraries = f"{cudnn.version()} {cudnn.benchmark} {cudnn.deterministic} {cudnn.allow_tf32}"
+        name = torch.cuda.get_device_name(device)
+    else:
+        libraries = f"{torch.backends.cpu.get_cpu_capability()} {torch.backends.mkldnn.is_available()} " \
+                    f"{torch._C._get_mkldnn_enabled()}"
+        name = _processor()
+    return {"format": str(FORMAT), "device": f"{device.type} {name}", "libraries": libraries,
+            "torch": torch.__version__, "threads": str(torch.get_num_threads()),
+            "machine": platform.machine(), "matmul": torch.get_float32_matmul_precision(),
             "deterministic": str(torch.are_deterministic_algorithms_enabled())}
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's name; Python's `platform` knows it on some systems only."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def _read(path: Path, count: int) -> Numbers | None:

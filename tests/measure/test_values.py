@@ -17,20 +17,25 @@ class Product(nn.Module):
 
     def __init__(self, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(64))
+        self.scale = nn.Parameter(torch.ones(1))
         self.multiply = multiply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply(x * self.scale)
 
 
-@pytest.mark.parametrize("multiply", [lambda x: x.prod(1), lambda x: x.prod(),
-                                      lambda x: x.cumprod(1)], ids=["dim", "all", "cumulative"])
-def test_zeros_stay_within_the_budget(multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    x = torch.rand(64, 32, 64) + 0.5
+@pytest.mark.parametrize("shape", [(64, 32, 64), (2048, 64), (8192 * 8,)], ids=["3", "2", "1"])
+@pytest.mark.parametrize("multiply", [lambda x: x.prod(-1), lambda x: x.prod(),
+                                      lambda x: x.cumprod(-1)], ids=["dim", "all", "cumulative"])
+def test_zeros_stay_within_the_budget(multiply: Callable[[torch.Tensor], torch.Tensor],
+                                      shape: tuple[int, ...]) -> None:
+    x = torch.rand(shape) + 0.5
     module = rkmate.wrap(Product(multiply), (x,), budget="100%", progress=False)
-    for share in (0.0, 0.1, 1.0):
-        values = x.masked_fill(torch.rand(x.shape) < share, 0.0)
+    one, last = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    one[(0,) * one.dim()] = True
+    last[..., -1] = True
+    for zeros in (~one & one, torch.rand(shape) < 0.1, one | ~one, one, last):
+        values = x.masked_fill(zeros, 0.0)
 
         def step(values: torch.Tensor = values) -> None:
             module(values).sum().backward()

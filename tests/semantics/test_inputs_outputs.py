@@ -136,6 +136,37 @@ def test_outputs_that_share_memory_with_an_input() -> None:
         torch.testing.assert_close(a, b)
 
 
+class Snapshots(nn.Module):
+    """Returns copies, which the caller may write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("state", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.layer(x)
+        return {"h": h, "copy": h.clone(), "view": h.clone()[1:], "state": self.state.clone(),
+                "input": x.clone(), "weight": self.layer.weight.clone(), "zeros": torch.zeros(3),
+                "other zeros": torch.zeros(3), "constant": torch.tensor([1.0, 2.0])}
+
+
+def test_copies_that_leave_are_copies() -> None:
+    model, x = Snapshots(), torch.randn(4, 8)
+    module = planned(model, x)
+    before = [t.clone() for t in (x, *model.parameters(), *model.buffers())]
+    expected = {name: t.detach().clone() for name, t in model(x).items()}
+    for name in expected:
+        out = module(x)
+        with torch.no_grad():
+            out[name].detach().fill_(7)
+        for other, t in out.items():
+            assert other == name or torch.equal(t, expected[other]), f"{name} and {other} share memory"
+        for a, b in zip(before, (x, *model.parameters(), *model.buffers()), strict=True):
+            assert torch.equal(a, b), f"{name} shares memory with the model or its input"
+    assert_same_gradients(model, module, lambda run: sum(t.pow(2).sum() for t in run(x).values()))
+
+
 def test_an_input_that_the_forward_writes() -> None:
     class Writes(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

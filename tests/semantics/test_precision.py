@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rkmate
 from tests.semantics.steps import Tower, assert_same_gradients, planned, tightest
 
 
@@ -56,6 +57,25 @@ def test_autocast_is_part_of_the_signature() -> None:
     assert_same_gradients(model, module, outside)
     assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())      # without autocast
     assert module(x).dtype is torch.float32
+
+
+class Products(TorchDispatchMode):
+    """The number types in which products of real tensors are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "mm" in func.__name__ and type(args[0]) is torch.Tensor:
+            self.found.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_autocast_leaves_alone_is_measured_so() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), Products() as seen:
+        rkmate.plan(Mixed(), (torch.randn(9, 8),), budget=1.0, progress=False)
+    assert seen.found == {torch.bfloat16, torch.float32}
 
 
 def test_scaled_losses() -> None:
