@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.batch_norm import cumulative_averages_as_tensors
+from rkmate.graph.buffers import Registered
 from rkmate.graph.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.eager_kernels import as_eager_computes
 from rkmate.graph.layouts import as_kernels_return_them
@@ -89,7 +90,9 @@ class _Flat(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
+        registered = Registered(self.model)
         out = self.model(*args, **kwargs)
+        registered.write_back()
         for name, ids in self._inputs.held_by_objects(args, kwargs).items():
             if ids != before[name]:
                 raise CaptureError(

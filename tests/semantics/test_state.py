@@ -52,6 +52,7 @@ MODELS = {
     "moving average": Averages,
     "moving average, reassigned": Reassigns,
     "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh()),
+    "old spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh()),
     "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh()),
     "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8)), nn.Tanh()),
 }
@@ -115,6 +116,20 @@ def test_frozen_batch_norm_keeps_its_statistics() -> None:
     module = planned(model, x)
     assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
     assert torch.equal(before, model[1].running_mean)
+
+
+@pytest.mark.parametrize("replace", [lambda t: torch.cat([t, t]), lambda t: t.double(), lambda t: None])
+def test_a_buffer_that_becomes_another_kind_of_tensor_is_refused(replace: object) -> None:
+    class Replaces(Averages):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = replace(self.mean)  # type: ignore[operator]
+            return self.layer(x)
+
+    model = Replaces()
+    before = model.mean
+    with pytest.raises(rkmate.CaptureError, match="replaces the buffer 'mean'"):
+        planned(model, torch.randn(2, 8))
+    assert model.mean is before
 
 
 class Counts(nn.Module):
