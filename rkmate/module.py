@@ -12,14 +12,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 
-from rkmate.codegen.compiled import Gradients, Kept
+from rkmate.codegen.compiled import Gradients
+from rkmate.codegen.runtime import Kept
 from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.capture import inside_transform
 from rkmate.graph.refusals import refuse_what_cannot_repeat
 from rkmate.measure.first_step import FirstStep, statistics_of
 from rkmate.plan import Plan
-from rkmate.plans import Known, Planning, Plans, Ready, planning_lock
+from rkmate.planning_lock import planning_lock
+from rkmate.plans import Known, Planning, Plans, Ready
 from rkmate.signature import Watch, signature
 
 NewShape = Literal["plan", "original", "error"]
@@ -86,8 +89,8 @@ class PlannedModule(nn.Module):
             return _uncompiled(self, args, kwargs)
         model = self._original
         if torch.compiler.is_compiling():
-            if _planning_here():
-                return model(*args, **kwargs)      # inside another module that is being captured
+            if _traced_here():
+                return model(*args, **kwargs)      # a part of what is being captured or exported
             with planning_lock:                    # another thread traces: the flag is not ours
                 pass
         if not torch.is_grad_enabled():
@@ -231,12 +234,12 @@ def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, 
     return PlannedModule.forward(module, *args, **kwargs)
 
 
-def _planning_here() -> bool:
-    """Whether this thread makes a plan now (of a module that this one is a part of)."""
-    if not planning_lock.acquire(blocking=False):
-        return False
-    planning_lock.release()
-    return True
+def _traced_here() -> bool:
+    """Whether this thread makes a plan, or exports, now: of a module that this one is a part of.
+
+    Torch's flag does not say: it is one for all threads.
+    """
+    return planning_lock.is_mine() or detect_fake_mode() is not None
 
 
 def _revive(model: nn.Module, planning: Planning, saved: tuple[Plan, ...], verify: bool,

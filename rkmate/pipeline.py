@@ -33,6 +33,7 @@ from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, MeasureSettings, measure, with_costs
 from rkmate.measure.remembered import CostMemory
 from rkmate.plan import BlockInfo
+from rkmate.planning_lock import planning_lock
 from rkmate.progress import Progress
 from rkmate.rotor.chain import Block as ChainBlock
 from rkmate.rotor.chain import Chain
@@ -139,12 +140,13 @@ class Prepared:
         self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
+@planning_lock
 def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings,
             progress: Progress, wanted: tuple[bool, ...] | None = None,
             costs: Sequence[tuple[float, int]] | None = None,
             captured: Capture | None = None,
             tensors: Mapping[Source, torch.Tensor] | None = None) -> Prepared:
-    """Capture, simplify, cut and measure.
+    """Capture, simplify, cut and measure; one thread at a time.
 
     `costs`: of a saved plan, instead of measuring. `captured`, `tensors`: what an earlier call
     captured, and the tensors that the caller holds, instead of the model and its arguments.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,14 +13,16 @@ import torch
 from torch import nn
 
 from rkmate.budget import Budget
-from rkmate.codegen.compiled import Compiled, Gradients, Kept
+from rkmate.codegen.compiled import Compiled, Gradients
 from rkmate.codegen.emit import Emitter
+from rkmate.codegen.runtime import Kept
 from rkmate.errors import InfeasibleBudget, PlanError, RkmateWarning, ScheduleError
 from rkmate.graph.capture import Capture, Source
 from rkmate.graph.structure import take_apart
 from rkmate.graph.text import source_key
 from rkmate.pipeline import Prepared, Settings, held_tensors, prepare
 from rkmate.plan import Plan
+from rkmate.planning_lock import planning_lock
 from rkmate.progress import Progress
 from rkmate.schedule.simulate import simulate
 from rkmate.search import Searcher
@@ -33,9 +34,6 @@ _REMEMBERED = 16
 
 Pattern = tuple[bool, ...]
 """Per output, whether a gradient comes for it."""
-
-planning_lock = threading.RLock()
-"""Held while a plan is made: tracing sets flags of the whole process."""
 
 
 @dataclass(frozen=True)

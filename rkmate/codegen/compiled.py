@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from rkmate.codegen.emit import Generated
 from rkmate.codegen.runtime import (
     Environment,
-    State,
+    Kept,
     generator_state,
     generators_at,
     version,
@@ -41,17 +42,6 @@ class TensorSlot:
         return value
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What a second run of one forward needs."""
-
-    held: Mapping[str, torch.Tensor]
-    """By source key; the very tensors of the first run."""
-    versions: Mapping[str, int]
-    state: State | None
-    """Of the generators before the forward; None when nothing is drawn."""
-
-
 Gradients = dict[str, torch.Tensor]
 """By source key."""
 Redo = Callable[[Kept, Mapping[int, torch.Tensor]], Gradients]
@@ -72,8 +62,9 @@ class Compiled:
         filename = f"<rkmate plan {next(_numbers)}>"
         namespace: dict[str, Any] = {}
         exec(compile(generated.text, filename, "exec"), namespace)
-        # Tracebacks and debuggers show the generated lines.
+        # Tracebacks and debuggers show the generated lines, as long as they can run.
         linecache.cache[filename] = (len(generated.text), None, generated.text.splitlines(True), filename)
+        weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
         self._forward = namespace["forward"]
         self._backward = [namespace[s.function] for s in generated.segments]
         self._slots: dict[str, TensorSlot] = {}
@@ -119,12 +110,12 @@ class Compiled:
         versions = {k: version(t) for k, t in held.items() if k not in self._free}
         several = len(self._unplanned) + len(self._tangents) > 1
         state = generator_state(self.device) if several and self._draws else None
-        kept = Kept(held, versions, state) if several else None
         env = Environment(held, versions, self.device)
         with torch.no_grad(), without_autocast(self.device):
             results = self._forward(env)
         env.watch(self._output_names)
         call = Call(env, self._backward, self._last, self._targets)
+        call.kept = Kept(held, versions, state) if several else None
         call.finished = finished
         params = [[s.get() for s in slots] for slots in self._params]
         inputs = [tensors[i] for i in self.generated.input_grads]
@@ -133,23 +124,20 @@ class Compiled:
         del results
 
         def receive(call: Call, grads: list[torch.Tensor | None]) -> None:
-            self._receive(call, grads, kept, redo)
+            self._receive(call, grads, redo)
 
         flat = connect(call, receive, outputs, self._fixed_outputs, params, inputs)
-        if self._unplanned and kept is not None:
-            again = kept
-
+        if self._unplanned:
             def unplanned(given: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-                found = redo(again, given)
+                found = redo(call.again(), given)
                 return [found.get(k) for k in self._all_targets]
 
             targets = [tensors[self._inputs[k]] if k in self._inputs else self._slots[k].get()
                        for k in self._all_targets]
-            connect_unplanned(unplanned, flat, self._unplanned, targets)
+            connect_unplanned(call, unplanned, flat, self._unplanned, targets)
         return self.result.fill(flat)
 
-    def _receive(self, call: Call, grads: list[torch.Tensor | None], kept: Kept | None,
-                 redo: Redo) -> None:
+    def _receive(self, call: Call, grads: list[torch.Tensor | None], redo: Redo) -> None:
         """Move the gradients of the outputs into the environment; empties the list."""
         given: dict[int, torch.Tensor] = {}
         for i, _ in self._tangents:
@@ -157,10 +145,10 @@ class Compiled:
             if grad is not None:
                 given[i] = grad
                 del grad
-        if len(given) < len(self._tangents) and kept is not None:
+        if len(given) < len(self._tangents) and call.kept is not None:
             # The gradients of what only the others lead to have to be None, not zeros.
             call.env.clear()
-            call.ready = redo(kept, given)
+            call.ready = redo(call.kept, given)
             return
         self._give(call.env, given)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -112,17 +113,12 @@ class Environment:
     @contextmanager
     def replay(self, name: str) -> Iterator[None]:
         """Run a random operation again with the draws of its first run."""
-        with _random:
-            now = _state(self.device)
-            before, after = self._rng[name]
-            _restore(self.device, before)
-            try:
-                yield
-                if _state(self.device) != after:
-                    raise BackwardError("another thread drew random numbers while a planned step "
-                                        "drew or repeated its own: the gradients would be wrong")
-            finally:
-                _restore(self.device, now)
+        before, after = self._rng[name]
+        with generators_at(self.device, before):
+            yield
+            if _state(self.device) != after:
+                raise BackwardError("another thread drew random numbers while a planned step "
+                                    "drew or repeated its own: the gradients would be wrong")
 
     def clear(self) -> None:
         """Free everything."""
@@ -150,6 +146,17 @@ State = tuple[bytes, bytes | None]
 """States of the CPU's generator and of the device's: no business of the device's allocator."""
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a second run of one forward needs."""
+
+    held: Mapping[str, torch.Tensor]
+    """By source key; the very tensors of the first run."""
+    versions: Mapping[str, int]
+    state: State | None
+    """Of the generators before the forward; None when nothing is drawn."""
+
+
 def generator_state(device: torch.device) -> State:
     """The states of the generators that a step on `device` draws from."""
     return _state(device)
@@ -160,8 +167,8 @@ def generators_at(device: torch.device, state: State) -> Iterator[None]:
     """Run with the generators at a state from before; afterwards they are where they were."""
     with _random:
         now = _state(device)
-        _restore(device, state)
         try:
+            _restore(device, state)
             yield
         finally:
             _restore(device, now)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rkmate.codegen.runtime import Environment
+from rkmate.codegen.runtime import Environment, Kept
 from rkmate.errors import BackwardError
 
 Function = Callable[[Environment], list[Any]]
@@ -16,7 +16,7 @@ Function = Callable[[Environment], list[Any]]
 class Call:
     """One forward and the backward that belongs to it."""
 
-    __slots__ = ("env", "finished", "functions", "last", "next", "ready", "targets")
+    __slots__ = ("env", "finished", "functions", "kept", "last", "next", "ready", "targets", "token")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -31,36 +31,63 @@ class Call:
         """Gradients that were found in another way: the segments only hand them out."""
         self.finished: Callable[[], None] | None = None
         """Called when the last segment has run."""
+        self.kept: Kept | None = None
+        """For a second run, where there are outputs that this backward was not planned for."""
+        self.token = token(env.device)
+        """The gradient of every token."""
 
-    def start(self) -> None:
-        """Raise `BackwardError` when the backward has begun before."""
-        self._expect(0)
+    def run(self, number: int, receive: Callable[[], None] | None = None) -> list[Any]:
+        """One segment of the backward: parameter gradients, then (last segment) input gradients.
 
-    def _expect(self, number: int) -> None:
+        `receive`: puts the gradients of the module's outputs where the segments find them. Raises
+        `BackwardError` when the backward has begun before.
+        """
         if self.next != number:
             raise BackwardError(
                 "this forward has been through a backward already, and its activations are gone; "
                 "run the forward again (retain_graph=True cannot keep them), or take all the "
                 "gradients that share a forward in one backward")
-
-    def run(self, number: int) -> list[Any]:
-        """One segment of the backward: parameter gradients, then (last segment) input gradients."""
-        self._expect(number)
         self.next = number + 1
-        if self.ready is not None:
-            return [self.ready.pop(k, None) for k in self.targets[number]]
         try:
-            with without_autocast(self.env.device):
-                result = self.functions[number](self.env)
+            if receive is not None:
+                receive()
+            if self.ready is not None:
+                result: list[Any] = [self.ready.pop(k, None) for k in self.targets[number]]
+            else:
+                with without_autocast(self.env.device):
+                    result = self.functions[number](self.env)
         except BaseException:
             self.next = -1
             self.env.clear()
+            self.ready = self.kept = None
             raise
         if number == self.last:
             self.env.clear()
-            if self.finished is not None:
+            self.let_go()
+            if self.ready is None and self.finished is not None:
                 self.finished()
         return result
+
+    def again(self) -> Kept:
+        """What a second run needs. Raises `BackwardError` when it was let go."""
+        if self.kept is None:
+            raise BackwardError(
+                "this forward has been through a backward already, and its inputs are gone; take all "
+                "the gradients that share a forward in one backward, or give the first one "
+                "retain_graph=True: the forward then runs a second time")
+        return self.kept
+
+    def let_go(self) -> None:
+        """Forget the inputs once the backward is over: the loss may live on. Where the graph is to
+        stay (retain_graph=True) they stay, as autograd's own saved tensors do."""
+        if self.next > self.last and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.kept = None
+
+
+def token(device: torch.device) -> torch.Tensor:
+    """No elements, on the plan's device whatever the default one is: autograd runs a segment on the
+    stream that its token was made on."""
+    return torch.empty(0, device=device)
 
 
 def without_autocast(device: torch.device) -> Any:
@@ -84,17 +111,17 @@ class _Segment(torch.autograd.Function):
     """A slice of the backward. The token orders the segments; its gradient carries nothing."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, number: int, token: torch.Tensor | None,
+    def forward(ctx: Any, call: Call, number: int, before: torch.Tensor | None,
                 *inputs: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.number, ctx.first = call, number, token is None
-        return torch.empty(0)
+        ctx.call, ctx.number, ctx.first = call, number, before is None
+        return token(call.env.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         _no_double_backward()
         result = ctx.call.run(ctx.number)
-        return (None, None, None if ctx.first else _TOKEN, *result)
+        return (None, None, None if ctx.first else ctx.call.token, *result)
 
 
 class _Outputs(torch.autograd.Function):
@@ -102,10 +129,10 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, receive: Callable[..., None], fixed: Sequence[int],
-                outputs: list[torch.Tensor], token: torch.Tensor | None,
+                outputs: list[torch.Tensor], before: torch.Tensor | None,
                 *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.receive, ctx.first = call, receive, token is None
+        ctx.call, ctx.receive, ctx.first = call, receive, before is None
         result = tuple(outputs)
         outputs.clear()
         ctx.mark_non_differentiable(*(result[i] for i in fixed))
@@ -119,10 +146,8 @@ class _Outputs(torch.autograd.Function):
         _no_double_backward()
         box = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
         del grads
-        ctx.call.start()
-        ctx.receive(ctx.call, box)
-        result = ctx.call.run(0)
-        return (None, None, None, None, None if ctx.first else _TOKEN, *result)
+        result = ctx.call.run(0, lambda: ctx.receive(ctx.call, box))
+        return (None, None, None, None, None if ctx.first else ctx.call.token, *result)
 
 
 Redo = Callable[[Mapping[int, torch.Tensor]], list[torch.Tensor | None]]
@@ -132,10 +157,10 @@ class _Unplanned(torch.autograd.Function):
     """Outputs whose gradient no plan expected; its backward runs only when one comes after all."""
 
     @staticmethod
-    def forward(ctx: Any, redo: Redo, numbers: Sequence[int], count: int,
+    def forward(ctx: Any, call: Call, redo: Redo, numbers: Sequence[int], count: int,
                 *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.redo, ctx.numbers, ctx.count = redo, numbers, count
+        ctx.call, ctx.redo, ctx.numbers, ctx.count = call, redo, numbers, count
         # Fresh aliases: autograd takes what comes back unchanged for an input.
         return tuple(t.detach() for t in tensors[:len(numbers)])
 
@@ -145,10 +170,8 @@ class _Unplanned(torch.autograd.Function):
         given = {n: g for n, g in zip(ctx.numbers, grads, strict=True) if g is not None}
         nothing = (None,) * len(ctx.numbers)
         results = ctx.redo(given) if given else [None] * ctx.count
-        return (None, None, None, *nothing, *results)
-
-
-_TOKEN = torch.empty(0)
+        ctx.call.let_go()
+        return (None, None, None, None, *nothing, *results)
 
 
 def _no_double_backward() -> None:
@@ -166,19 +189,19 @@ def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], Non
     `fixed`: outputs without a gradient. `params`: per segment, in the order of the backward.
     `inputs`: the inputs whose gradients the last segment returns.
     """
-    token: torch.Tensor | None = None
+    before: torch.Tensor | None = None
     last = len(params) - 1
     for number in range(last, 0, -1):
         extra = inputs if number == last else ()
-        token = _Segment.apply(call, number, token, *params[number], *extra)
+        before = _Segment.apply(call, number, before, *params[number], *extra)
     extra = inputs if last == 0 else ()
-    return list(_Outputs.apply(call, receive, fixed, outputs, token, *params[0], *extra))
+    return list(_Outputs.apply(call, receive, fixed, outputs, before, *params[0], *extra))
 
 
-def connect_unplanned(redo: Redo, outputs: list[torch.Tensor], numbers: Sequence[int],
+def connect_unplanned(call: Call, redo: Redo, outputs: list[torch.Tensor], numbers: Sequence[int],
                       targets: Sequence[torch.Tensor]) -> None:
     """Replace the outputs of these numbers, in place, by ones whose gradient `redo` turns into
     gradients of `targets`."""
-    found = _Unplanned.apply(redo, numbers, len(targets), *(outputs[n] for n in numbers), *targets)
+    found = _Unplanned.apply(call, redo, numbers, len(targets), *(outputs[n] for n in numbers), *targets)
     for n, t in zip(numbers, found, strict=True):
         outputs[n] = t

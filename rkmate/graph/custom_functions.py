@@ -89,7 +89,8 @@ def kept_whole() -> Iterator[Calls]:
             yield found
     finally:
         method.__code__ = code
-        del globals_[_HOOK]
+        # It stays: another thread's call may have begun with the other code.
+        globals_[_HOOK] = lambda cls, args, kwargs: plain(cls, *args, **kwargs)
 
 
 _HOOK = "_rkmate_apply"

@@ -124,12 +124,15 @@ def test_an_interrupted_step_leaves_the_next_one_whole(error: type[BaseException
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Interrupt(TorchDispatchMode):
-        def __init__(self, after: int) -> None:
+        """Raises from the given operation on; `draws`: only those that draw are counted."""
+
+        def __init__(self, after: int, draws: bool = False) -> None:
             super().__init__()
             self.left = after
+            self.draws = draws
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            self.left -= 1
+            self.left -= not self.draws or torch.Tag.nondeterministic_seeded in func.tags
             if self.left < 0:
                 raise error
             return func(*args, **(kwargs or {}))
@@ -144,11 +147,13 @@ def test_an_interrupted_step_leaves_the_next_one_whole(error: type[BaseException
             module(x)
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), name
-    for after in (0, 5, 25):
+    for after, draws in ((0, False), (5, False), (25, False), (0, True), (1, True)):
         loss = module(x).sum()
-        with pytest.raises(error), Interrupt(after):
+        state = torch.get_rng_state()
+        with pytest.raises(error), Interrupt(after, draws):
             loss.backward()
-        if after:                  # the first operation is still autograd's own
+        assert torch.equal(torch.get_rng_state(), state)
+        if after or draws:         # the first operation is still autograd's own
             with pytest.raises(rkmate.BackwardError):
                 loss.backward()
         model.load_state_dict(before)

@@ -1,0 +1,35 @@
+"""One thread plans at a time."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ContextDecorator
+
+
+class PlanningLock(ContextDecorator):
+    """A lock that its thread may take again, and that knows whose it is. Decorates functions, too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> PlanningLock:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+        self._lock.release()
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread holds it."""
+        return self._owner == threading.get_ident()
+
+
+planning_lock = PlanningLock()
+"""Held while a plan is made: tracing sets flags, and changes functions, of the whole process."""
