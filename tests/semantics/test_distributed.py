@@ -26,11 +26,11 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="no torch.distri
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    return Tower(depth=6)
+    return Tower(width=512, depth=6)         # the first bucket of DistributedDataParallel holds 1 MiB
 
 
 def _data() -> torch.Tensor:
-    return torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+    return torch.randn(32, 512, generator=torch.Generator().manual_seed(1))
 
 
 def _replicated(rank: int, options: dict[str, bool], out: Path) -> None:
@@ -60,11 +60,13 @@ def _replicated(rank: int, options: dict[str, bool], out: Path) -> None:
         for (name, mine), theirs in zip(local.named_parameters(), run.module.parameters(),
                                         strict=False):
             torch.testing.assert_close(theirs.grad, mine.grad, msg=name)
-        events.clear()
         run(x).pow(2).mean().backward()
+        found = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        events.clear()
+        run(x).pow(2).mean().backward()        # DistributedDataParallel has made its buckets by now
     last = len(events) - 1 - events[::-1].index("segment")
-    assert "bucket" in events[:last]           # before the last segment of the backward has run
-    torch.save({n: p.grad for n, p in model.named_parameters()}, out / f"{rank}.pt")
+    assert "bucket" in events[:last], events   # before the last segment of the backward has run
+    torch.save(found, out / f"{rank}.pt")
 
 
 def _sharded(rank: int, options: dict[str, bool], out: Path) -> None:
