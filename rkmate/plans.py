@@ -18,6 +18,7 @@ from rkmate.codegen.emit import Emitter
 from rkmate.codegen.runtime import Kept
 from rkmate.errors import InfeasibleBudget, PlanError, RkmateWarning, ScheduleError
 from rkmate.graph.capture import Capture, Source
+from rkmate.graph.refusals import refuse_what_cannot_repeat
 from rkmate.graph.structure import take_apart
 from rkmate.graph.text import source_key
 from rkmate.pipeline import Prepared, Settings, held_tensors, prepare
@@ -26,6 +27,7 @@ from rkmate.planning_lock import planning_lock
 from rkmate.progress import Progress
 from rkmate.schedule.simulate import simulate
 from rkmate.search import Searcher
+from rkmate.signature import Flags, Signature, changing
 
 logger = logging.getLogger("rkmate")
 
@@ -76,7 +78,8 @@ class Plans:
         self.model = model
         self.planning = planning
         self._saved = list(saved)
-        self._known: OrderedDict[Any, Known] = OrderedDict()
+        self._known: OrderedDict[Signature, Known] = OrderedDict()
+        self._warned = False
 
     def __len__(self) -> int:
         return len(self._known)
@@ -86,7 +89,7 @@ class Plans:
         with planning_lock:
             return [r.plan for k in self._known.values() for r in k.ready.values()] or self._saved
 
-    def find(self, key: Any) -> Known | None:
+    def find(self, key: Signature) -> Known | None:
         """The plans of a signature; it becomes the latest used."""
         known = self._known.get(key)
         if known is not None:
@@ -95,17 +98,26 @@ class Plans:
                     self._known.move_to_end(key)
         return known
 
-    def has_flags(self, flags: Any) -> bool:
-        """Whether some plan was made under these train and gradient flags."""
-        with planning_lock:
-            return any(k[0] == flags for k in self._known)
+    def has_flags(self, flags: Flags) -> bool:
+        """Whether some plan was made under these train and gradient flags.
 
-    def make(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+        Flags of other submodules than any plan was made for are flags to plan for.
+        """
+        with planning_lock:
+            return any(k.flags == flags for k in self._known) or self._has_new_parts(flags)
+
+    def _has_new_parts(self, flags: Flags) -> bool:
+        return all(k.flags.parts != flags.parts for k in self._known)
+
+    def make(self, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any],
              plan: Plan | None = None) -> Known:
         """Plan for a new signature. `plan`: one to follow; `PlanError` when it does not fit."""
         with planning_lock:
             if key in self._known:
                 return self._known[key]
+            if self._known and self._has_new_parts(key.flags):
+                refuse_what_cannot_repeat(self.model, args, kwargs)
+            self._warn_of_changes(key)
             prepared = prepare(self.model, args, kwargs, self.planning.settings,
                                Progress(self.planning.progress),
                                costs=plan.costs if plan is not None else None)
@@ -123,6 +135,16 @@ class Plans:
             while len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
             return known
+
+    def _warn_of_changes(self, key: Signature) -> None:
+        names = [] if self._warned else changing(key, self._known)
+        if names:
+            self._warned = True
+            warnings.warn(
+                f"{type(self.model).__name__}: {', '.join(names[:5])} changed before each of the latest "
+                "plans, and each value takes a plan of its own. Make a tensor or a number that changes "
+                "during training a buffer (register_buffer, and copy_ for new values), or an argument "
+                "of the forward", RkmateWarning, stacklevel=4)
 
     def current(self, known: Known, tensors: Sequence[torch.Tensor]) -> Ready:
         """The plan that the next forward follows; made for the loss of the latest one."""
