@@ -1,5 +1,8 @@
 """rkmate: train any PyTorch model inside a memory budget."""
 
+import importlib
+import typing
+
 from rkmate.compare import Comparison, compare
 from rkmate.device_memory import BatchSize, auto_budget, max_batch_size
 from rkmate.errors import (
@@ -52,3 +55,10 @@ __all__ = [
     "tradeoff",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    # Most programs have a plan: the dynamic runtime is loaded when it is first named.
+    if name == "dtr":
+        return importlib.import_module("rkmate.dtr")
+    raise AttributeError(f"module 'rkmate' has no attribute {name!r}")
