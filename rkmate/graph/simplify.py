@@ -132,9 +132,11 @@ class _Work:
     def drop_copies_of_outputs(self) -> None:
         """The copies that capture put on the outputs; they may change layout without harm."""
         for node in dict.fromkeys(self.outputs):
-            if node is not None and node.target is aten.clone.default and not node.users \
-                    and _owner(node.args[0]) not in self._overwritten():
-                self.replace(node, node.args[0])
+            if node is None or node.target is not aten.clone.default or node.users:
+                continue
+            base: fx.Node = node.args[0]  # type: ignore[assignment]
+            if _owner(base) not in self._overwritten():
+                self.replace(node, base)
                 self.graph.erase_node(node)
 
     def drop_copies(self) -> None:

@@ -234,14 +234,15 @@ class _Runner:
     def _at_zero(self, i: int) -> list[Callable[[], Any]]:
         """Calls that need as much temporary memory as any, where that depends on values."""
         node = self.program.operation[i]
-        place = LONGEST_AT_ZERO.get(node.target)
+        target: Any = node.target
+        place = LONGEST_AT_ZERO.get(target)
         if place is None:
             return []
-        args = [*fx.node.map_arg(node.args, self.value)]
+        args: list[Any] = [*fx.node.map_arg(node.args, self.value)]
         every, one = torch.zeros_like(args[place]), torch.ones_like(args[place])
         if one.numel():
             one[(-1,) * one.dim()] = 0
-        return [functools.partial(node.target, *args[:place], zeros, *args[place + 1:])
+        return [functools.partial(target, *args[:place], zeros, *args[place + 1:])
                 for zeros in (every, one)]
 
     def _keep(self, i: int, result: Any) -> None:
