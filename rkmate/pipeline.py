@@ -24,11 +24,12 @@ from rkmate.graph.capture import Capture, Source, capture
 from rkmate.graph.cd import CDGraph
 from rkmate.graph.cut import PRELUDE, CutSettings
 from rkmate.graph.lower import lower
-from rkmate.graph.partition import Partition, partition
+from rkmate.graph.partition import Partition, cut_stages, partition
 from rkmate.graph.simplify import simplify
 from rkmate.graph.structure import take_apart
 from rkmate.graph.text import block_text, classes_of
 from rkmate.ilp import OptionSet, OptionSettings, cache_folder, solve_options
+from rkmate.ilp.judge import judge
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, MeasureSettings, measure, with_costs
 from rkmate.measure.remembered import CostMemory
@@ -72,6 +73,8 @@ class Prepared:
     nodes: Mapping[str, int]
     stage_seconds: dict[str, float]
     progress: Progress
+    children: frozenset[str] = frozenset()
+    """Names of the children, where the model is an `nn.Sequential`."""
 
     @cached_property
     def graph(self) -> CDGraph:
@@ -115,14 +118,32 @@ class Prepared:
     @cached_property
     def chain(self) -> Chain:
         """The chain of blocks for the dynamic program."""
-        p, cd = self.partition, self.graph
-        ours = set(cd.outputs)
-        sizes = {j: 0 if j in ours else cd.d[j].size for cut in p.cuts for j in cut}
+        p = self.partition
         plain = {k: _plain_forward(self.block_graphs[b]) for k, b in
                  reversed([(k, b) for b, k in enumerate(self.classes)])}
         blocks = tuple(ChainBlock(*plain[k], self.option_sets[k].options) for k in self.classes)
-        grads = tuple(sum(cd.d[j].size for j in g) for g in p.grads)
-        return Chain(blocks, p.cuts, sizes, grads).verify()
+        return self._chained(blocks, p.cuts, p.grads)
+
+    def _chained(self, blocks: tuple[ChainBlock, ...], cuts: tuple[frozenset[int], ...],
+                 grads: Sequence[frozenset[int]]) -> Chain:
+        cd = self.graph
+        ours = set(cd.outputs)
+        sizes = {j: 0 if j in ours else cd.d[j].size for cut in cuts for j in cut}
+        return Chain(blocks, cuts, sizes,
+                     tuple(sum(cd.d[j].size for j in g) for g in grads)).verify()
+
+    @cached_property
+    def stages(self) -> tuple[Chain, tuple[tuple[int, ...], ...]] | None:
+        """The children of an `nn.Sequential` as a chain, each with the one option that keeps all, and
+        the C nodes of each; None for other models."""
+        if not self.children:
+            return None
+        program = self.partition.program
+        names = [_module_of(node).split(".")[0] for node in program.operation]
+        found = cut_stages(program, [n if n in self.children else None for n in names])
+        graphs = [with_costs(b.graph, b.c, self.costs) for b in found.blocks]
+        blocks = tuple(ChainBlock(*_plain_forward(g), (judge(g, g.backward),)) for g in graphs)
+        return self._chained(blocks, found.cuts, found.grads), tuple(b.c for b in found.blocks)
 
     @cached_property
     def constant_bytes(self) -> int:
@@ -192,7 +213,13 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
              "storages": len(cd.d), "blocks": len(parts.blocks), "unique": len(set(classes)),
              "separators": parts.separators}
     return Prepared(captured, parts, classes, known, settings, _fingerprint(parts, texts), device,
-                    _infos(parts, classes), nodes, seconds, progress)
+                    _infos(parts, classes), nodes, seconds, progress, _children(model))
+
+
+def _children(model: nn.Module) -> frozenset[str]:
+    """Names of what an `nn.Sequential` calls one after the other."""
+    plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return frozenset(model._modules) if plain else frozenset()
 
 
 def check_model(model: Any) -> None:
@@ -301,9 +328,7 @@ def _infos(parts: Partition, classes: Sequence[int]) -> tuple[BlockInfo, ...]:
     for block, k in zip(parts.blocks, classes, strict=True):
         paths: Counter[str] = Counter()
         for i in block.c[:block.graph.loss]:
-            stack = parts.program.operation[i].meta.get("nn_module_stack") or {}
-            path = next((p for p, _ in reversed(list(stack.values())) if p), "")
-            paths[module_path(path)] += 1
+            paths[_module_of(parts.program.operation[i])] += 1
         named = [p.split(".") for p in paths if p]
         common: list[str] = []
         for column in zip(*named, strict=False):
@@ -314,6 +339,12 @@ def _infos(parts: Partition, classes: Sequence[int]) -> tuple[BlockInfo, ...]:
         loss = block.graph.loss
         infos.append(BlockInfo(_label(k), path, loss, len(block.c) - loss, 0))
     return tuple(infos)
+
+
+def _module_of(node: torch.fx.Node) -> str:
+    """The module of the user's model that a forward operation comes from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return module_path(next((p for p, _ in reversed(list(stack.values())) if p), ""))
 
 
 def module_path(path: str) -> str:

@@ -94,7 +94,7 @@ class Searcher:
         """The same model as the planners of the registry see it."""
         p = self.prepared
         return Problem(p.graph, p.chain, tuple(b.c for b in p.partition.blocks), p.held,
-                       p.reserve_at_loss)
+                       p.reserve_at_loss, lambda: p.stages)
 
     def plan(self, budget: Budget, planner: str = "rockmate",
              time_limit: float | None = None) -> Plan:

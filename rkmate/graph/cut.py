@@ -39,18 +39,27 @@ class Blocks:
 
 
 def cut(cd: CDGraph, constant: frozenset[int], origin: Sequence[int | None], held: Sequence[int],
-        settings: CutSettings = CutSettings()) -> Blocks:
+        settings: CutSettings = CutSettings(), stages: Sequence[str | None] | None = None) -> Blocks:
     """Assign every C node to a block.
 
     `constant`: C nodes that depend on no trained value. `origin`: for each backward node the
     forward node that autograd derived it from, where known. `held`: D nodes that are kept anyway.
+    `stages`: for each C node the stage that it is of, where known. Cuts then stand between stages,
+    where one storage alone is alive, however short the blocks; and the backward, block after block,
+    runs in the graph's order.
     """
     chain = [i for i in cd.forward if i not in constant]
     widths = _frontier(cd, chain, set(held))
-    cuts, separators = _choose(widths, len(chain), settings)
+    if stages is None:
+        cuts, separators = _choose(widths, len(chain), settings)
+    else:
+        cuts = _between(widths, [stages[i] for i in chain])
+        separators = set(cuts)
     while True:
         of = _assign_forward(cd, chain, cuts)
         wrong = _assign_backward(cd, of, origin, set(held), len(cuts) + 1)
+        if wrong is None and stages is not None:
+            wrong = _out_of_order(cd, of)
         if wrong is None:
             break
         low, high = wrong
@@ -118,6 +127,33 @@ def _split(widths: list[tuple[int, int]], first: int, last: int, settings: CutSe
         edges = [a - 1, *places, b]
         pieces += [(x + 1, y) for x, y in zip(edges, edges[1:], strict=False)]
     return result
+
+
+def _between(widths: list[tuple[int, int]], stages: Sequence[str | None]) -> list[int]:
+    """Positions before which one stage ends, and after which another begins, with one storage alive.
+
+    What belongs to no stage joins the one before.
+    """
+    cuts: list[int] = []
+    here: str | None = None
+    for p, stage in enumerate(stages):
+        if stage is None:
+            continue
+        if here is not None and stage != here and widths[p - 1][0] <= 1:
+            cuts.append(p - 1)
+        here = stage
+    return cuts
+
+
+def _out_of_order(cd: CDGraph, of: Sequence[int]) -> tuple[int, int] | None:
+    """A range of cuts to drop when a backward node of an earlier block comes before one of a later
+    block in the graph's order."""
+    least: int | None = None
+    for i in cd.backward:
+        if least is not None and of[i] > least:
+            return least, of[i]
+        least = of[i]
+    return None
 
 
 def _assign_forward(cd: CDGraph, chain: list[int], cuts: list[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rkmate.graph.capture import Source
@@ -43,6 +43,16 @@ class Partition:
     """How many cuts are 1-separators."""
 
 
+@dataclass(frozen=True)
+class Stages:
+    """The same program cut otherwise: its nodes keep their numbers and their order."""
+
+    blocks: tuple[Block, ...]
+    cuts: tuple[frozenset[int], ...]
+    grads: tuple[frozenset[int], ...]
+    """As of a `Partition`."""
+
+
 def partition(program: Program, settings: CutSettings = CutSettings()) -> Partition:
     """Cut the program's chain, order its nodes by blocks, and give each block its graph."""
     cd = program.cd
@@ -61,6 +71,16 @@ def partition(program: Program, settings: CutSettings = CutSettings()) -> Partit
     held = frozenset(program.cd.outputs)
     parts = tuple(_block(program.cd, b, of, cuts, grads, held) for b in range(blocks.count))
     return Partition(program, of, parts, cuts, grads, segments, blocks.separators)
+
+
+def cut_stages(program: Program, names: Sequence[str | None]) -> Stages:
+    """Cut a partition's program between the stages that its C nodes belong to, where known."""
+    cd = program.cd
+    found = cut(cd, program.constant, _origins(program), program.held, stages=names)
+    cuts, grads = _crossings(cd, found.of, found.count)
+    held = frozenset(cd.outputs)
+    blocks = tuple(_block(cd, b, found.of, cuts, grads, held) for b in range(found.count))
+    return Stages(blocks, cuts, grads)
 
 
 def _origins(program: Program) -> list[int | None]:

@@ -4,6 +4,8 @@
 - ``rotor``: one option a block, the one that keeps all and recomputes nothing (Rotor, theorem 1).
 - ``revolve``: cuts only are kept; each backward follows its block's own forward at once (the
   automatic-differentiation model; Rotor, section 5.3, and appendix C of Gruslys et al. 2016).
+
+For an `nn.Sequential`, the last two work on the chain of its children, as the papers do.
 """
 
 from __future__ import annotations
@@ -29,6 +31,13 @@ def one_option(chain: Chain) -> Chain:
     return replace(chain, blocks=tuple(blocks))
 
 
+def by_stages(problem: Problem) -> Problem:
+    """The problem as the literature before Rockmate has it: one option a stage, and the children of
+    an `nn.Sequential` for stages. The stages of other models are the blocks."""
+    chain, block_c = problem.stages() or (problem.chain, problem.block_c)
+    return replace(problem, chain=one_option(chain), block_c=block_c)
+
+
 def revolve(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Table:
     """The optimal sequence that keeps inputs of blocks only, for every budget in bytes.
 
@@ -50,9 +59,7 @@ class ChainProgram:
     name: str
 
     def _problem(self, problem: Problem) -> Problem:
-        if self.name == "rockmate":
-            return problem
-        return replace(problem, chain=one_option(problem.chain))
+        return problem if self.name == "rockmate" else by_stages(problem)
 
     def _table(self, chain: Chain) -> Table:
         if self.name == "rockmate":

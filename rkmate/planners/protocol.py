@@ -13,6 +13,8 @@ from rkmate.schedule.simulate import Simulation, simulate
 from rkmate.schedule.steps import Schedule, from_order
 
 T = TypeVar("T")
+Stages = tuple[Chain, tuple[tuple[int, ...], ...]]
+"""A chain, and the C nodes of each of its blocks: forward, then backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,8 @@ class Problem:
     """D nodes that the user holds (outputs of the model): never forgotten."""
     reserve_at_loss: int = 0
     """Bytes that the loss, computed outside of the graph, allocates for itself."""
+    stages: Callable[[], Stages | None] = field(default=lambda: None, repr=False)
+    """Another chain of the same graph: the children of an `nn.Sequential`; None for other models."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

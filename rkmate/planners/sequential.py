@@ -2,14 +2,15 @@
 
 Rotor, section 5.3. Only the input of each segment is kept during the forward, the last segment
 keeps all. The number of segments is the strategy's one parameter.
+Segments are of whole stages: the children of an `nn.Sequential`, the blocks of other models.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rkmate.errors import ArgumentError
-from rkmate.planners.chain_programs import one_option
+from rkmate.planners.chain_programs import by_stages
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, expand, judged
 from rkmate.rotor.chain import Backward, Forward, ForwardPlain, Op
 
@@ -41,7 +42,7 @@ class Sequential:
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
         def make() -> list[Candidate]:
-            own = replace(problem, chain=one_option(problem.chain))
+            own = by_stages(problem)
             blocks = len(own.chain)
             return [judged(own, *expand(own, sequential(segments(blocks, n))), f"{n} segments")
                     for n in range(1, blocks + 1)]
