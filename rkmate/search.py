@@ -1,9 +1,14 @@
-"""From a prepared model and a budget to a plan (Rockmate, algorithm 1, last two phases)."""
+"""From a prepared model and a budget to a plan.
+
+The default takes the fastest of several schedules: of a program over the whole graph, of the dynamic
+program over the chain of blocks (Rockmate, algorithm 1, last two phases), and of two quick planners.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -13,6 +18,8 @@ from rkmate.graph.cut import PRELUDE
 from rkmate.graph.summary import GraphSummary
 from rkmate.pipeline import Prepared, with_option_counts
 from rkmate.plan import Plan, Run
+from rkmate.planners.auto import TIME_LIMIT as AUTO_SECONDS
+from rkmate.planners.keep_set import KeepSet
 from rkmate.planners.protocol import Outcome, Planner, Problem
 from rkmate.planners.registry import planner as find_planner
 from rkmate.rotor import minimum, solve
@@ -26,6 +33,8 @@ from rkmate.summarise import summarise
 
 KEEP_SECONDS = 0.6
 """How long the keep program may look for a schedule of one budget."""
+_KEEP = KeepSet("the default's keep-set")
+"""With a memory of its own: what `keep-set` finds in the time that it has is not the default's."""
 NEAR = 2e-4
 """How near to its lower bound a schedule is good enough for no other planner to be asked."""
 DTR_NODES = 1500
@@ -61,7 +70,11 @@ class Attempt:
 
 
 class Searcher:
-    """Plans for one prepared model: one dynamic program serves every budget."""
+    """Plans for one prepared model.
+
+    One dynamic program over the chain serves every budget, and a schedule that was found for one
+    budget serves every other that it fits.
+    """
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
@@ -112,10 +125,10 @@ class Searcher:
         attempt = self.attempt(limit, planner, time_limit)
         if attempt.plan is not None:
             return attempt.plan
-        if planner == "rockmate":
+        if planner in ("rockmate", "auto"):
             raise InfeasibleBudget(
-                f"no schedule fits in {limit:,} bytes; the smallest budget that this model can be "
-                f"trained in is {self.smallest.peak:,} bytes "
+                f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate meets is "
+                f"{self.smallest.peak:,} bytes "
                 f"({self.smallest.peak / self.baseline.peak:.0%} of its own peak of "
                 f"{self.baseline.peak:,} bytes)", self.smallest.peak)
         if attempt.status == "timeout":
@@ -147,34 +160,52 @@ class Searcher:
         """What a planner finds within `limit` bytes; that it finds nothing is a result, too."""
         if time_limit is None:
             time_limit = self.prepared.settings.planning_seconds
+        if planner == "auto":
+            return self._auto(limit, AUTO_SECONDS if time_limit is None else time_limit)
         if planner != "rockmate":
-            return self._other(limit, planner, time_limit)
-        if self.baseline.peak <= limit:
-            plan = self._plan(self.baseline, limit, planner, "", self.baseline.seconds)
-            return Attempt(plan, "ok", plan.note)
-        if self.smallest.peak > limit:
+            with self.prepared.timed("search"):
+                outcome = find_planner(planner).plan(self.problem, limit, time_limit=time_limit)
+            return self._attempted(outcome, limit, planner)
+        found = self._own(limit, time_limit)
+        if found is None:
             return Attempt(None, "infeasible",
                            f"the smallest budget is {self.smallest.peak:,} bytes")
-        with self.prepared.timed("search"):
-            best, bound = self._best(limit)
-        return Attempt(self._plan(best, limit, planner, "", bound), "ok", "")
+        plan = self._plan(found[0], limit, planner, "", found[1])
+        return Attempt(plan, "ok", plan.note if found[0] is self.baseline else "")
 
-    def _other(self, limit: int, name: str, time_limit: float | None) -> Attempt:
-        """The schedule of another planner of the literature, as it returns it."""
-        method = find_planner(name)
+    def _own(self, limit: int, time_limit: float | None) -> tuple[Candidate, float | None] | None:
+        """The default's schedule, and a lower bound as `_best` has it; None where none fits."""
+        if self.baseline.peak <= limit:
+            return self.baseline, self.baseline.seconds
+        if self.smallest.peak > limit:
+            return None
         with self.prepared.timed("search"):
-            outcome = method.plan(self.problem, limit, time_limit=time_limit)
-        note = outcome.note
-        bound = outcome.bound
-        chosen = None if outcome.schedule is None else self._judge(outcome.schedule, (), name)
-        if name == "auto" and self.smallest.peak <= limit:
-            own, bound = (self.baseline, self.baseline.seconds) if self.baseline.peak <= limit \
-                else self._best(limit)
-            if chosen is None or own.seconds < chosen.seconds:
-                chosen, note = own, f"rockmate with its finishing pass; of the others, {note}"
-        if chosen is None:
-            return Attempt(None, "timeout" if outcome.status == "timeout" else "infeasible", note)
-        return Attempt(self._plan(chosen, limit, name, note, bound), "ok", note)
+            return self._best(limit, time_limit)
+
+    def _attempted(self, outcome: Outcome, limit: int, name: str) -> Attempt:
+        """The schedule of another planner of the literature, as it returns it."""
+        if outcome.schedule is None:
+            return Attempt(None, "timeout" if outcome.status == "timeout" else "infeasible",
+                           outcome.note)
+        chosen = self._judge(outcome.schedule, (), name)
+        return Attempt(self._plan(chosen, limit, name, outcome.note, outcome.bound), "ok",
+                       outcome.note)
+
+    def _auto(self, limit: int, time_limit: float) -> Attempt:
+        """The default first, then the planners of the registry in the time that is left."""
+        start = time.perf_counter()
+        own = self._own(limit, time_limit)
+        left = max(0.0, time_limit - (time.perf_counter() - start))
+        with self.prepared.timed("search"):
+            outcome = find_planner("auto").plan(self.problem, limit, time_limit=left)
+        if own is None:
+            return self._attempted(outcome, limit, "auto")
+        best, bound = own
+        if best.seconds >= outcome.seconds:
+            return self._attempted(outcome if bound is None else replace(outcome, bound=bound),
+                                   limit, "auto")
+        note = f"rockmate with its finishing pass; of the others, {outcome.note}"
+        return Attempt(self._plan(best, limit, "auto", note, bound), "ok", note)
 
     def _least_of(self, method: Planner, limit: int) -> int | None:
         """The smallest budget that a planner meets, by bisection on what it returns."""
@@ -193,13 +224,16 @@ class Searcher:
                 break
         return best
 
-    def _best(self, limit: int) -> tuple[Candidate, float | None]:
-        """The fastest schedule known within a limit, and a lower bound of any schedule's seconds."""
-        kept = self._keep_set(limit)
+    def _best(self, limit: int, time_limit: float | None) -> tuple[Candidate, float | None]:
+        """The fastest schedule known within a limit, and a lower bound of the seconds of any that runs
+        each backward computation once, in order."""
+        start = time.perf_counter()
+        kept = self._keep_set(limit, time_limit)
         found = [] if kept.schedule is None else [self._judge(kept.schedule, (), "keep-set")]
         if kept.bound is None or kept.seconds > kept.bound * (1 + NEAR):
             found += sorted(self._of_chain(limit), key=lambda c: c.seconds)[:2]
-            found += self._of_other_planners(limit)
+            left = None if time_limit is None else time_limit - (time.perf_counter() - start)
+            found += self._of_other_planners(limit, left)
         self._found += [self._finish(c, limit) for c in found]
         return self._fastest(limit), kept.bound
 
@@ -235,18 +269,16 @@ class Searcher:
                 break
         return fits
 
-    def _keep_set(self, limit: int) -> Outcome:
-        allowed = self.prepared.settings.planning_seconds
-        return find_planner("keep-set").plan(
-            self.problem, limit,
-            time_limit=KEEP_SECONDS if allowed is None else min(KEEP_SECONDS, allowed))
+    def _keep_set(self, limit: int, time_limit: float | None) -> Outcome:
+        allowed = KEEP_SECONDS if time_limit is None else min(KEEP_SECONDS, time_limit)
+        return _KEEP.plan(self.problem, limit, time_limit=allowed)
 
-    def _of_other_planners(self, limit: int) -> list[Candidate]:
+    def _of_other_planners(self, limit: int, time_limit: float | None) -> list[Candidate]:
         """Schedules over the whole graph, which no boundary of a block confines."""
         size = len(self.prepared.graph.c)
         outcomes = {}
         if size <= DTR_NODES:
-            outcomes["dtr"] = find_planner("dtr").plan(self.problem, limit)
+            outcomes["dtr"] = find_planner("dtr").plan(self.problem, limit, time_limit=time_limit)
         if size <= LOWER_SET_NODES:
             outcomes["lower-sets"] = find_planner("lower-sets").plan(self.problem, limit)
         return [self._judge(o.schedule, (), name) for name, o in outcomes.items()

@@ -41,8 +41,8 @@ class Auto:
                  if outcome.schedule is not None]
         late = f"; no time for {', '.join(skipped)}" if skipped else ""
         if not found:
-            names = ", ".join(name for name, _ in tried)
-            outcome = infeasible(f"none of {names} fits{late}")
+            asked = f"none of {', '.join(n for n, _ in tried)} fits" if tried else "none was asked"
+            outcome = infeasible(f"{asked}{late}")
             timed_out = skipped or any(o.status == "timeout" for _, o in tried)
             return replace(outcome, status="timeout") if timed_out else outcome
         _, k = min(found)

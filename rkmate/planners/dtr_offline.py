@@ -201,37 +201,50 @@ def dtr_order(graph: CDGraph, limit: int, held: Iterable[int] = ()) -> tuple[lis
     return (replay.order, replay.loss_at) if replay.run() else None
 
 
+@dataclass
+class _Tried:
+    """The replays so far. Each level is replayed once per problem, from the top."""
+
+    found: list[Candidate]
+    """The first one recomputes nothing."""
+    levels: list[int]
+    """Still to be replayed: parts in `LEVELS` of the first one's peak."""
+    failed: int = 0
+    """Levels without a schedule: after two of them the others are not tried."""
+
+
 @dataclass(frozen=True)
 class DtrOffline:
-    """The policy at a fixed set of limits; the fastest schedule that fits is taken."""
+    """The policy at a fixed set of limits; the fastest schedule that fits is taken.
+
+    Where the time is over before all of them are tried, the next call goes on with the others.
+    """
 
     name: str = "dtr"
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
         limit = float("inf") if time_limit is None else time_limit
-        candidates, done = problem.once(self.name, lambda: self._candidates(problem, limit))
-        note = "" if done else f"lower limits not tried within {limit:g} s"
-        outcome = best(candidates, budget, note)
-        if outcome.schedule is None and not done:
+        graph = problem.graph
+        state = problem.once(self.name, lambda: _Tried(
+            [judged(problem, range(len(graph.c)), graph.loss, "nothing recomputed")],
+            list(range(LEVELS - 1, 0, -1))))
+        self._go_on(problem, state, limit)
+        note = f"lower limits not tried within {limit:g} s" if state.levels else ""
+        outcome = best(state.found, budget, note)
+        if outcome.schedule is None and state.levels:
             return Outcome(None, "timeout", float("inf"), note=note)
         return outcome
 
-    def _candidates(self, problem: Problem, limit: float) -> tuple[list[Candidate], bool]:
-        graph = problem.graph
+    def _go_on(self, problem: Problem, state: _Tried, limit: float) -> None:
         start = time.perf_counter()
-        result = [judged(problem, range(len(graph.c)), graph.loss, "nothing recomputed")]
-        top = result[0].peak
-        failed = 0
-        for k in range(1, LEVELS):
-            if time.perf_counter() - start > limit:
-                return result, False
-            memory = top * (LEVELS - k) // LEVELS
-            found = dtr_order(graph, memory, problem.held)
-            if found is None:
-                failed += 1
-                if failed == 2:
-                    break
+        top = state.found[0].peak
+        while state.levels and time.perf_counter() - start < limit:
+            memory = top * state.levels.pop(0) // LEVELS
+            found = dtr_order(problem.graph, memory, problem.held)
+            if found is not None:
+                state.found.append(judged(problem, *found, f"policy at {memory} bytes"))
                 continue
-            result.append(judged(problem, *found, f"policy at {memory} bytes"))
-        return result, True
+            state.failed += 1
+            if state.failed == 2:
+                state.levels.clear()
