@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on `parser`."""
     parser.add_argument("target", metavar="TARGET", help="module:factory, or a demo model")
     parser.add_argument("--budgets", nargs="+", metavar="B",
-                        help="600MiB, 1.5GB, 50%% or bytes (default: 100%% 80%% 60%% 50%% 40%% 30%%)")
+                        help="600MiB, 1.5GB, 50%%, 0.5, auto or bytes "
+                        "(default: 100%% 80%% 60%% 50%% 40%% 30%%)")
     parser.add_argument("--planners", nargs="+", metavar="NAME",
                         help="which (default: all but auto)")
     parser.add_argument("--measure", action="store_true",

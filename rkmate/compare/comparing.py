@@ -12,6 +12,7 @@ from torch import nn
 from rkmate.budget import Budget, parse_budget
 from rkmate.compare.comparison import Comparison, Row
 from rkmate.compare.measured import Bench
+from rkmate.device_memory import auto_budget
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
 from rkmate.pipeline import Settings, check_model, prepare
 from rkmate.plan import Plan
@@ -25,7 +26,8 @@ BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 """Fractions of the model's own peak."""
 TIME_LIMIT = 20.0
 """Seconds that a planner has for one budget."""
-_ASK_OTHERS = ("checkmate", "auto")
+_LAST = ("rockmate", "checkmate", "auto")
+"""Planners that ask others come after those, in this order, so that each pays for its own work."""
 
 
 def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
@@ -41,7 +43,8 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     Args:
         model: with the train flags that it will be trained with.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
-        budgets: each in bytes, as text or as a fraction of the model's own peak, like `rkmate.wrap`'s.
+        budgets: each like `rkmate.wrap`'s: bytes, text, a fraction of the model's own peak, or
+            ``"auto"``.
         planners: names; all but ``auto``, which runs the others, unless given.
         measure: also train a step under each schedule, in a process of its own, in turns with the
             original model: peak and time. Adds the original model, and
@@ -50,13 +53,14 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             script that asks for it needs an ``if __name__ == "__main__":`` guard.
         time_limit: seconds that a planner has for one budget, where it can stop early.
         progress: show progress on a terminal.
-        costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing, and is the
-            same on every machine.
+        costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing, and these costs
+            are the same on every machine. What a planner finds within a limit in seconds, as the
+            default's and other integer programs do, need not be.
         settings: of the stages.
 
     Returns:
         Rows that print as a table and draw as a picture. A planner without a schedule is a row that
-        says so, not an error.
+        says so, not an error. A schedule found for one budget counts for the larger ones, too.
 
     Raises:
         ArgumentError: an argument is wrong; with `measure`, also a model that cannot be pickled.
@@ -66,7 +70,8 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     args, kwargs = checked_inputs(args, kwargs)
     if isinstance(budgets, (str, int, float)) or not budgets:
         raise ArgumentError(f"budgets is {budgets!r}; it should be a list of budgets")
-    wanted = [parse_budget(b) for b in budgets]
+    wanted = [parse_budget(auto_budget(model) if isinstance(b, str) and b == "auto" else b)
+              for b in budgets]
     names = [n for n in PLANNERS if n != "auto"] if planners is None else list(planners)
     for name in names:
         find_planner(name)
@@ -89,19 +94,34 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
 
 def _planned(searcher: Searcher, budgets: Sequence[Budget], names: Sequence[str],
              time_limit: float, progress: Progress) -> list[tuple[Row, Plan | None]]:
+    """Rows and plans in the caller's order. The planning goes from the smallest budget up, as what
+    was found for one serves those above."""
     base = searcher.baseline
     limits = list(dict.fromkeys(budget.of(base.peak) for budget in budgets))
-    # Those that ask others come after them, so that each pays for its own work.
-    turns = sorted(range(len(names)), key=lambda k: names[k] in _ASK_OTHERS)
-    found: list[tuple[Row, Plan | None]] = []
+    turns = sorted(range(len(names)), key=lambda k: _LAST.index(names[k]) if names[k] in _LAST else -1)
+    made: dict[tuple[int, int], tuple[Row, Plan | None]] = {}
+    best: dict[int, Plan] = {}
     with progress.stage("planning", len(limits) * len(names)) as tick:
-        for limit in limits:
-            made = {}
+        for limit in sorted(limits):
             for k in turns:
-                made[k] = _row(searcher, limit, names[k], time_limit)
-                tick(len(found) + len(made))
-            found += [made[k] for k in range(len(names))]
-    return found
+                before = best.get(k)
+                row, plan = _at_least(*_row(searcher, limit, names[k], time_limit), before)
+                made[limit, k] = row, plan
+                if plan is not None and (before is None or plan.step_seconds < before.step_seconds):
+                    best[k] = plan
+                tick(len(made))
+    return [made[limit, k] for limit in limits for k in range(len(names))]
+
+
+def _at_least(row: Row, plan: Plan | None, before: Plan | None) -> tuple[Row, Plan | None]:
+    """A planner's row, or where it is slower than its plan of a smaller budget, that plan's."""
+    if before is None or row.status == "failed" or row.budget_bytes is None or (
+            plan is not None and plan.step_seconds <= before.step_seconds):
+        return row, plan
+    kept = replace(before, budget_bytes=row.budget_bytes,
+                   bound_seconds=None if plan is None else plan.bound_seconds)
+    return replace(row, status="ok", peak_bytes=kept.peak_bytes, time_ratio=_ratio(kept),
+                   note=f"as within {before.budget_bytes:,} bytes"), kept
 
 
 def _row(searcher: Searcher, limit: int, name: str,
@@ -115,9 +135,11 @@ def _row(searcher: Searcher, limit: int, name: str,
     plan = attempt.plan
     if plan is None:
         return Row(name, limit, attempt.status, seconds, note=attempt.note), None
-    base = plan.baseline_seconds
-    ratio = plan.step_seconds / base if base else 1.0
-    return Row(name, limit, "ok", seconds, plan.peak_bytes, ratio, note=attempt.note), plan
+    return Row(name, limit, "ok", seconds, plan.peak_bytes, _ratio(plan), note=attempt.note), plan
+
+
+def _ratio(plan: Plan) -> float:
+    return plan.step_seconds / plan.baseline_seconds if plan.baseline_seconds else 1.0
 
 
 def _measured(bench: Bench, found: Sequence[tuple[Row, Plan | None]],

@@ -31,7 +31,8 @@ class Row:
     """``infeasible``: this method has no schedule within the budget. ``timeout``: none was found in
     the time that it had. ``failed``: the measurement did not end; the note says why."""
     planning_seconds: float | None
-    """Seconds for this budget; what a planner does once for all budgets counts at the first one."""
+    """Seconds for this budget. What a planner does once for all budgets counts at the smallest one, and
+    what it asks of others in the same comparison counts for them."""
     peak_bytes: int | None = None
     """Predicted peak of a step above what stands before it, in bytes."""
     time_ratio: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import rkmate
 from rkmate.cli import main
 from rkmate.compare.comparison import Row
 from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.planners.protocol import Outcome, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
+from rkmate.search import Searcher
 from tests.compare.models import residual
 
 BUDGETS: list[int | float | str] = [1.0, "80%", 0.6, 1]
@@ -92,6 +95,57 @@ def test_larger_budgets_are_never_slower() -> None:
         assert fits == sorted(fits), name
 
 
+def test_what_is_found_for_one_budget_serves_the_larger_ones() -> None:
+    """In whatever order the budgets come."""
+    falling: list[int | float | str] = [1.0, 0.85, 0.7, 0.6, 0.5]
+    found = compared(falling, ["rockmate", "keep-set", "checkmate"])
+    top = found.baseline_peak_bytes
+    assert found.budgets == tuple(int(top * b) for b in (1.0, 0.85, 0.7, 0.6, 0.5))
+    for name in found.methods:
+        ratios = [r.time_ratio for r in found.of(name) if r.time_ratio is not None]
+        assert len(ratios) >= 4 and ratios == sorted(ratios), name
+
+
+class Moody:
+    """Does its best with little memory only."""
+
+    name = "moody"
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        graph = problem.graph
+        whole = judged(problem, range(len(graph.c)), graph.loss)
+        if budget >= whole.peak:
+            return infeasible("too much")
+        name = "dtr" if budget < 0.7 * whole.peak else "recompute-all"
+        return replace(PLANNERS[name].plan(problem, budget), bound=whole.seconds)
+
+
+def test_a_planner_is_never_slower_with_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANNERS, "moody", Moody())
+    large, middle, small = compared([1.0, 0.8, 0.6], ["moody"])
+    dtr, = compared([0.6], ["dtr"])
+    assert small.time_ratio == middle.time_ratio == large.time_ratio == dtr.time_ratio
+    assert small.note != middle.note == large.note == f"as within {small.budget_bytes:,} bytes"
+    assert [r.status for r in (large, middle, small)] == ["ok"] * 3
+    assert [r.planning_seconds is None for r in (large, middle, small)] == [False] * 3
+
+
+def test_those_that_ask_others_pay_for_their_own_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    attempt = Searcher.attempt
+
+    def counted(self: Searcher, limit: int, *args: Any) -> Any:
+        asked.append((limit, args[0]))
+        return attempt(self, limit, *args)
+
+    monkeypatch.setattr(Searcher, "attempt", counted)
+    found = compared([0.8, 0.7], ["auto", "checkmate", "rockmate", "dtr", "keep-set"])
+    large, small = found.budgets
+    order = ["dtr", "keep-set", "rockmate", "checkmate", "auto"]
+    assert asked == [(small, name) for name in order] + [(large, name) for name in order]
+    assert [r.method for r in found] == ["auto", "checkmate", "rockmate", "dtr", "keep-set"] * 2
+
+
 def test_where_the_default_is_beaten() -> None:
     def row(method: str, budget: int, ratio: float | None) -> Row:
         return Row(method, budget, "ok" if ratio else "infeasible", 0.1, 1, ratio)
@@ -151,6 +205,9 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert [(r["method"], r["status"]) for r in rows] == [
         ("rockmate", "ok"), ("save-all", "infeasible")]
     assert main([*common, "--budgets", "lots"]) == 2
+    capsys.readouterr()
+    assert main([*common, "--budgets", "auto"]) == 2         # what is free on a device, which is none
+    assert "asks the CUDA device" in capsys.readouterr().err
 
 
 class Wide(nn.Module):
