@@ -2,9 +2,9 @@
 
     python docs/make_comparison.py [--seconds 10] [--no-measure]
 
-Predictions rest on analytic costs, so they are the same on every machine; the integer programs on
-the whole graph stop at a limit in seconds, and find more on a faster one. What is measured depends
-on the machine.
+Predictions rest on analytic costs, which are the same on every machine. The integer programs on the
+whole graph, of which the default contains one, stop at a limit in seconds, and can find more on a
+faster machine. What is measured depends on the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE = DOCS / "planners.md"
 BEGIN, END = "<!-- comparison: begin -->", "<!-- comparison: end -->"
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3)
 DRAWN = ("rockmate", "rotor", "revolve", "sequential", "chen", "checkmate", "checkmate-lp",
-         "lower-sets", "lower-sets-memory", "dtr")
+         "lower-sets", "lower-sets-memory", "dtr", "keep-set")
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
@@ -78,7 +78,8 @@ def main() -> None:
         for title, make in MEASURED.values():
             model, inputs, named = make()
             found = rkmate.compare(model, inputs, named, budgets=[0.5], measure=True,
-                                   planners=["rockmate", "rotor", "chen", "lower-sets", "dtr"])
+                                   planners=["rockmate", "keep-set", "rotor", "chen", "lower-sets",
+                                             "dtr"])
             print(found, flush=True)
             parts += [f"{title}, budget {size(found.budgets[0])}:", measured(found), losses(found)]
     text = PAGE.read_text(encoding="utf-8")

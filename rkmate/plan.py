@@ -94,7 +94,8 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """How much of the step's time a better schedule could save at most; None when unknown."""
+        """How much of the step's time a better schedule that runs each backward computation once, in
+        order, could save at most; None when unknown."""
         if self.bound_seconds is None or not self.step_seconds:
             return None
         return max(0.0, 1 - self.bound_seconds / self.step_seconds)

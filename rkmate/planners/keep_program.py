@@ -25,7 +25,8 @@ from rkmate.schedule.simulate import LOSS_SCALARS
 GAP = 0.01
 """Relative gap, of what runs again, at which a solution is good enough."""
 NODES = 30
-"""Branch-and-bound nodes per program; a count, so that the result does not depend on the machine."""
+"""Branch-and-bound nodes per program: where this count ends a solve, the result is the same on every
+machine. The limit in seconds comes on top, and where that ends it, the result is the machine's."""
 
 
 @dataclass(frozen=True)
