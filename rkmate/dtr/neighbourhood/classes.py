@@ -103,6 +103,10 @@ class EvictedClasses:
                     elif not neighbour.pinned:
                         self._stale.add(neighbour.index)
 
+    def pin(self, node: Node) -> None:
+        # Its row is not looked at any more.
+        return
+
     def forget(self, node: Node) -> None:
         if node.evicted_class is not None:
             self._leave(node)

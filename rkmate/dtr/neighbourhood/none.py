@@ -32,6 +32,9 @@ class NoNeighbourhood:
     def materialize(self, nodes: Sequence[Node]) -> None:
         return
 
+    def pin(self, node: Node) -> None:
+        return
+
     def forget(self, node: Node) -> None:
         return
 

@@ -68,6 +68,9 @@ class EvictedRegions:
     def evict(self, node: Node) -> None:
         row = node.index
         down, up = self._down[row], self._up[row]
+        if node.pinned:
+            # The program let go of it: it has no regions of its own.
+            down, up = self._walk(node, down=True), self._walk(node, down=False)
         for edge in up.edge:
             self._absorb(self._down[edge], node, down)
             self._note(edge)
@@ -99,6 +102,15 @@ class EvictedRegions:
                 self._up[row] = self._walk(self._node(row), down=False)
             self._note(row)
         self._costlier.difference_update(node.index for node in nodes)
+
+    def pin(self, node: Node) -> None:
+        row = node.index
+        for edge in self._up[row].edge:
+            self._down[edge].edge.discard(row)
+        for edge in self._down[row].edge:
+            self._up[edge].edge.discard(row)
+        self._down[row] = _Region()
+        self._up[row] = _Region()
 
     def forget(self, node: Node) -> None:
         row = node.index

@@ -33,6 +33,9 @@ class Tracker(Protocol):
     def materialize(self, nodes: Sequence[Node]) -> None:
         """One operation has just brought ``nodes`` into memory."""
 
+    def pin(self, node: Node) -> None:
+        """``node``, in memory, will not be chosen any more; its edges are still there."""
+
     def forget(self, node: Node) -> None:
         """``node`` leaves the graph for ever; its edges are still there."""
 

@@ -56,6 +56,7 @@ class Engine:
         self._waiting: list[Buffer] = []
         self._readers: dict[int, set[Operation]] = {}
         self.memory.on_forget = self._forget
+        self.memory.on_lose = self._lose
         if log is not None:
             self.memory.on_drop = log.release
 
@@ -98,6 +99,7 @@ class Engine:
                 address = tensor.untyped_storage()._cdata
                 if address not in memory.live and address in self._readers:
                     self._freeze(address)
+            self._settle_readers(written)
         for constant in seen.constants.values():
             if constant.requires_grad and constant.is_leaf and constant.grad is None:
                 memory.leaves[id(constant)] = weakref.ref(constant)
@@ -117,6 +119,8 @@ class Engine:
             locked = self._bring_in(seen.inputs)
             try:
                 memory.reserve(need.outputs + sure, hope, str(function))
+                while written and self._settle_readers(written):
+                    memory.reserve(need.outputs + sure, hope, str(function))
                 ran = self.sizes.run(key, need, function, args, kwargs)
             finally:
                 for buffer in locked:
@@ -206,10 +210,8 @@ class Engine:
         if self.log is not None:
             self.log.begin(operation, constants)
         for old in changed:
-            # A version that cannot be computed again must not lose what others were made from.
+            # What is made from a version that nothing can compute, nothing can compute either.
             lost = old.operation is None
-            if lost:
-                self._settle(old.children)
             buffer = memory.succeed(old, parents, operation.cost)
             operation.written.append((old, buffer))
             self._made(operation, buffer)
@@ -237,8 +239,8 @@ class Engine:
         waiting = [buffer for buffer in self._waiting if buffer.index >= 0]
         self._waiting = []
         for buffer in waiting:
-            children = [child for child in buffer.children if isinstance(child, Buffer)]
-            if any(not child.resident or child.storage() is None for child in children):
+            children = buffer.made()
+            if any(not child.in_memory for child in children):
                 self._waiting.append(buffer)
                 continue
             for child in children:
@@ -251,6 +253,32 @@ class Engine:
             first += [spot.owner for _, spot in operation.outputs if isinstance(spot.owner, Buffer)]
             first += [after for _, after in operation.written]
         self._settle(first)
+
+    def _settle_readers(self, written: list[torch.Tensor]) -> bool:
+        """The same for what is about to be written over and nothing can compute again.
+
+        Returns whether there was anything to settle.
+        """
+        memory = self.memory
+        if memory.dropped:
+            memory.tidy()
+        found: list[Buffer] = []
+        for tensor in written:
+            buffer = memory.live.get(tensor.untyped_storage()._cdata)
+            if buffer is not None and buffer.operation is None:
+                found += buffer.made()
+        self._settle(found)
+        return bool(found)
+
+    def _lose(self, buffer: Buffer) -> None:
+        """``buffer`` is gone, and nothing can compute it: what was made from it stays in memory."""
+        for child in buffer.made():
+            if child.in_memory:
+                self._cut(child)
+            else:
+                # Dropped in the same moment: it would have been kept for a child out of memory.
+                self._lose(child)
+                self.memory.discard(child)
 
     def _settle(self, roots: Iterable[Any]) -> None:
         """Make ``roots`` and all below them independent of how they were computed.
@@ -275,11 +303,14 @@ class Engine:
     def _cut(self, buffer: Buffer) -> None:
         operation, buffer.operation = buffer.operation, None
         self.memory.pin(buffer)
+        buffer.watch()
         parents = list(buffer.parents)
         buffer.parents.clear()
         for parent in parents:
             parent.children.discard(buffer)
             assert isinstance(parent, Buffer)
+            if parent.guard is not None:
+                parent.watch()
             self.memory.discard(parent)
         if operation is not None:
             operation.alive -= 1
@@ -314,6 +345,9 @@ class Engine:
         memory._leave_gradients_out()
         failure: RkmateError | None = None
         for buffer in list(memory.live.values()):
+            if buffer.program is None:
+                # It was only kept for one that came before.
+                continue
             while not buffer.resident:
                 try:
                     self.replayer.materialize(buffer)

@@ -49,6 +49,8 @@ class Memory:
         """Told when the program lets go of a storage."""
         self.on_forget: Callable[[Operation], None] = lambda operation: None
         """Told when nothing that an operation made is left in the graph."""
+        self.on_lose: Callable[[Buffer], None] = lambda buffer: None
+        """Told when a buffer is gone that nothing can compute, and others were made from it."""
 
     # -- buffers come and go ------------------------------------------------------------------
 
@@ -76,6 +78,7 @@ class Memory:
         old.program = old.private = None
         old.resident = False
         self.remove(old)
+        self._guard_parents(old)
         self.around.evict(old)
         self.shelve(buffer)
         return buffer
@@ -111,6 +114,27 @@ class Memory:
             if buffer.counted:
                 self.held -= buffer.size
             self.remove(buffer)
+        if buffer.operation is None:
+            # What was made from it must last until ``tidy`` knows.
+            for child in buffer.made():
+                if child.children and child.program is not None:
+                    child.guard = child.program()
+        if buffer.children:
+            self._guard_parents(buffer)
+
+    def _guard_parents(self, buffer: Buffer) -> None:
+        """``buffer`` is not in memory any more: what it is made from and nothing can compute stays."""
+        for parent in buffer.parents:
+            assert isinstance(parent, Buffer)
+            if parent.operation is None and parent.program is not None:
+                parent.guard = parent.program()
+
+    def watch_parents(self, buffer: Buffer) -> None:
+        """``buffer`` is in memory again: what was kept for it may go."""
+        for parent in buffer.parents:
+            assert isinstance(parent, Buffer)
+            if parent.guard is not None:
+                parent.watch()
 
     def shelve(self, buffer: Buffer) -> None:
         """Make a resident buffer evictable."""
@@ -147,6 +171,8 @@ class Memory:
             if buffer.index < 0:
                 continue
             self.discard(buffer)
+            if buffer.index >= 0 and buffer.operation is None:
+                self.on_lose(buffer)
             if was_resident and buffer.index >= 0:
                 self._untold.append(buffer)
 
@@ -186,6 +212,8 @@ class Memory:
             parents = list(node.parents)
             for parent in parents:
                 parent.children.discard(node)
+                if isinstance(parent, Buffer) and parent.guard is not None:
+                    parent.watch()
             node.parents.clear()
             self.columns.release(node)
             node.index = -1
@@ -234,6 +262,7 @@ class Memory:
     def evict(self, buffer: Buffer) -> None:
         """Free a resident buffer's memory; it stays in the graph."""
         self._release(buffer)
+        self._guard_parents(buffer)
         self.around.evict(buffer)
 
     def _release(self, buffer: Buffer) -> None:
@@ -252,6 +281,7 @@ class Memory:
         buffer.private = None
         if buffer.counted:
             self.held -= buffer.size
+        self._guard_parents(buffer)
         self.around.evict(buffer)
 
     def fill(self, buffer: Buffer) -> None:
@@ -277,6 +307,7 @@ class Memory:
         if not buffer.pinned:
             self.lock(buffer)
             buffer.pinned = True
+            self.around.pin(buffer)
 
     def stop_watching(self) -> None:
         """Let the program's storages come and go unnoticed."""

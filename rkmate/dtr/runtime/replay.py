@@ -111,6 +111,7 @@ class Replayer:
             self.memory.columns.touch(buffer, self.memory.clock)
         for buffer in back:
             self.memory.shelve(buffer)
+            self.memory.watch_parents(buffer)
         self.memory.report.rematerializations += 1
         # Expected times, not the clock's: a pause of the machine is no thrashing.
         self.again_ns += operation.cost
