@@ -9,7 +9,7 @@ import sys
 from rkmate.dtr.heuristics import HEURISTICS
 from rkmate.dtr.log import read_log
 from rkmate.dtr.simulator import simulate
-from rkmate.errors import RkmateError
+from rkmate.errors import ArgumentError, RkmateError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="stop as thrash when total time would exceed X times the program's (default: 10)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for errors too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         program = read_log(args.log)
         if args.ratio is not None and not 0 <= args.ratio < float("inf"):
-            raise ValueError(f"--ratio must be a number from 0 up, and is {args.ratio}")
+            raise ArgumentError(f"--ratio must be a number from 0 up, and is {args.ratio}")
         budget = args.budget if args.ratio is None else int(program.memory * args.ratio)
         result = simulate(
             program,
@@ -53,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
         )
     except (RkmateError, OSError, ValueError) as error:
-        print(f"rkmate simulate: {args.log}: {error}", file=sys.stderr)
+        message = f"{args.log}: {error}"
+        if args.json:
+            print(json.dumps({"error": type(error).__name__, "message": message}))
+        else:
+            print(f"rkmate simulate: {message}", file=sys.stderr)
         return 2
     answer = {
         **result.as_dict(),

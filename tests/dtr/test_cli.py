@@ -10,6 +10,7 @@ import pytest
 from rkmate.dtr.cli import main
 
 LOGS = Path(__file__).parent / "data" / "logs"
+FEATURES = str(LOGS / "features.log")
 
 
 def test_json_of_a_known_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,17 +40,26 @@ def test_out_of_memory_is_a_result(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "kind"),
     [
-        ["missing.log", "--ratio", "0.5"],
-        [str(LOGS / "features.log"), "--ratio", "0.5", "--heuristic", "nonsense"],
-        [str(LOGS / "features.log"), "--ratio", "-1"],
-        [str(LOGS / "features.log"), "--budget", "-1"],
+        (["missing.log", "--ratio", "0.5"], "FileNotFoundError"),
+        ([__file__, "--ratio", "0.5"], "LogError"),
+        ([FEATURES, "--ratio", "0.5", "--heuristic", "nonsense"], "ArgumentError"),
+        ([FEATURES, "--ratio", "-1"], "ArgumentError"),
+        ([FEATURES, "--budget", "-1"], "ArgumentError"),
     ],
 )
-def test_bad_input(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(arguments: list[str], kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    assert "rkmate simulate" in capsys.readouterr().err
+    plain = capsys.readouterr()
+    assert plain.out == ""
+    assert plain.err.startswith(f"rkmate simulate: {arguments[0]}: ")
+    assert main([*arguments, "--json"]) == 2
+    found = capsys.readouterr()
+    assert found.err == ""
+    answer = json.loads(found.out)
+    assert answer["error"] == kind
+    assert f"rkmate simulate: {answer['message']}\n" == plain.err
 
 
 def test_a_budget_is_needed() -> None:
