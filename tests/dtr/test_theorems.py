@@ -12,7 +12,7 @@ from rkmate.errors import ArgumentError
 
 
 @pytest.mark.parametrize(
-    ("heuristic", "constant"), [("e*", 4.2), ("dtr", 3.2), ("dtr-eq", 3.2)]
+    ("heuristic", "constant"), [("e*", 4.0), ("dtr", 3.1), ("dtr-eq", 3.1)]
 )
 @pytest.mark.parametrize("length", [64, 256, 1024])
 def test_theorem_3_1(heuristic: str, constant: float, length: int) -> None:
@@ -26,11 +26,13 @@ def test_theorem_3_1(heuristic: str, constant: float, length: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heuristic", ["e*", "dtr", "dtr-eq"])
-def test_theorem_3_1_at_4096(heuristic: str) -> None:
+@pytest.mark.parametrize(
+    ("heuristic", "constant"), [("e*", 4.0), ("dtr", 3.1), ("dtr-eq", 3.1)]
+)
+def test_theorem_3_1_at_4096(heuristic: str, constant: float) -> None:
     result = simulate(linear_chain(4096), heuristic, 128)
     assert result.status == "ok"
-    assert result.model_compute + result.remat_compute <= 4.3 * 4096
+    assert result.model_compute + result.remat_compute <= constant * 4096
 
 
 def test_a_heuristic_without_costs_is_not_linear() -> None:
@@ -49,10 +51,11 @@ def test_a_heuristic_without_costs_is_not_linear() -> None:
 def test_theorem_3_2(heuristic: str, paths: int, nodes: int) -> None:
     duel = adversary(heuristic, paths, nodes)
     assert sum(duel.paths) == nodes
-    # Each new node costs its whole path: the proof's lower bound, with its constant of 1/2.
+    # Each new node costs its whole path: nothing of it was in memory, and nothing runs twice.
+    assert duel.operations == sum(length * (length + 1) // 2 for length in duel.paths)
+    # The proof's lower bound, with its constant of 1/2; a static schedule needs one operation per
+    # node.
     assert duel.operations >= nodes**2 / (2 * paths)
-    # The ratio to a static schedule, which needs one operation per node, is at least N / 2B.
-    assert duel.operations / duel.nodes >= nodes / (2 * paths)
 
 
 def test_trace_replays_to_the_reported_peak() -> None:
