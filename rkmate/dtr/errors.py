@@ -36,7 +36,7 @@ class BudgetExceeded(InfeasibleBudget):
 
 
 class ThrashingError(RkmateError):
-    """Recomputation took more than the allowed multiple of the program's own compute time."""
+    """Work and recomputation together took more than the allowed multiple of the program's own time."""
 
 
 class RuntimeStateError(RkmateError, RuntimeError):

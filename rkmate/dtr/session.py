@@ -79,8 +79,8 @@ class Session:
         budget: bytes above what stands when the block begins, as an int or text such as "2GiB";
             None for no limit. Gradients of parameters that the block leaves are not counted.
         heuristic: what to evict; a name in ``rkmate.dtr.HEURISTICS``.
-        overhead_limit: recomputation beyond this many times the program's own time, in all, is
-            an error.
+        overhead_limit: it is an error when the program's work and recomputation together exceed
+            this many times the program's own, and recomputation 50 ms.
         banish: free for good what the program drops, once nothing evicted depends on it.
         log: file to write the operations to, in the paper's format: a path or a text stream.
         seed: for the random heuristic.

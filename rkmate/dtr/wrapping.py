@@ -224,6 +224,7 @@ def wrap(model: nn.Module, budget: int | str | None, **options: Any) -> DynamicM
     no double backward: for these, use the context manager. Raises ``ArgumentError`` for a model
     that is no module and for wrong options; a call raises ``BudgetExceeded`` or
     ``ThrashingError``, after which parameters, buffers and generators are as before the call.
+    When the backward raises one of them, buffers stay as the forward left them.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")

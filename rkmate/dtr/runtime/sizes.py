@@ -40,7 +40,7 @@ class Ran(NamedTuple):
 
 
 _LEARNED = 50_000
-"""Signatures that are kept."""
+"""Signatures that are kept at most; then the older half is dropped."""
 _SMALL = 64
 """Scalars that an operation turns into tensors on the way."""
 
