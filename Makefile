@@ -51,9 +51,11 @@ wheel: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(PY) benchmarks/planning.py
+	$(PY) benchmarks/solvers.py
 	$(PY) benchmarks/peers.py --models all --write
 	$(PY) benchmarks/budgets.py --peer --write
 	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_tables.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_beside.py bar static
 	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_figures.py out
 
 clean:

@@ -53,7 +53,7 @@ def bar() -> None:
         "| width | batch | us per operation: median | mean | time / eager | run again / eager "
         "| bookkeeping / eager | evictions | run again |\n|---|---|---|---|---|---|---|---|---|"
     )
-    for width, batch in ((128, 256), (256, 256), (256, 512), (384, 512)):
+    for width, batch in ((128, 256), (256, 256), (256, 512), (384, 512), (512, 512)):
         task = dtr_treelstm.task(width, batch)
         torch.manual_seed(0)
         model = task.build()

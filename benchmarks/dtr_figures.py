@@ -16,6 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -73,10 +74,14 @@ def figure_2(folder: Path) -> None:
 
 
 def _save(figure: Figure, axes: Sequence[Axes], label: str, path: Path) -> None:
-    """With the label at the first of the axes, the legend in the last."""
+    """With the label at the first of the axes, the legend beside the last."""
     axes[0].set_ylabel(label)
-    axes[-1].legend()
-    figure.tight_layout()
+    shown: dict[str, Artist] = {}
+    for axis in axes:
+        lines, labels = axis.get_legend_handles_labels()
+        shown |= dict(zip(labels, lines, strict=True))
+    figure.set_layout_engine("constrained")
+    figure.legend(list(shown.values()), list(shown), loc="outside center right")
     figure.savefig(path, dpi=120)
 
 
