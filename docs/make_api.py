@@ -6,9 +6,11 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import rkmate
+import rkmate.dtr
 
 PAGE = Path(__file__).parent / "api.md"
 _GROUPS = (
@@ -16,6 +18,8 @@ _GROUPS = (
                   "measure_step", "shared_plan")),
     ("What comes back", ("PlannedModule", "Plan", "Curve", "Comparison", "BatchSize")),
 )
+_DYNAMIC = ("Session", "wrap", "DynamicModule", "Report", "HEURISTICS", "simulate", "Result", "Trace",
+            "read_log", "parse_log", "Program", "make_heuristic")
 
 
 def api_text() -> str:
@@ -25,26 +29,37 @@ def api_text() -> str:
              "are seconds.\n"]
     for title, group in _GROUPS:
         parts.append(f"## {title}\n")
-        parts += [_entry(n) for n in group if n in names]
+        parts += [_entry(rkmate, n) for n in group if n in names]
         names -= set(group)
     errors = {n for n in names if isinstance(getattr(rkmate, n), type)
               and issubclass(getattr(rkmate, n), (Exception, Warning))}
     rest = sorted(names - errors)
     if rest:
-        parts += ["## More\n", *(_entry(n) for n in rest)]
+        parts += ["## More\n", *(_entry(rkmate, n) for n in rest)]
     parts.append("## Errors and warnings\n")
-    parts += [_entry(n) for n in sorted(errors)]
+    parts += [_entry(rkmate, n) for n in sorted(errors)]
+    parts += ["## Dynamic rematerialization\n",
+              "`rkmate.dtr(...)` makes a `rkmate.dtr.Session`. [What it does, and how](dtr.md).\n"]
+    rest = sorted(set(rkmate.dtr.__all__) - set(_DYNAMIC))
+    parts += [_entry(rkmate.dtr, n) for n in (*_DYNAMIC, *rest)]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _entry(name: str) -> str:
-    value = getattr(rkmate, name)
+def _entry(home: ModuleType, name: str) -> str:
+    value = getattr(home, name)
+    heading = f"### `{home.__name__}.{name}`\n"
+    if isinstance(value, dict):
+        return f"{heading}\nIts keys: {', '.join(f'`{key}`' for key in value)}.\n"
     if not isinstance(value, type):
-        return f"### `rkmate.{name}`\n\n{_signature(name, value)}\n{_markdown(value)}\n"
+        return f"{heading}\n{_signature(name, inspect.signature(value))}\n{_markdown(value)}\n"
     if issubclass(value, Exception):
         bases = ", ".join(b.__name__ for b in value.__bases__)
-        return f"### `rkmate.{name}`\n\n{_markdown(value)}\n\nIs a {bases}.\n"
-    parts = [f"### `rkmate.{name}`\n", f"{_markdown(value)}\n"]
+        return f"{heading}\n{_markdown(value)}\n\nIs a {bases}.\n"
+    parts = [heading]
+    if "\nArgs:\n" in (inspect.getdoc(value) or ""):
+        made = inspect.signature(value).replace(return_annotation=inspect.Signature.empty)
+        parts.append(_signature(name, made))
+    parts.append(f"{_markdown(value)}\n")
     fields = getattr(value, "__dataclass_fields__", {})
     documented = _field_docs(value)
     for field in fields:
@@ -63,12 +78,12 @@ def _entry(name: str) -> str:
         if isinstance(found, property):
             parts.append(f"#### `.{member}`\n\n{_markdown(target)}\n")
         else:
-            parts.append(f"#### `.{member}()`\n\n{_signature(member, target)}\n{_markdown(target)}\n")
+            made = _signature(member, inspect.signature(target))
+            parts.append(f"#### `.{member}()`\n\n{made}\n{_markdown(target)}\n")
     return "\n".join(parts)
 
 
-def _signature(name: str, value: Any) -> str:
-    found = inspect.signature(value)
+def _signature(name: str, found: inspect.Signature) -> str:
     kept = [p for p in found.parameters.values() if p.name != "self"]
     lines = []
     starred = False
