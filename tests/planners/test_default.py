@@ -50,7 +50,7 @@ def check(searcher: Searcher, levels: int) -> None:
                 assert own.step_seconds <= other.step_seconds * (1 + NEAR), (name, budget)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate],
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate],
           suppress_health_check=[HealthCheck.too_slow])
 @given(recipes)
 def test_random_models(recipe: Recipe) -> None:
