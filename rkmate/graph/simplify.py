@@ -131,11 +131,12 @@ class _Work:
 
     def drop_copies_of_outputs(self) -> None:
         """The copies that capture put on the outputs; they may change layout without harm."""
+        overwritten = self._overwritten()
         for node in dict.fromkeys(self.outputs):
             if node is None or node.target is not aten.clone.default or node.users:
                 continue
             base: fx.Node = node.args[0]  # type: ignore[assignment]
-            if _owner(base) not in self._overwritten():
+            if _owner(base) not in overwritten:
                 self.replace(node, base)
                 self.graph.erase_node(node)
 
@@ -305,10 +306,11 @@ class _Work:
                     constant.add(node)
             elif node.op == "call_function" and not is_backward(node) and not is_random(node) \
                     and all(n in constant for n in node.all_input_nodes):
+                if self._leaves(node):          # the caller may write to it
+                    constant.add(node)
+                    continue
                 key = _key(node)
-                if self._leaves(node):
-                    constant.add(node)          # the caller may write to it
-                elif key in seen:
+                if key in seen:
                     self.replace(node, seen[key])
                     self.graph.erase_node(node)
                 else:
