@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import rkmate
+from rkmate.codegen.segments import Call
 
 Loss = Callable[[Callable[..., Any]], torch.Tensor]
 """Runs a module (its argument) and returns the loss."""
@@ -35,6 +38,19 @@ def three_budgets(model: nn.Module, *args: Any, **options: Any) -> list[rkmate.P
     most, least = planned(model, *args, **options), tightest(model, *args, **options)
     middle = (most.plan.peak_bytes + least.plan.peak_bytes) // 2
     return [most, planned(model, *args, budget=middle, **options), least]
+
+
+@contextmanager
+def noting_segments(events: list[str]) -> Iterator[None]:
+    """Append "segment" whenever a segment of a backward begins."""
+    run = Call.run
+
+    def noted(call: Call, *args: Any) -> Any:
+        events.append("segment")
+        return run(call, *args)
+
+    with mock.patch.object(Call, "run", noted):
+        yield
 
 
 def gradients(model: nn.Module, run: Callable[..., Any], loss: Loss, seed: int = 0

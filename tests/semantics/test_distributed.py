@@ -6,8 +6,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import rkmate
-from rkmate.codegen.segments import Call
-from tests.semantics.steps import Tower, planned, tightest
+from tests.semantics.steps import Tower, noting_segments, planned, tightest
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed")
 
@@ -38,12 +35,6 @@ def _replicated(rank: int, options: dict[str, bool], out: Path) -> None:
     if options["unused"]:
         model.unused = nn.Linear(4, 4)
     events: list[str] = []
-    segment = Call.run
-
-    def spied(call: Call, *args: Any) -> Any:
-        events.append("segment")
-        return segment(call, *args)
-
     def sent(state, bucket):  # type: ignore[no-untyped-def]    # annotations must be classes here
         events.append("bucket")
         return allreduce_hook(None, bucket)
@@ -51,7 +42,7 @@ def _replicated(rank: int, options: dict[str, bool], out: Path) -> None:
     run = DistributedDataParallel(tightest(model, x), find_unused_parameters=options["unused"],
                                   bucket_cap_mb=0.001)
     run.register_comm_hook(None, sent)
-    with mock.patch.object(Call, "run", spied):
+    with noting_segments(events):
         with run.no_sync():
             run(x).pow(2).mean().backward()
         assert "bucket" not in events

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import rkmate
-from rkmate.codegen.segments import Call
-from tests.semantics.steps import Tower, assert_same_gradients, planned, tightest
+from tests.semantics.steps import (
+    Tower,
+    assert_same_gradients,
+    noting_segments,
+    planned,
+    tightest,
+)
 
 
 def test_tied_weights() -> None:
@@ -110,20 +113,14 @@ def test_hooks_fire_once_a_step_from_the_last_block_to_the_first() -> None:
     assert place[15] < place[7] < place[0]
 
 
-def test_gradients_leave_before_the_backward_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_leave_before_the_backward_is_over() -> None:
     events: list[str] = []
-    run = Call.run
-
-    def spied(call: Call, *args: Any) -> Any:
-        events.append("segment")
-        return run(call, *args)
-
-    monkeypatch.setattr(Call, "run", spied)
     model, x = Tower(width=512, depth=6), torch.randn(64, 512)
     module = tightest(model, x)
     for layer in model.layers:
         layer.weight.register_post_accumulate_grad_hook(lambda p: events.append("gradient"))
-    module(x).sum().backward()
+    with noting_segments(events):
+        module(x).sum().backward()
     assert events.index("gradient") < len(events) - 1 - events[::-1].index("segment")
 
 
