@@ -129,17 +129,19 @@ class PlannedModule(nn.Module):
                                 "differ from what was planned: the original module runs instead, "
                                 "without a budget. Wrap the module again to plan for them")
             return None
-        if len(self._plans) and self._on_new_shape == "error":
-            raise ArgumentError("the call's shapes, dtypes, autocast state or constants differ from "
-                                'the planned ones, and on_new_shape is "error"')
-        if len(self._plans) and self._on_new_shape == "original":
-            self._tell("shape", "a call with other shapes, dtypes or constants than planned: the "
-                                "original module runs instead, without a budget")
-            return None
-        if len(self._plans) and "plan" not in self._told:
-            self._told.add("plan")
-            logger.warning("a call with other shapes, dtypes, autocast state or constants than "
-                           "planned: a plan is made for them, and kept (this is said once)")
+        if len(self._plans):
+            differing = self._plans.differing(key)
+            if self._on_new_shape == "error":
+                raise ArgumentError(f"a call differs from the planned ones in {differing}; and "
+                                    'on_new_shape is "error"')
+            if self._on_new_shape == "original":
+                self._tell("shape", f"a call differs from the planned ones in {differing}: the original "
+                                    "module runs instead, without a budget")
+                return None
+            if "plan" not in self._told:
+                self._told.add("plan")
+                logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
+                               "kept (this is said once)", differing)
         known = self._plans.make(key, args, kwargs)
         self._watch.follow(known.capture.assigned)
         return known

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rkmate.budget import Budget
+from rkmate.changes import changing, differing
 from rkmate.codegen.compiled import Compiled, Gradients
 from rkmate.codegen.emit import Emitter
 from rkmate.codegen.runtime import Kept
@@ -27,7 +28,7 @@ from rkmate.planning_lock import planning_lock
 from rkmate.progress import Progress
 from rkmate.schedule.simulate import simulate
 from rkmate.search import Searcher
-from rkmate.signature import Flags, Signature, changing
+from rkmate.signature import Flags, Signature
 
 logger = logging.getLogger("rkmate")
 
@@ -105,6 +106,11 @@ class Plans:
         """
         with planning_lock:
             return any(k.flags == flags for k in self._known) or self._has_new_parts(flags)
+
+    def differing(self, key: Signature) -> str:
+        """In what a call differs from the nearest that a plan was made for."""
+        with planning_lock:
+            return differing(key, self._known)
 
     def _has_new_parts(self, flags: Flags) -> bool:
         return all(k.flags.parts != flags.parts for k in self._known)

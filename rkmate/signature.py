@@ -8,7 +8,7 @@ of other plans.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -34,8 +34,6 @@ _REMEMBERED = 4
 """Sets of submodules whose attributes are known by name."""
 _FOLLOWED = 16
 """States of attributes that are known to mean no other plan."""
-_MANY = 4
-"""Values of one attribute that say that it will go on to change."""
 
 
 class Part:
@@ -201,6 +199,7 @@ class _State(NamedTuple):
     keys: list[str]
     values: list[Any]
     hooks: list[Any]
+    members: list[Any]
     part: Part
 
 
@@ -212,6 +211,7 @@ class _Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._names: list[tuple[nn.Module, list[tuple[str, str]]]] = []
+        self._boxes: list[tuple[str, dict[str, Any], str]] = []      # lists and dictionaries of tensors
         for path, m in model.named_modules():
             prefix = f"{path}." if path else ""
             # Computed by a hook before each forward, which is part of the plan.
@@ -220,13 +220,17 @@ class _Attributes:
             names = [k for k, v in m.__dict__.items()
                      if k not in _SKIPPED and k not in made and not isinstance(v, _OPEN)]
             self._names.append((m, [(k, prefix + k) for k in dict.fromkeys(("forward", *names))]))
+            self._boxes += [(prefix + k, m.__dict__, k) for k, v in m.__dict__.items()
+                            if k not in ("_parameters", "_buffers")
+                            and any(isinstance(t, torch.Tensor) for t in _members(v))]
         self._followed: OrderedDict[Part, Part] = OrderedDict()
         self._latest = self._read([], {})
 
     def now(self, hooks: list[Any]) -> Part:
         """What stands for the values in a key."""
         state = self._latest
-        if not (_identical(hooks, state.hooks) and
+        if not (_identical(hooks, state.hooks) and (
+                not self._boxes or _identical(self._in_boxes(), state.members)) and
                 all(map(is_, map(dict.get, state.dicts, state.keys, repeat(MISSING)), state.values))):
             self._latest = state = self._read(hooks, {})
         return self._followed.get(state.part, state.part) if self._followed else state.part
@@ -277,9 +281,19 @@ class _Attributes:
                 if len(found) == before:
                     # Nothing to tell it by (a `functools.partial`, say) but itself.
                     found[-1] = name, _plain(value)
+        found += [(name, tuple(map(_plain, _members(d.get(k))))) for name, d, k in self._boxes]
         if hooks:
             found.append(("the forward hooks", tuple(map(_plain, hooks))))
-        return _State(dicts, keys, values, hooks, Part(tuple(found)))
+        return _State(dicts, keys, values, hooks, self._in_boxes(), Part(tuple(found)))
+
+    def _in_boxes(self) -> list[Any]:
+        return [t for _, d, k in self._boxes for t in _members(d.get(k))]
+
+
+def _members(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    return value if isinstance(value, list) else ()
 
 
 def _identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -325,19 +339,6 @@ def signature(watch: Watch, args: Sequence[Any], kwargs: Mapping[str, Any]
                      if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
     return Signature(look.flags, look.attributes, shapes, structure.spec, _constants(structure), autocast,
                      look.places, torch.get_default_dtype()), tensors
-
-
-def changing(key: Signature, others: Iterable[Signature]) -> list[str]:
-    """Attributes that have had another value in each of the latest keys that are alike otherwise.
-
-    `others`: the latest last. Empty while the values are few.
-    """
-    alike = [k.attributes for k in others
-             if k.attributes != key.attributes and k._replace(attributes=key.attributes) == key]
-    if len(alike) < _MANY - 1:
-        return []
-    *before, now = [dict(p.content) for p in (*alike[1 - _MANY:], key.attributes)]
-    return [name for name in now if len({p.get(name) for p in (*before, now)}) == _MANY]
 
 
 def _constants(structure: Structure) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from rkmate.graph.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.eager_kernels import as_eager_computes
 from rkmate.graph.layouts import as_kernels_return_them
 from rkmate.graph.library_paths import paths
+from rkmate.graph.outside import Guard, OutsideError, as_buffers
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.refusals import explained, has_generator
 from rkmate.graph.state import Assigned, HostDraws, PythonState, all_transient
@@ -91,7 +92,8 @@ class _Flat(nn.Module):
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
         registered = Registered(self.model)
-        out = self.model(*args, **kwargs)
+        with Guard():
+            out = self.model(*args, **kwargs)
         registered.write_back()
         for name, ids in self._inputs.held_by_objects(args, kwargs).items():
             if ids != before[name]:
@@ -170,6 +172,7 @@ def _export_once(flat: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
         program = torch.export.export(flat, tensors, strict=False).module()
     run_as_they_are(program, calls)
     as_eager_runs_them(program)
+    as_buffers(program)
     return program
 
 
@@ -192,6 +195,8 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             with contextlib.ExitStack() as stack:
                 joint = aot_export_joint_with_descriptors(stack, program, tuple(tensors))
                 module = joint.graph_module
+        except OutsideError as error:
+            raise explained(model, args, kwargs, error) from error
         except (ArgumentError, CaptureError, KeyboardInterrupt):
             raise
         except Exception as error:

@@ -213,8 +213,6 @@ def test_another_object_in_an_attribute(make: Callable[[int], Any]) -> None:
     _agree(model, module, x, plans=2)
 
 
-@pytest.mark.xfail(raises=rkmate.CaptureError, reason="torch does not trace the gradient of an exported "
-                   "module that computes with a tensor which is no parameter, buffer or argument")
 def test_values_of_a_tensor_in_an_attribute() -> None:
     class Multiplied(Scaled):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -226,6 +224,50 @@ def test_values_of_a_tensor_in_an_attribute() -> None:
     _agree(model, module, x, plans=2)
     model.scale.mul_(3)
     _agree(model, module, x, plans=2)
+
+
+@pytest.mark.parametrize("make", [list, lambda ts: dict(enumerate(ts))], ids=["list", "dictionary"])
+def test_other_tensors_in_a_list(make: Callable[[list[torch.Tensor]], Any]) -> None:
+    class Multiplied(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.weight) * self.scale[0] + self.scale[1]
+
+    first, second = torch.randn(8), torch.randn(8)
+    model, x = nn.Sequential(Multiplied(make([first, torch.ones(8)]))), torch.randn(4, 8)
+    module = planned(model, x)
+    model[0].scale[0] = second
+    _agree(model, module, x, plans=2)
+    second.mul_(3)
+    _agree(model, module, x, plans=2)
+    model[0].scale[0] = first
+    _agree(model, module, x, plans=2)
+    model[0].scale = make([second, first])
+    _agree(model, module, x, plans=3)
+
+
+def test_what_differs_is_named() -> None:
+    model, x = nn.Sequential(Scaled(2.0), nn.Linear(8, 8)), torch.randn(4, 8)
+    module = planned(model, x, on_new_shape="error")
+
+    def refused(match: str) -> None:
+        with pytest.raises(rkmate.ArgumentError, match=match):
+            module(x)
+
+    model[0].scale = 3.0
+    refused("in the values of 0.scale; and on_new_shape")
+    model[0].scale = 2.0
+    hook = model[1].register_forward_hook(lambda m, args, out: out * 2)
+    model[1].register_forward_pre_hook(lambda m, args: None)
+    with pytest.warns(rkmate.RkmateWarning, match="hooks.*original module runs"):
+        module(x)
+    hook.remove()
+    model[1]._forward_pre_hooks.clear()
+    weight = model[1].weight
+    model[1].weight = model[0].weight
+    refused("which of them are tied; and")
+    model[1].weight = weight
+    model[1] = nn.Linear(8, 8, bias=False)
+    refused("in its submodules")
 
 
 def test_an_equal_object_in_an_attribute_is_no_other_call() -> None:
