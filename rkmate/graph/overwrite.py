@@ -75,7 +75,8 @@ def overwrites(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[Over
     """The ways in which an operation could overwrite an argument.
 
     `storage` names where a value lives. An argument qualifies when it has the result's shape,
-    strides and dtype, fills its storage, and no other argument lives there.
+    strides and dtype, fills its storage, and no other argument lives there. Its strides must be what
+    the kernel would give the result, too (`_plain`).
     """
     target = node.target
     result = node.meta.get("val")
@@ -111,7 +112,7 @@ def _fits(node: fx.Node, way: Overwrite, result: torch.Tensor,
         return False
     value = argument.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.shape != result.shape \
-            or value.stride() != result.stride() or value.dtype != result.dtype \
+            or value.stride() != result.stride() or not _plain(value) or value.dtype != result.dtype \
             or value.untyped_storage().nbytes() != value.numel() * value.element_size() \
             or result.untyped_storage().nbytes() != value.untyped_storage().nbytes():
         return False
@@ -123,3 +124,21 @@ def _fits(node: fx.Node, way: Overwrite, result: torch.Tensor,
         for n in other if isinstance(other, (list, tuple)) else (other,):
             count += isinstance(n, fx.Node) and storage(n) == place
     return count == 1
+
+
+def _plain(value: torch.Tensor) -> bool:
+    """Whether a contiguous tensor has the strides of a new one.
+
+    Along dimensions of size one, any stride is contiguous: a pixel of many channels may have those of
+    channels-last, and a trace says that a pointwise operation keeps them. Kernels return plain ones,
+    and a convolution that reads the result chooses its algorithm, and its memory, by them.
+    """
+    return not value.is_contiguous() or value.stride() == _contiguous_strides(value.shape)
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
