@@ -33,6 +33,10 @@ from rkmate.summarise import summarise
 
 KEEP_SECONDS = 0.6
 """How long the keep program may look for a schedule of one budget."""
+PATIENCE = 5.0
+"""How long, for the first budget, where it was not done by then and nothing else comes near its bound."""
+WIDE = 1e-2
+"""What is not near."""
 _KEEP = KeepSet("the default's keep-set")
 """With a memory of its own: what `keep-set` finds in the time that it has is not the default's."""
 NEAR = 2e-4
@@ -79,6 +83,7 @@ class Searcher:
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
         self._found: list[Candidate] = []
+        self._patience = PATIENCE
 
     @cached_property
     def baseline(self) -> Candidate:
@@ -127,7 +132,7 @@ class Searcher:
             return attempt.plan
         if planner in ("rockmate", "auto"):
             raise InfeasibleBudget(
-                f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate meets is "
+                f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
                 f"{self.smallest.peak:,} bytes "
                 f"({self.smallest.peak / self.baseline.peak:.0%} of its own peak of "
                 f"{self.baseline.peak:,} bytes)", self.smallest.peak)
@@ -177,10 +182,16 @@ class Searcher:
         """The default's schedule, and a lower bound as `_best` has it; None where none fits."""
         if self.baseline.peak <= limit:
             return self.baseline, self.baseline.seconds
-        if self.smallest.peak > limit:
-            return None
         with self.prepared.timed("search"):
-            return self._best(limit, time_limit)
+            if self.smallest.peak <= limit:
+                return self._best(limit, time_limit)
+            # Below what the chain's program reaches.
+            kept = self._keep_set(limit, time_limit, max(KEEP_SECONDS, self._patience))
+            self._patience = 0.0
+            if kept.schedule is None:
+                return None
+            self._found.append(self._finish(self._judge(kept.schedule, (), "keep-set"), limit))
+            return self._fastest(limit), kept.bound
 
     def _attempted(self, outcome: Outcome, limit: int, name: str) -> Attempt:
         """The schedule of another planner of the literature, as it returns it."""
@@ -228,13 +239,23 @@ class Searcher:
         """The fastest schedule known within a limit, and a lower bound of the seconds of any that runs
         each backward computation once, in order."""
         start = time.perf_counter()
-        kept = self._keep_set(limit, time_limit)
+
+        def left() -> float | None:
+            return None if time_limit is None else max(0.0, time_limit - (time.perf_counter() - start))
+
+        patience, self._patience = self._patience, 0.0
+        kept = self._keep_set(limit, time_limit, KEEP_SECONDS)
+        done = time.perf_counter() - start < KEEP_SECONDS
         found = [] if kept.schedule is None else [self._judge(kept.schedule, (), "keep-set")]
         if kept.bound is None or kept.seconds > kept.bound * (1 + NEAR):
             found += sorted(self._of_chain(limit), key=lambda c: c.seconds)[:2]
-            left = None if time_limit is None else time_limit - (time.perf_counter() - start)
-            found += self._of_other_planners(limit, left)
+            found += self._of_other_planners(limit, left())
         self._found += [self._finish(c, limit) for c in found]
+        best = self._fastest(limit)
+        if not done and patience and (kept.bound is None or best.seconds > kept.bound * (1 + WIDE)):
+            kept = self._keep_set(limit, left(), patience)
+            if kept.schedule is not None:
+                self._found.append(self._finish(self._judge(kept.schedule, (), "keep-set"), limit))
         return self._fastest(limit), kept.bound
 
     def _fastest(self, limit: int) -> Candidate:
@@ -269,8 +290,8 @@ class Searcher:
                 break
         return fits
 
-    def _keep_set(self, limit: int, time_limit: float | None) -> Outcome:
-        allowed = KEEP_SECONDS if time_limit is None else min(KEEP_SECONDS, time_limit)
+    def _keep_set(self, limit: int, time_limit: float | None, seconds: float) -> Outcome:
+        allowed = seconds if time_limit is None else min(seconds, time_limit)
         return _KEEP.plan(self.problem, limit, time_limit=allowed)
 
     def _of_other_planners(self, limit: int, time_limit: float | None) -> list[Candidate]:
@@ -335,7 +356,7 @@ class Searcher:
             planner=planner, budget_bytes=limit, peak_bytes=best.peak,
             baseline_peak_bytes=self.baseline.peak, step_seconds=best.seconds,
             baseline_seconds=self.baseline.seconds, bound_seconds=bound,
-            minimum_bytes=self.smallest.peak
+            minimum_bytes=min(self.smallest.peak, best.peak)
             if planner == "rockmate" and best is not self.baseline else None,
             blocks=infos, runs=tuple(self._runs(best)), schedule=best.schedule,
             fingerprint=p.fingerprint, costs=tuple(p.costs[i] for i in range(len(p.graph.c))),

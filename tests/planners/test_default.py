@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -95,6 +96,31 @@ def test_auto_shares_its_time_with_the_default(monkeypatch: pytest.MonkeyPatch) 
     assert asked.limits[0] is not None and 0 <= asked.limits[0] < 0.25
 
 
+def test_the_first_budget_is_looked_at_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = residual()
+    searcher = searcher_of(sample.model, sample.args)
+    kept = Asked()
+    monkeypatch.setattr(search, "_KEEP", kept)
+    monkeypatch.setattr(search, "KEEP_SECONDS", 0.0)        # never done by then
+    low, high = searcher.smallest.peak, searcher.baseline.peak
+    searcher.plan(Budget(bytes=high))
+    searcher.plan(Budget(bytes=(low + high) // 2))
+    searcher.plan(Budget(bytes=low))
+    assert kept.limits == [0.0, search.PATIENCE, 0.0]
+
+
+def test_below_what_the_chain_reaches() -> None:
+    sample = residual()
+    searcher = searcher_of(sample.model, sample.args)
+    high = searcher.baseline.peak
+    middle = (searcher.smallest.peak + high) // 2
+    searcher.__dict__["smallest"] = replace(searcher.baseline, peak=high - 1)
+    with mock.patch.object(search, "PATIENCE", AMPLE):
+        plan = searcher.plan(Budget(bytes=middle))
+    assert plan.peak_bytes <= middle and plan.minimum_bytes == plan.peak_bytes
+    assert "keep-set" in plan.note
+
+
 def test_auto_without_time_is_the_default() -> None:
     sample = residual()
     searcher = searcher_of(sample.model, sample.args)
@@ -107,7 +133,7 @@ def test_auto_without_time_is_the_default() -> None:
 def test_a_budget_that_is_too_small(name: str) -> None:
     sample = residual()
     searcher = searcher_of(sample.model, sample.args)
-    with pytest.raises(rkmate.InfeasibleBudget, match="smallest budget that rockmate meets is") as error:
+    with pytest.raises(rkmate.InfeasibleBudget, match="smallest budget that rockmate always meets") as error:
         searcher.plan(Budget(bytes=1), name, 1.0)
     assert error.value.minimum_bytes == searcher.smallest.peak
     assert searcher.plan(Budget(bytes=error.value.minimum_bytes), name, 1.0).planner == name
