@@ -19,6 +19,9 @@ class OptionSettings:
     block_limit: float = 10.0
     """Seconds of solving for one block's whole grid. What is left of the grid when it is over is
     answered by the solutions known by then, and counted as timed out."""
+    total_limit: float = 30.0
+    """Seconds of solving for all blocks of a model, on all cores: a block gets no more than its share of
+    what is left when its turn comes."""
     gap: float = 1e-3
     """A solution counts as optimal when it is proven within this fraction of the block's own time
     (forward and backward, nothing recomputed)."""
@@ -31,7 +34,7 @@ class OptionSettings:
     def __post_init__(self) -> None:
         if len(self.grid) != 2 or any(not isinstance(n, int) or n < 1 for n in self.grid):
             raise ArgumentError(f"grid is {self.grid!r}; it should be two integers of at least 1")
-        for name in ("time_limit", "block_limit", "gap"):
+        for name in ("time_limit", "block_limit", "total_limit", "gap"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ArgumentError(f"{name} is {value!r}; it should be finite and not negative")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rkmate.errors import ArgumentError
 from rkmate.graph.cd import CDGraph
@@ -64,15 +66,22 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
     for i in todo:
         waiting.put(i)
     stop = threading.Event()
+    begin = time.perf_counter()
+
+    def share() -> OptionSettings:
+        left = max(0.0, settings.total_limit - (time.perf_counter() - begin))
+        return replace(settings, block_limit=min(settings.block_limit,
+                                                 left * count / max(1, waiting.qsize())))
 
     def work() -> None:
         while not stop.is_set():
             try:
+                now = share()
                 i = waiting.get_nowait()
             except queue.Empty:
                 return
             try:
-                finished.put((i, block_options(graphs[i], settings, stop=stop)))
+                finished.put((i, block_options(graphs[i], now, stop=stop)))
             except BaseException as error:   # handed to the caller, who raises it
                 finished.put((i, error))
                 return

@@ -193,6 +193,27 @@ def test_the_default_cache_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert solve_options([chain(5)], SMALL)[0].solves == 0
 
 
+def test_many_blocks_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets its share of what is left; what one does not take is for the others."""
+    limits: list[float] = []
+    clock = [0.0]
+
+    def taken(graph: CDGraph, settings: OptionSettings, **_: object) -> OptionSet:
+        limits.append(settings.block_limit)
+        clock[0] += 0.0 if len(limits) == 1 else settings.block_limit
+        return OptionSet((), 0, 0, 0.0)
+
+    monkeypatch.setattr(solve_all, "block_options", taken)
+    monkeypatch.setattr(solve_all.time, "perf_counter", lambda: clock[0])
+    solve_options([chain(n) for n in range(4, 10)], OptionSettings(total_limit=30, block_limit=7),
+                  workers=1, cache=False)
+    assert limits == pytest.approx([5, 6, 6, 6, 6, 6])
+    limits.clear()
+    solve_options([chain(5), chain(6)], OptionSettings(total_limit=30, block_limit=7), workers=1,
+                  cache=False)
+    assert limits == [7, 7]
+
+
 def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> OptionSet:
         raise MemoryError("no room")
