@@ -24,23 +24,36 @@ _FORMAT_OF: dict[Any, int] = {
     aten._native_batch_norm_legit.no_stats: 0, aten._native_batch_norm_legit_functional.default: 0,
     aten.native_batch_norm_backward.default: 1}
 """The argument whose memory format the first result has."""
+# A trace says that they keep their input's strides.
+_CONTIGUOUS = (aten.native_layer_norm.default, aten.native_layer_norm_backward.default)
+"""Whose first result is contiguous on the CPU, whatever it is given."""
 
 
-def _as_the_kernel(trace: Callable[..., Any], argument: int) -> Callable[..., Any]:
+def _as_the_kernel(trace: Callable[..., Any],
+                   memory_format: Callable[..., torch.memory_format]) -> Callable[..., Any]:
     @functools.wraps(trace)
     def run(*args: Any, **kwargs: Any) -> Any:
         first, *others = trace(*args, **kwargs)
-        like = args[argument]
-        if first is not None and like.device.type == "cpu":
-            first = torch.empty_like(first, memory_format=suggest_memory_format(like))
+        if first is not None and first.device.type == "cpu":
+            first = torch.empty_like(first, memory_format=memory_format(*args))
         return first, *others
     return run
+
+
+def _format_of(argument: int) -> Callable[..., torch.memory_format]:
+    return lambda *args: suggest_memory_format(args[argument])
+
+
+def _contiguous(*args: Any) -> torch.memory_format:
+    return torch.contiguous_format
 
 
 @contextmanager
 def as_kernels_return_them() -> Iterator[None]:
     """While a module is captured."""
-    changed = {op: _as_the_kernel(decomposition_table[op], k) for op, k in _FORMAT_OF.items()
+    formats = {op: _format_of(k) for op, k in _FORMAT_OF.items()}
+    formats |= dict.fromkeys(_CONTIGUOUS, _contiguous)
+    changed = {op: _as_the_kernel(decomposition_table[op], of) for op, of in formats.items()
                if op in decomposition_table}
     FakeTensorMode.cache_clear()
     try:
