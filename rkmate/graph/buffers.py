@@ -40,7 +40,9 @@ class Registered:
                 raise CaptureError(
                     f"{self._model}: the forward replaces the buffer {_full(path, name)!r} by "
                     "something of another shape, type or device (or makes or drops it), which a "
-                    "captured step would not repeat: write into it in place, or return it")
+                    "captured step would not repeat: write into it in place, or return it. Where "
+                    "only the first call on inputs of a size does so (a table that it keeps), call "
+                    "the model on such inputs before it is wrapped")
             with torch.no_grad():
                 before.copy_(now)
             module._buffers[name] = before

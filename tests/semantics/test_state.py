@@ -132,6 +132,24 @@ def test_a_buffer_that_becomes_another_kind_of_tensor_is_refused(replace: object
     assert model.mean is before
 
 
+def test_a_table_that_the_first_call_makes_is_there_after_a_call() -> None:
+    class Tabled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("table", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(self.table) != len(x):
+                self.table = torch.arange(float(len(x)))
+            return super().forward(x) * self.table[:, None]
+
+    model, x = Tabled(), torch.randn(4, 8)
+    with pytest.raises(rkmate.CaptureError, match="call the model on such inputs before it is wrapped"):
+        planned(model, x)
+    model(x)
+    assert_same_gradients(model, planned(model, x), lambda run: run(x).pow(2).sum())
+
+
 class Counts(nn.Module):
     def __init__(self, used: bool) -> None:
         super().__init__()
