@@ -18,6 +18,8 @@ import torch
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rkmate.graph.recurrent import gates_as_eager_computes
+
 aten = torch.ops.aten
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
@@ -55,7 +57,8 @@ def _define(name: str, forward: Callable[..., torch.Tensor],
     backward_op = getattr(torch.ops.rkmate, f"{name}_backward").default
 
     def backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        with torch.enable_grad():
+        # In this thread: another one of autograd's may wait for a lock that this one holds.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             leaf = x.detach().requires_grad_()
             result: torch.Tensor = torch.autograd.grad(forward(leaf, *args), leaf, grad)[0]
         return result
@@ -179,7 +182,8 @@ def as_eager_computes() -> Iterator[None]:
                 op.py_kernels[key] = _OWN[op]
         op._dispatch_cache.clear()
     try:
-        yield
+        with gates_as_eager_computes():
+            yield
     finally:
         for op, kernels in changed.items():
             op.py_kernels.clear()

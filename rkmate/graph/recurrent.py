@@ -1,16 +1,26 @@
-"""Recurrent layers: two places where torch's own tracing is not what eager mode does.
+"""Recurrent layers: three places where torch's own tracing is not what eager mode does.
 
 `aten.mkldnn_rnn_layer` makes the workspace that its backward reads only while gradients are
 recorded, and its fake result does not know the workspace's size. The operation registered here
 always makes it, and reports its size.
+
+The gates of a GRU are parts of one tensor, and eager mode's kernels go over such parts row by row.
+Torch's decomposition makes each a tensor of its own, which is gone over as a whole: where a row ends,
+other elements fall to the scalar version of the same function, which rounds otherwise. Uses private
+names of torch (the cells of its decompositions); tested with torch 2.13.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
+from torch._decomp import decompositions
+from torch.nn import functional as F
 
 from rkmate.errors import CaptureError
 
@@ -53,7 +63,7 @@ def _workspace_bytes(node: fx.Node) -> int:
         if not isinstance(argument, fx.Node):
             return argument
         like = argument.meta["val"]
-        return torch.zeros(like.shape, dtype=like.dtype)
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     workspace = _run(*map(real, node.args))[3]
     return int(workspace.numel() * workspace.element_size())
 
@@ -68,9 +78,11 @@ def as_eager_runs_them(program: fx.GraphModule) -> None:
     """Let the recurrent stacks of an exported program be traced as eager mode runs them.
 
     Torch's decompositions (seen in 2.11 to 2.13) leave out the dropout between the layers, and use
-    the fused LSTM layer for the first layer only.
+    the fused LSTM layer for the first layer only. A single cell is decomposed as in eager mode.
     """
     for node in program.graph.nodes:
+        if node.target is aten.gru_cell.default and node.meta["val"].device.type == "cpu":
+            node.target = _cell
         if node.target in _LAYERED:
             if _has_dropout(node, first=3) or node.target is aten.lstm.input:
                 node.args = (node.target, *node.args)
@@ -134,7 +146,7 @@ def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[t
     for k in range(2 if bidirectional else 1):
         w = weights[k * per_direction:(k + 1) * per_direction]
         if not has_biases:
-            w = [*w, torch.zeros(w[0].shape[0]), torch.zeros(w[1].shape[0])]
+            w = [*w, w[0].new_zeros(w[0].shape[0]), w[1].new_zeros(w[1].shape[0])]
         y, hy, cy, _ = aten.mkldnn_rnn_layer.default(
             x.contiguous(), *w, h[k].contiguous(), c[k].contiguous(), k == 1, [], _LSTM, h.shape[2],
             1, has_biases, bidirectional, False, train)
@@ -143,3 +155,40 @@ def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[t
         cells.append(cy.reshape(c[k].shape))
     y = torch.cat(outputs, -1) if bidirectional else outputs[0]
     return y, torch.stack(states), torch.stack(cells)
+
+
+def _gated(inp: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor,
+           bias: torch.Tensor | None) -> torch.Tensor:
+    """A step of a GRU; `inp` is what the input contributes to the gates."""
+    size = hidden.shape[-1]
+    from_hidden = F.linear(hidden, weight, bias)
+    gates, new = from_hidden.split_with_sizes([2 * size, size], -1)
+    gates_in, new_in = inp.split_with_sizes([2 * size, size], -1)
+    reset, update = (gates + gates_in).chunk(2, -1)      # parts of one tensor, as in eager mode
+    new = (new_in + new * reset.sigmoid()).tanh()
+    return (hidden - new) * update.sigmoid() + new
+
+
+def _cell(x: torch.Tensor, hidden: torch.Tensor, w_in: torch.Tensor, w: torch.Tensor,
+          b_in: torch.Tensor | None = None, b: torch.Tensor | None = None) -> torch.Tensor:
+    """`aten.gru_cell`."""
+    return _gated(F.linear(x, w_in, b_in), hidden, w, b)
+
+
+@contextmanager
+def gates_as_eager_computes() -> Iterator[None]:
+    """While a module is captured: GRUs on the CPU are decomposed to eager mode's arithmetic."""
+    def on_cpu(name: str, cell: Callable[..., torch.Tensor]) -> Any:
+        original = getattr(decompositions, name)
+
+        def run(inp: torch.Tensor, hidden: torch.Tensor, *weights: Any) -> Any:
+            return (cell if hidden.device.type == "cpu" else original)(inp, hidden, *weights)
+
+        return mock.patch.object(decompositions, name, run)
+
+    with ExitStack() as stack:
+        stack.enter_context(on_cpu("gru_cell", lambda inp, hidden, w_in, b_in, w, b: _gated(
+            inp, hidden, w, b)))
+        stack.enter_context(on_cpu("gru_cell_data", lambda inp, hidden, w_in, b_in, w, b: _gated(
+            F.linear(inp, w_in, b_in), hidden, w, b)))
+        yield
