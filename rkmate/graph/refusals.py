@@ -23,6 +23,8 @@ from rkmate.graph.structure import objects_in
 _TORCH = str(Path(torch.__file__).parent)
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _HERE = str(Path(__file__).parent)
+_DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+_RECURRENT = str(Path(torch.nn.modules.rnn.__file__))
 
 
 def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
@@ -43,7 +45,9 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
                                 'it with backend="rkmate"')
     for value in objects_in((args, kwargs)):
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
-            raise ArgumentError(f"an input tensor has the layout {value.layout}; only dense tensors "
+            raise ArgumentError("an input tensor is nested; only dense tensors can be planned: pad it "
+                                "(torch.nested.to_padded_tensor)" if value.is_nested else
+                                f"an input tensor has the layout {value.layout}; only dense tensors "
                                 "can be planned")
         if isinstance(value, torch.Generator):
             raise ArgumentError("a torch.Generator among the arguments cannot be captured: seed the "
@@ -86,11 +90,20 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
         "data dependent", "DataDependent")) or type(error).__name__ in (
         "DataDependentOutputException", "DynamicOutputShapeException")
-    if data_dependent:
+    if data_dependent and _through(error, _DISTRIBUTIONS):
+        reason = "a distribution checks its arguments' values, which a trace has not"
+        hint = (": make it with validate_args=False, or call torch.distributions.Distribution."
+                "set_default_validate_args(False)")
+    elif isinstance(error, TypeError) and "FakeTensor" in text and _through(error, _RECURRENT):
+        reason = "the lengths of a packed sequence are values of a tensor, and decide its shapes"
+        hint = (": pad instead, and read the output at the lengths (gather); rkmate.dtr runs such "
+                "models as they are")
+    elif data_dependent:
         hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
                 "so no static plan exists: rkmate.dtr runs such models.")
     elif "fake tensor in the exported program constant" in text:
-        reason = "the forward reads .data or .grad of a tensor, which a trace cannot follow"
+        reason = ("the forward reads .data or .grad of a tensor, or differentiates by itself "
+                  "(torch.autograd.grad), which a trace cannot follow")
         hint = ": use .detach(), and compute gradients outside of the module"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
@@ -110,6 +123,11 @@ def _place(error: Exception, program: fx.GraphModule | None) -> str:
     if mine:
         return f" at {mine[-1][0]}:{mine[-1][1]}: {mine[-1][2].strip()}"
     return ""
+
+
+def _through(error: Exception, place: str) -> bool:
+    """Whether an error came through a file, or a folder of files."""
+    return any(f.filename.startswith(place) for f in traceback.extract_tb(error.__traceback__))
 
 
 def _users(filename: str) -> bool:

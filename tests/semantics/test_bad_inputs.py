@@ -41,6 +41,22 @@ class _Raises(nn.Linear):
         raise ValueError("the model's own complaint")
 
 
+class _Sampled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(super().forward(x), 1.0).rsample()
+
+
+class _Packed(nn.LSTM):
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(nn.utils.rnn.pack_padded_sequence(x, lengths))[0].data
+
+
+class _Force(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
+
+
 def _inside_grad() -> Any:
     module = _wrap()
     return torch.func.grad(lambda x: module(x).sum())(X)
@@ -84,6 +100,12 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "lazy module": (A, "no shape yet", lambda: _wrap(nn.LazyLinear(3))),
     "meta device": (A, "meta device", lambda: _wrap(nn.Linear(8, 8, device="meta"))),
     "sparse input": (A, "sparse", lambda: _wrap(args=(X.to_sparse(),))),
+    "nested input": (A, "is nested", lambda: _wrap(args=(torch.nested.nested_tensor(
+        [X, X[:2]], layout=torch.jagged),))),
+    "distribution": (C, "validate_args=False", lambda: _wrap(_Sampled(8, 8))),
+    "packed sequence": (C, "lengths of a packed sequence", lambda: _wrap(
+        _Packed(8, 8), (torch.randn(3, 2, 8), torch.tensor([3, 2])))),
+    "gradient in the forward": (C, r"torch\.autograd\.grad", lambda: _wrap(_Force(8, 8))),
     "generator": (A, "Generator", lambda: _wrap(args=(X, torch.Generator()))),
     "backward hooks": (C, "module backward hooks", lambda: _wrap(_hooked())),
     "compiled in place": (A, "was compiled", lambda: _wrap(_compiled_in_place())),
