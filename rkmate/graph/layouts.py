@@ -28,6 +28,13 @@ _FORMAT_OF: dict[Any, int] = {
 _CONTIGUOUS = (aten.native_layer_norm.default, aten.native_layer_norm_backward.default)
 """Whose first result is contiguous on the CPU, whatever it is given."""
 
+# A trace says that they keep the strides of the value; the gradient's come first.
+_POINTWISE = {
+    aten.elu_backward.default: 5, aten.hardtanh_backward.default: 1,
+    aten.hardswish_backward.default: 1, aten.hardsigmoid_backward.default: 1,
+    aten.softplus_backward.default: 1}
+"""Gradients whose kernel lays them out as a product of the gradient and this argument."""
+
 
 def _as_the_kernel(trace: Callable[..., Any],
                    memory_format: Callable[..., torch.memory_format]) -> Callable[..., Any]:
@@ -37,6 +44,14 @@ def _as_the_kernel(trace: Callable[..., Any],
         if first is not None and first.device.type == "cpu":
             first = torch.empty_like(first, memory_format=memory_format(*args))
         return first, *others
+    return run
+
+
+def _as_a_product(trace: Callable[..., Any], argument: int) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        product = args[0] * args[argument]
+        return torch.empty_like(trace(*args, **kwargs)).as_strided(product.shape, product.stride())
     return run
 
 
@@ -55,6 +70,8 @@ def as_kernels_return_them() -> Iterator[None]:
     formats |= dict.fromkeys(_CONTIGUOUS, _contiguous)
     changed = {op: _as_the_kernel(decomposition_table[op], of) for op, of in formats.items()
                if op in decomposition_table}
+    changed |= {op: _as_a_product(decomposition_table[op], k) for op, k in _POINTWISE.items()
+                if op in decomposition_table}
     FakeTensorMode.cache_clear()
     try:
         with mock.patch.dict(decomposition_table, changed):

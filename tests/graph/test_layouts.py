@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import rkmate
 from tests.equality import assert_same_step
@@ -33,3 +36,26 @@ def test_the_gradient_of_a_layer_norm_over_channels_has_the_layout_of_its_kernel
     model, x = _ScaledBranch(8), torch.randn(2, 8, 4, 4, requires_grad=True)
     module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
     assert_same_step(model, module, Sample(model, (x,), {}, weighted_mean(2, 8)))
+
+
+class _Activated(nn.Module):
+    """An activation whose gradient comes with the channels last."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+        self.scale = nn.Parameter(torch.rand(8, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.activation(x + self.scale * x.square())
+        return y.permute(0, 2, 3, 1).flatten(1)
+
+
+@pytest.mark.parametrize("activation", [F.elu, F.relu6, F.hardswish, F.hardsigmoid, F.softplus])
+def test_the_gradient_of_an_activation_has_the_layout_of_its_kernel(
+        activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Gradient and value differ in layout: the gradient's is the result's."""
+    torch.manual_seed(0)
+    model, x = _Activated(activation), torch.randn(2, 8, 4, 4, requires_grad=True)
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
+    assert_same_step(model, module, Sample(model, (x,), {}, weighted_mean(2, 128)))
