@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
-from rkmate.graph.library_paths import is_observer
+from rkmate.graph.library_paths import is_observer, weight_made_by
 from rkmate.graph.state import MISSING, Assigned
 from rkmate.graph.structure import Structure, take_apart
 
@@ -215,8 +213,7 @@ class _Attributes:
         for path, m in model.named_modules():
             prefix = f"{path}." if path else ""
             # Computed by a hook before each forward, which is part of the plan.
-            made = {h.name for h in m._forward_pre_hooks.values()
-                    if isinstance(h, (WeightNorm, SpectralNorm))}
+            made = {weight_made_by(h) for h in m._forward_pre_hooks.values()}
             names = [k for k, v in m.__dict__.items()
                      if k not in _SKIPPED and k not in made and not isinstance(v, _OPEN)]
             self._names.append((m, [(k, prefix + k) for k in dict.fromkeys(("forward", *names))]))

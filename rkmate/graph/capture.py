@@ -27,7 +27,7 @@ from rkmate.graph.buffers import Registered
 from rkmate.graph.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.eager_kernels import as_eager_computes
 from rkmate.graph.layouts import as_kernels_return_them
-from rkmate.graph.library_paths import paths
+from rkmate.graph.library_paths import paths, without_value_checks
 from rkmate.graph.outside import Guard, OutsideError, as_buffers
 from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 from rkmate.graph.refusals import explained, has_generator
@@ -185,7 +185,8 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     flat = _Flat(model, inputs, before)
     flat.training = model.training
     with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
-            torch.enable_grad(), _quiet(), as_eager_computes(), as_kernels_return_them():
+            torch.enable_grad(), _quiet(), as_eager_computes(), as_kernels_return_them(), \
+                without_value_checks():
         warnings.simplefilter("ignore")
         program = None
         try:

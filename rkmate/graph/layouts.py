@@ -18,60 +18,69 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
-# The CPU's kernels return the input's memory format; a trace says that they keep its strides.
-_FORMAT_OF: dict[Any, int] = {
-    aten.native_batch_norm.default: 0, aten._native_batch_norm_legit.default: 0,
-    aten._native_batch_norm_legit.no_stats: 0, aten._native_batch_norm_legit_functional.default: 0,
-    aten.native_batch_norm_backward.default: 1}
-"""The argument whose memory format the first result has."""
-# A trace says that they keep their input's strides.
-_CONTIGUOUS = (aten.native_layer_norm.default, aten.native_layer_norm_backward.default)
-"""Whose first result is contiguous on the CPU, whatever it is given."""
-
-# A trace says that they keep the strides of the value; the gradient's come first.
-_POINTWISE = {
-    aten.elu_backward.default: 5, aten.hardtanh_backward.default: 1,
-    aten.hardswish_backward.default: 1, aten.hardsigmoid_backward.default: 1,
-    aten.softplus_backward.default: 1}
-"""Gradients whose kernel lays them out as a product of the gradient and this argument."""
+Layout = Callable[..., torch.Tensor]
+"""A tensor of the layout that a kernel's first result has: of the traced one, and of the arguments."""
 
 
-def _as_the_kernel(trace: Callable[..., Any],
-                   memory_format: Callable[..., torch.memory_format]) -> Callable[..., Any]:
+def _contiguous(first: torch.Tensor, *args: Any) -> torch.Tensor:
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
+def _format_of(argument: int) -> Layout:
+    return lambda first, *args: torch.empty_like(
+        first, memory_format=suggest_memory_format(args[argument]))
+
+
+def _strides_of(argument: int) -> Layout:
+    return lambda first, *args: torch.empty_like(args[argument], dtype=first.dtype)
+
+
+def _of_product_with(argument: int) -> Layout:
+    return lambda first, *args: torch.empty_like(args[0] * args[argument], dtype=first.dtype)
+
+
+# A trace says that most of them keep the strides of the value.
+_ON_CPU: dict[Any, Layout] = {
+    **dict.fromkeys((
+        aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
+        aten._log_softmax_backward_data.default, aten.glu_backward.default,
+        aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
+        aten.huber_loss_backward.default), _contiguous),
+    **dict.fromkeys((
+        aten.native_batch_norm.default, aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default), _format_of(0)),
+    **dict.fromkeys((
+        aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default),
+        _format_of(1)),
+    aten.binary_cross_entropy_backward.default: _strides_of(1)}
+_EVERYWHERE: dict[Any, Layout] = {
+    aten.elu_backward.default: _of_product_with(5),
+    **dict.fromkeys((
+        aten.hardtanh_backward.default, aten.hardswish_backward.default,
+        aten.hardsigmoid_backward.default, aten.softplus_backward.default,
+        aten.logit_backward.default), _of_product_with(1))}
+
+
+def _as_the_kernel(trace: Callable[..., Any], layout: Layout, *, everywhere: bool) -> Callable[..., Any]:
     @functools.wraps(trace)
     def run(*args: Any, **kwargs: Any) -> Any:
-        first, *others = trace(*args, **kwargs)
-        if first is not None and first.device.type == "cpu":
-            first = torch.empty_like(first, memory_format=memory_format(*args))
-        return first, *others
+        # The trace of a group norm's gradient takes views that only a contiguous one has.
+        result = trace(args[0].contiguous(), *args[1:], **kwargs)
+        alone = isinstance(result, torch.Tensor)
+        first, *others = (result,) if alone else result
+        if first is not None and (everywhere or first.device.type == "cpu"):
+            first = layout(first, *args)
+        return first if alone else (first, *others)
     return run
-
-
-def _as_a_product(trace: Callable[..., Any], argument: int) -> Callable[..., Any]:
-    @functools.wraps(trace)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        product = args[0] * args[argument]
-        return torch.empty_like(trace(*args, **kwargs)).as_strided(product.shape, product.stride())
-    return run
-
-
-def _format_of(argument: int) -> Callable[..., torch.memory_format]:
-    return lambda *args: suggest_memory_format(args[argument])
-
-
-def _contiguous(*args: Any) -> torch.memory_format:
-    return torch.contiguous_format
 
 
 @contextmanager
 def as_kernels_return_them() -> Iterator[None]:
     """While a module is captured."""
-    formats = {op: _format_of(k) for op, k in _FORMAT_OF.items()}
-    formats |= dict.fromkeys(_CONTIGUOUS, _contiguous)
-    changed = {op: _as_the_kernel(decomposition_table[op], of) for op, of in formats.items()
+    changed = {op: _as_the_kernel(decomposition_table[op], layout, everywhere=table is _EVERYWHERE)
+               for table in (_ON_CPU, _EVERYWHERE) for op, layout in table.items()
                if op in decomposition_table}
-    changed |= {op: _as_a_product(decomposition_table[op], k) for op, k in _POINTWISE.items()
-                if op in decomposition_table}
     FakeTensorMode.cache_clear()
     try:
         with mock.patch.dict(decomposition_table, changed):

@@ -20,7 +20,11 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributions import Distribution
 from torch.fx.experimental import proxy_tensor
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 _MASKS = "transformers.masking_utils"
 _COMPILING = "is_torchdynamo_compiling"
@@ -33,6 +37,25 @@ def is_observer(hook: Any) -> bool:
     A model installs them in its first forward, so they come and go without a change of meaning.
     """
     return getattr(hook, "__module__", None) == _OBSERVERS
+
+
+def weight_made_by(hook: Any) -> str | None:
+    """The attribute that torch's own (old) normalisations and pruning compute before each forward."""
+    if isinstance(hook, (WeightNorm, SpectralNorm)):
+        return str(hook.name)
+    return str(hook._tensor_name) if isinstance(hook, BasePruningMethod) else None
+
+
+@contextmanager
+def without_value_checks() -> Iterator[None]:
+    """While a module is captured: distributions do not check their arguments' values, as a trace has
+    none."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def paths(model: nn.Module) -> list[Callable[[], AbstractContextManager[None]]]:

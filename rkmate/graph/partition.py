@@ -10,6 +10,11 @@ from rkmate.graph.cd import CDGraph, DNode
 from rkmate.graph.cut import PRELUDE, CutSettings, cut
 from rkmate.graph.lower import Program
 
+SHARE = 128
+LEAST = 1 << 16
+"""Bytes of gradients that wait for others, so that a step is not cut into too many functions: no more
+than one of so many parts of all gradients, or than this."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -103,7 +108,7 @@ def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], M
     """Where autograd functions end, and after which C node each parameter gradient leaves.
 
     A function ends with its block, and earlier when the gradients that it still holds weigh more
-    than a sixteenth of all the gradients (and at least a megabyte): they leave soon after they are
+    than a part of all the gradients (`SHARE`, and at least `LEAST`): they leave soon after they are
     made, as in eager mode.
     """
     cd = program.cd
@@ -117,7 +122,7 @@ def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], M
         parts.setdefault(made, []).append(j)
         by_source.setdefault(source, []).append(j)
     total = sum(cd.d[j].size for js in parts.values() for j in js)
-    limit = max(total // 16, 1 << 20)
+    limit = max(total // SHARE, LEAST)
     ends: list[int] = []
     pending = 0
     for i in cd.backward:

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo import OptimizedModule
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from rkmate.errors import ArgumentError, CaptureError, RkmateWarning
-from rkmate.graph.library_paths import is_observer
+from rkmate.graph.library_paths import is_observer, weight_made_by
 from rkmate.graph.structure import objects_in
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -36,7 +34,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
             raise CaptureError(f"{where} has module backward hooks, which a planned step cannot run: "
                                "remove them, or hook the parameters or the module's outputs")
         hooks = [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
-                 if not isinstance(h, (WeightNorm, SpectralNorm)) and not is_observer(h)]
+                 if weight_made_by(h) is None and not is_observer(h)]
         if hooks:
             warnings.warn(f"{where} has forward hooks: what they compute is part of the plan, what "
                           "else they do happens only while it is traced", RkmateWarning, stacklevel=4)
@@ -91,9 +89,8 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         "data dependent", "DataDependent")) or type(error).__name__ in (
         "DataDependentOutputException", "DynamicOutputShapeException")
     if data_dependent and _through(error, _DISTRIBUTIONS):
-        reason = "a distribution checks its arguments' values, which a trace has not"
-        hint = (": make it with validate_args=False, or call torch.distributions.Distribution."
-                "set_default_validate_args(False)")
+        reason = "a distribution with validate_args=True checks its arguments' values, which a trace has not"
+        hint = ": leave that out (what it checks by default is left out of a plan)"
     elif isinstance(error, TypeError) and "FakeTensor" in text and _through(error, _RECURRENT):
         reason = "the lengths of a packed sequence are values of a tensor, and decide its shapes"
         hint = (": pad instead, and read the output at the lengths (gather); rkmate.dtr runs such "

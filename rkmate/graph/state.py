@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from rkmate.errors import CaptureError
+from rkmate.graph.library_paths import weight_made_by
 from rkmate.graph.structure import tensors_in
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -101,13 +100,12 @@ def _is_object(value: Any) -> bool:
 
 def all_transient(assigned: Sequence[Assigned]) -> bool:
     """Whether a forward may assign these: numbers and other plain values, and the weights that
-    torch's own (old) weight and spectral normalisation assign before each forward."""
+    torch's own (old) normalisations and pruning assign before each forward."""
     for a in assigned:
         known = {id(t) for t in tensors_in(a.old)}
         fresh = any(id(t) not in known for t in tensors_in(a.new))
         hooks = a.holder._forward_pre_hooks.values() if isinstance(a.holder, nn.Module) else ()
-        if fresh and not any(isinstance(h, (WeightNorm, SpectralNorm)) and h.name == a.name
-                             for h in hooks):
+        if fresh and not any(weight_made_by(h) == a.name for h in hooks):
             return False
     return True
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import rkmate
+from rkmate.graph.layouts import as_kernels_return_them
 from tests.equality import assert_same_step
 from tests.models.sample import Sample, weighted_mean
 
@@ -59,3 +64,44 @@ def test_the_gradient_of_an_activation_has_the_layout_of_its_kernel(
     model, x = _Activated(activation), torch.randn(2, 8, 4, 4, requires_grad=True)
     module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
     assert_same_step(model, module, Sample(model, (x,), {}, weighted_mean(2, 128)))
+
+
+aten = torch.ops.aten
+ORDERS = ((0, 1, 2, 3), (0, 2, 3, 1), (1, 0, 2, 3), (0, 1, 3, 2))
+"""Dimensions of an image in the order of memory."""
+GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]] = {
+    "log_softmax": lambda g, x: aten._log_softmax_backward_data(g, x, 1, torch.float32),
+    "softmax": lambda g, x: aten._softmax_backward_data(g, x, 1, torch.float32),
+    "glu": lambda g, x: aten.glu_backward(g[:, :4], x, 1),
+    "mse_loss": lambda g, x: aten.mse_loss_backward(g, x, x * 2, 0),
+    "smooth_l1_loss": lambda g, x: aten.smooth_l1_loss_backward(g, x, x * 2, 0, 1.0),
+    "huber_loss": lambda g, x: aten.huber_loss_backward(g, x, x * 2, 0, 1.0),
+    "binary_cross_entropy": lambda g, x: aten.binary_cross_entropy_backward(
+        g, x.sigmoid(), x * 0, None, 0),
+    "logit": lambda g, x: aten.logit_backward(g, x),
+    "elu": lambda g, x: aten.elu_backward(g, 1.0, 1.0, 1.0, False, x),
+    "hardtanh": lambda g, x: aten.hardtanh_backward(g, x, 0.0, 6.0),
+    "group_norm": lambda g, x: aten.native_group_norm_backward(
+        g, _image(x, 0), torch.zeros(2, 2), torch.ones(2, 2), torch.ones(8), 2, 8, 16, 2,
+        [True, True, True]),
+}
+
+
+def _image(like: torch.Tensor, order: int) -> torch.Tensor:
+    places = ORDERS[order]
+    made = torch.ones([like.shape[k] for k in places])
+    return made.permute([places.index(k) for k in range(4)])
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_have_the_strides_of_their_kernels(name: str) -> None:
+    like = torch.empty(2, 8, 4, 4)
+
+    def strides(a: int, b: int) -> Any:
+        found = GRADIENTS[name](_image(like, a), _image(like, b))
+        return [t.stride() for t in pytree.tree_leaves(found)]
+
+    orders = list(itertools.product(range(4), repeat=2))
+    real = [strides(*of) for of in orders]
+    with as_kernels_return_them(), FakeTensorMode():
+        assert [strides(*of) for of in orders] == real

@@ -43,7 +43,7 @@ class _Raises(nn.Linear):
 
 class _Sampled(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.distributions.Normal(super().forward(x), 1.0).rsample()
+        return torch.distributions.Normal(super().forward(x), 1.0, True).rsample()
 
 
 class _Packed(nn.LSTM):
@@ -102,7 +102,7 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "sparse input": (A, "sparse", lambda: _wrap(args=(X.to_sparse(),))),
     "nested input": (A, "is nested", lambda: _wrap(args=(torch.nested.nested_tensor(
         [X, X[:2]], layout=torch.jagged),))),
-    "distribution": (C, "validate_args=False", lambda: _wrap(_Sampled(8, 8))),
+    "distribution": (C, "validate_args=True", lambda: _wrap(_Sampled(8, 8))),
     "packed sequence": (C, "lengths of a packed sequence", lambda: _wrap(
         _Packed(8, 8), (torch.randn(3, 2, 8), torch.tensor([3, 2])))),
     "gradient in the forward": (C, r"torch\.autograd\.grad", lambda: _wrap(_Force(8, 8))),

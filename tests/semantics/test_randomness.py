@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributions, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import rkmate
@@ -115,3 +116,30 @@ def test_recurrent_dropout_between_layers() -> None:
             return sum(t.pow(2).sum() for t in pytree.tree_leaves(run(x)))
 
         assert_same_gradients(model, module, loss)
+
+
+class _Variational(nn.Module):
+    """An autoencoder with a loss inside that takes distributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(16, 8), nn.Linear(4, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, scale = self.encoder(x).chunk(2, -1)
+        code = distributions.Normal(mean, F.softplus(scale))
+        prior = distributions.Normal(torch.zeros_like(mean), torch.ones_like(scale))
+        kept = distributions.Bernoulli(logits=mean).sample()
+        seen = distributions.Independent(distributions.Laplace(self.decoder(code.rsample() * kept), 1.0), 1)
+        rest: torch.Tensor = distributions.kl_divergence(code, prior).sum(-1) - seen.log_prob(x)
+        return rest.mean()
+
+
+def test_distributions() -> None:
+    torch.manual_seed(0)
+    model, x = _Variational(), torch.randn(32, 16)
+    for module in three_budgets(model, x):
+        for _ in range(2):
+            assert_same_gradients(model, module, lambda run: run(x))
+    with pytest.raises(ValueError, match="constraint"):     # as before
+        distributions.Normal(torch.zeros(1), -torch.ones(1))

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import rkmate
 from tests.semantics.steps import Tower, assert_same_gradients, planned, tightest
@@ -271,3 +271,18 @@ def test_old_weight_and_spectral_norm() -> None:
     with pytest.warns(FutureWarning, match="deprecated"):
         model = torch.nn.utils.weight_norm(nn.Linear(8, 8))
     assert_same_gradients(model, planned(model, x), lambda run: run(x).pow(2).sum())
+
+
+def test_pruned_weights() -> None:
+    x = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    prune.random_unstructured(model[0], "weight", amount=0.3)
+    prune.ln_structured(model[2], "weight", amount=0.25, n=2, dim=0)
+    prune.random_unstructured(model[2], "weight", amount=0.3)       # two methods, one after the other
+    module = planned(model, x)
+    for _ in range(2):
+        assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
+    for layer in (model[0], model[2]):
+        prune.remove(layer, "weight")
+    with pytest.warns(rkmate.RkmateWarning, match="hooks"):
+        assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
