@@ -96,6 +96,8 @@ def main() -> None:
             if done.returncode == 0:
                 theirs.append((fraction, json.loads(done.stdout.strip().splitlines()[-1])))
                 print(f"activation_memory_budget {fraction:.2f}: {theirs[-1][1]:.1%}", flush=True)
+            else:
+                print(f"activation_memory_budget {fraction:.2f} failed: {done.stderr.strip()[-300:]}")
         if options.write:
             draw(name, found, theirs)
 

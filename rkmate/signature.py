@@ -210,6 +210,7 @@ class _Attributes:
     def __init__(self, model: nn.Module) -> None:
         self._names: list[tuple[nn.Module, list[tuple[str, str]]]] = []
         self._boxes: list[tuple[str, dict[str, Any], str]] = []      # lists and dictionaries of tensors
+        own = {id(t) for t in (*model.parameters(), *model.buffers())}
         for path, m in model.named_modules():
             prefix = f"{path}." if path else ""
             # Computed by a hook before each forward, which is part of the plan.
@@ -219,7 +220,7 @@ class _Attributes:
             self._names.append((m, [(k, prefix + k) for k in dict.fromkeys(("forward", *names))]))
             self._boxes += [(prefix + k, m.__dict__, k) for k, v in m.__dict__.items()
                             if k not in ("_parameters", "_buffers")
-                            and any(isinstance(t, torch.Tensor) for t in _members(v))]
+                            and any(isinstance(t, torch.Tensor) and id(t) not in own for t in _members(v))]
         self._followed: OrderedDict[Part, Part] = OrderedDict()
         self._latest = self._read([], {})
 

@@ -245,6 +245,15 @@ def test_other_tensors_in_a_list(make: Callable[[list[torch.Tensor]], Any]) -> N
     _agree(model, module, x, plans=3)
 
 
+def test_a_layers_own_list_of_its_parameters() -> None:
+    """A recurrent layer keeps one; another weight of the same shape is no other call."""
+    model, x = nn.GRU(8, 8), torch.randn(3, 4, 8)
+    module = planned(model, x)
+    model.weight_hh_l0 = nn.Parameter(torch.randn(24, 8))
+    assert_same_gradients(model, module, lambda run: sum(t.pow(2).sum() for t in run(x)))
+    assert len(module._plans) == 1
+
+
 def test_what_differs_is_named() -> None:
     model, x = nn.Sequential(Scaled(2.0), nn.Linear(8, 8)), torch.randn(4, 8)
     module = planned(model, x, on_new_shape="error")
