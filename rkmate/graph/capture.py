@@ -21,7 +21,7 @@ from torch._functorch._aot_autograd import descriptors as D
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rkmate.errors import ArgumentError, CaptureError
+from rkmate.errors import ArgumentError, CaptureError, RkmateWarning
 from rkmate.graph.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.buffers import Registered
 from rkmate.graph.custom_functions import kept_whole, run_as_they_are
@@ -124,13 +124,17 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             draws.refuse_change(model)
             # A second trace from where the first has left the attributes: an equal graph means that
             # the forward does not read what it keeps.
-            if assigned and not (all_transient(assigned) and _text(result) == _text(
-                    _again(model, args, kwargs, before, assigned))):
+            if assigned and not (all_transient(assigned)
+                                 and _is_repeated(result, model, args, kwargs, before, assigned)):
                 names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
                 raise CaptureError(
                     f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
                     "repeat that. Keep such state in a buffer (register_buffer), or return it.")
-        kept = [a for a in assigned if not isinstance(a.holder, nn.Module)]
+        kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)]
+        lost = [a.path for a in assigned if a.makes_tensors()]
+        if lost:
+            warnings.warn(f"{type(model).__name__}: the forward leaves tensors in the new attributes "
+                          f"{', '.join(lost[:5])}; a planned step does not", RkmateWarning, stacklevel=2)
         return replace(result, assigned=tuple(kept))
     finally:
         draws.restore()
@@ -139,14 +143,20 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             a.repeat()
 
 
+def _is_repeated(first: Capture, *of: Any) -> bool:
+    try:
+        return _text(first) == _text(_again(*of))
+    except CaptureError:
+        return False        # it stumbles over what the first has left
+
+
 def _again(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], before: PythonState,
            assigned: Sequence[Assigned]) -> Capture:
     left = PythonState(model)
     before.restore()
     left.restore_hooks()              # those that the first trace has installed belong to it
     for a in assigned:
-        if not tensors_in(a.new):
-            a.repeat()
+        a.repeat()
     with cumulative_averages_as_tensors(model):
         return _capture(model, args, kwargs, PythonState(model))[0]
 

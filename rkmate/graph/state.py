@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rkmate.errors import CaptureError
 from rkmate.graph.library_paths import weight_made_by
@@ -37,11 +38,20 @@ class Assigned:
     new: Any
 
     def repeat(self) -> None:
-        """Assign it again."""
+        """Assign it again; zeros where it was a traced tensor that no attribute was there for."""
         if self.new is MISSING:
             self.holder.__dict__.pop(self.name, None)
-        else:
+        elif not tensors_in(self.new):
             self.holder.__dict__[self.name] = self.new
+        elif self.makes_tensors():
+            self.holder.__dict__[self.name] = tree_map_only(
+                torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), self.new)
+
+    def makes_tensors(self) -> bool:
+        """Whether it is a new attribute, of tensors in lists, tuples or dictionaries."""
+        leaves = tree_leaves(self.new)
+        return self.old is MISSING and len(tensors_in(self.new)) == sum(
+            isinstance(t, torch.Tensor) for t in leaves) > 0
 
 
 class PythonState:
@@ -99,13 +109,13 @@ def _is_object(value: Any) -> bool:
 
 
 def all_transient(assigned: Sequence[Assigned]) -> bool:
-    """Whether a forward may assign these: numbers and other plain values, and the weights that
-    torch's own (old) normalisations and pruning assign before each forward."""
+    """Whether a forward may assign these: numbers and other plain values, new attributes, and the
+    weights that torch's own (old) normalisations and pruning assign before each forward."""
     for a in assigned:
         known = {id(t) for t in tensors_in(a.old)}
         fresh = any(id(t) not in known for t in tensors_in(a.new))
         hooks = a.holder._forward_pre_hooks.values() if isinstance(a.holder, nn.Module) else ()
-        if fresh and not any(weight_made_by(h) == a.name for h in hooks):
+        if fresh and not a.makes_tensors() and not any(weight_made_by(h) == a.name for h in hooks):
             return False
     return True
 
