@@ -137,9 +137,9 @@ class _Variational(nn.Module):
 
 def test_distributions() -> None:
     torch.manual_seed(0)
+    checked = distributions.Distribution._validate_args         # torch.compile switches it off
     model, x = _Variational(), torch.randn(32, 16)
     for module in three_budgets(model, x):
         for _ in range(2):
             assert_same_gradients(model, module, lambda run: run(x))
-    with pytest.raises(ValueError, match="constraint"):     # as before
-        distributions.Normal(torch.zeros(1), -torch.ones(1))
+    assert distributions.Distribution._validate_args == checked
