@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rkmate import search
+
 _MADE: list[Path] = []
 
 
@@ -35,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests need some plan within a budget, and no better one for seconds of solving."""
+    monkeypatch.setattr(search, "PATIENCE", 0.2)
 
 
 @pytest.fixture

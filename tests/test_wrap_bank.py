@@ -20,6 +20,10 @@ FAITHFUL = 0.02
 """How far a prediction may be from what is measured."""
 
 
+SLOW = ("transformer", "transformer_decoder", "t5", "bert", "llama")
+"""With dropout; others of the same kind are left."""
+
+
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
@@ -61,7 +65,7 @@ def test_same_step_within_budget(name: str, fraction: float | str) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(n, marks=pytest.mark.slow) if n in ("transformer", "transformer_decoder")
+    pytest.param(n, marks=pytest.mark.slow) if n in SLOW
     else together(n) for n in WITH_DROPOUT])
 def test_same_step_with_dropout(name: str) -> None:
     """Random operations made anew draw the same numbers, and the generator ends where it would."""

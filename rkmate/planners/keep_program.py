@@ -15,6 +15,7 @@ import bisect
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import pulp
 
@@ -63,6 +64,14 @@ class KeepProgram:
             return held + self._gradients[moment - self.graph.loss]
         arriving = self.graph.bytes(self.graph.output_grads) + min(LOSS_SCALARS, self.reserve_at_loss)
         return held + max(arriving, self.reserve_at_loss)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """What some backward node needs by itself: nothing fits in less."""
+        graph = self.graph
+        return max((self.fixed_bytes(b) + graph.bytes(
+            j for j in graph.c[b].inputs if self.forward(j) and j not in self.held)
+            for b in graph.backward), default=0)
 
     def solve(self, budget: int, moments: Sequence[int], *, time_limit: float) -> Kept | None:
         """The least time for what runs again; None when nothing fits or nothing is found.

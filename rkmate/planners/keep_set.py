@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rkmate.graph.cd import CDGraph
 from rkmate.planners.keep_program import KeepProgram, Kept, add_moment
-from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged
+from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, judged
 from rkmate.schedule.steps import Compute, Loss
 
 TIME_LIMIT = 10.0
@@ -39,6 +39,9 @@ class KeepSet:
             return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds)
         program = problem.once(self.name, lambda: KeepProgram(graph, problem.held,
                                                               problem.reserve_at_loss))
+        if budget < program.least_bytes:
+            return replace(infeasible(f"a backward node alone needs {program.least_bytes:,} bytes"),
+                           bound=program.seconds)
         known: list[Candidate] = problem.once(f"{self.name}: found", list)
         search = _Search(problem, program, budget, known,
                          TIME_LIMIT if time_limit is None else time_limit)

@@ -29,7 +29,7 @@ def train(architecture: Architecture, fraction: float) -> rkmate.PlannedModule:
 
 
 def _cases() -> list[object]:
-    return [pytest.param(a, f, id=f"{a.name}-{f}", marks=[] if a.fast else [pytest.mark.slow])
+    return [pytest.param(a, f, id=f"{a.name}-{f}", marks=[] if a.fast and f < 1 else [pytest.mark.slow])
             for a in ARCHITECTURES if a.name not in REFUSED for f in (1.0, 0.6)]
 
 

@@ -110,3 +110,18 @@ def test_runs_of_a_schedule() -> None:
     kept = [r.saved_bytes for r in runs if r.phase == "forward"]
     assert all(k is not None and k > 0 for k in kept)
     assert all(r.saved_bytes is None for r in runs if r.phase == "backward")
+
+
+def test_what_one_node_needs_alone_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = stack(4)
+    least = KeepProgram(problem.graph, problem.held, problem.reserve_at_loss).least_bytes
+    assert 0 < least <= simulate(problem.graph, save_all(problem.graph)).peak
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a program was solved")
+
+    monkeypatch.setattr(KeepProgram, "solve", never)
+    found = KeepSet().plan(problem, least - 1)
+    assert found.schedule is None and "alone needs" in found.note
+    with pytest.raises(AssertionError, match="was solved"):
+        KeepSet().plan(problem, least)
