@@ -64,7 +64,7 @@ def gpt(layers: int = 6, width: int = 256, length: int = 256, batch: int = 4,
 
 
 def gpt12() -> Case:
-    """The same with twelve layers."""
+    """The GPT-2 of the first table, with twelve layers."""
     return gpt(12)
 
 
