@@ -20,7 +20,7 @@ FAITHFUL = 0.02
 """How far a prediction may be from what is measured."""
 
 
-SLOW = ("transformer", "transformer_decoder", "t5", "bert", "llama")
+SLOW = ("transformer", "transformer_decoder", "t5", "bert", "llama", "vit", "mlp_mixer")
 """With dropout; others of the same kind are left."""
 
 
@@ -41,8 +41,9 @@ def wrapped(sample: Sample, fraction: float | str) -> rkmate.PlannedModule:
 
 def together(name: str, *more: float | str) -> Any:
     """A model's tests share a process, and so what it remembers."""
+    long = (name, *more) in (("regnet", 0.7), ("t5", 0.7))
     return pytest.param(name, *more, id="-".join(map(str, (name, *more))),
-                        marks=pytest.mark.xdist_group(name))
+                        marks=[pytest.mark.xdist_group(name), *[pytest.mark.slow] * long])
 
 
 @pytest.mark.parametrize(("name", "fraction"), [together(n, f) for n in BANK for f in FRACTIONS])

@@ -53,7 +53,7 @@ def test_all_planners_on_random_models(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_residual_stack(name: str) -> None:
-    problem = stack(2 if name in ("checkmate", "auto") else 5)
+    problem = stack({"checkmate": 2, "auto": 2, "keep-set": 3}.get(name, 5))
     top = simulate(problem.graph, save_all(problem.graph), held=()).peak
     before = math.inf
     tightest: Outcome | None = None
