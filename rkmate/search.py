@@ -43,7 +43,8 @@ NEAR = 2e-4
 """How near to its lower bound a schedule is good enough for no other planner to be asked."""
 DTR_NODES = 1500
 LOWER_SET_NODES = 300
-"""Up to how many computations these planners are asked, too: their time grows with the square."""
+"""Up to how many computations these planners are asked, too: their time grows with the square. And up
+to how many (the former) further budgets get two schedules of the chain finished, not one."""
 
 _ORIGINS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
             "keep-set": "the integer program on the whole graph (keep-set)",
@@ -248,7 +249,8 @@ class Searcher:
         done = time.perf_counter() - start < KEEP_SECONDS
         found = [] if kept.schedule is None else [self._judge(kept.schedule, (), "keep-set")]
         if kept.bound is None or kept.seconds > kept.bound * (1 + NEAR):
-            found += sorted(self._of_chain(limit), key=lambda c: c.seconds)[:2]
+            count = 2 if patience or len(self.prepared.graph.c) <= DTR_NODES else 1
+            found += sorted(self._of_chain(limit), key=lambda c: c.seconds)[:count]
             found += self._of_other_planners(limit, left())
         self._found += [self._finish(c, limit) for c in found]
         best = self._fastest(limit)

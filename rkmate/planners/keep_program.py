@@ -12,6 +12,7 @@ solution turns out to need too much.
 from __future__ import annotations
 
 import bisect
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class KeepProgram:
         self.seconds = sum(c.time for c in graph.c)
         self._gradients = gradient_bytes(graph, self.held)
         self._programs: dict[tuple[int, ...], _Program] = {}
+        self._writing = 0.0         # seconds that the latest took to write
 
     def forward(self, j: int) -> bool:
         """Whether a D node is a value of the forward."""
@@ -80,7 +82,11 @@ class KeepProgram:
         """
         key = tuple(moments)
         if key not in self._programs:
+            if self._writing > time_limit:
+                return None         # the time would be over before it is written
+            start = time.perf_counter()
             self._programs[key] = _Program(self, [self.graph.loss, *moments])
+            self._writing = time.perf_counter() - start
         return self._programs[key].solve(budget, time_limit)
 
 
