@@ -130,18 +130,19 @@ class PlannedModule(nn.Module):
                                 "without a budget. Wrap the module again to plan for them")
             return None
         if len(self._plans):
-            differing = self._plans.differing(key)
             if self._on_new_shape == "error":
-                raise ArgumentError(f"a call differs from the planned ones in {differing}; and "
-                                    'on_new_shape is "error"')
+                raise ArgumentError(f"a call differs from the planned ones in {self._plans.differing(key)}; "
+                                    'and on_new_shape is "error"')
             if self._on_new_shape == "original":
-                self._tell("shape", f"a call differs from the planned ones in {differing}: the original "
-                                    "module runs instead, without a budget")
+                if "shape" not in self._told:       # such a call may come in every step
+                    self._tell("shape", "a call differs from the planned ones in "
+                                        f"{self._plans.differing(key)}: the original module runs "
+                                        "instead, without a budget")
                 return None
             if "plan" not in self._told:
                 self._told.add("plan")
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
-                               "kept (this is said once)", differing)
+                               "kept (this is said once)", self._plans.differing(key))
         known = self._plans.make(key, args, kwargs)
         self._watch.follow(known.capture.assigned)
         return known
