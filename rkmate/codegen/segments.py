@@ -55,7 +55,7 @@ class Call:
                 result: list[Any] = [self.ready.pop(k, None) for k in self.targets[number]]
             else:
                 with without_autocast(self.env.device):
-                    result = self.functions[number](self.env)
+                    result = [_alone(g) for g in self.functions[number](self.env)]
         except BaseException:
             self.next = -1
             self.env.clear()
@@ -82,6 +82,15 @@ class Call:
         stay (retain_graph=True) they stay, as autograd's own saved tensors do."""
         if self.next > self.last and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.kept = None
+
+
+def _alone(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient without a bond to what it is a view of.
+
+    Autograd adds up the gradients of a shared parameter in the first one, but takes memory for a third
+    where something else still refers to its storage.
+    """
+    return grad.detach() if grad is not None and grad._base is not None else grad
 
 
 def token(device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.measure.meter import measure_peak
 from tests.semantics.steps import (
     Tower,
     assert_same_gradients,
@@ -32,6 +33,27 @@ def test_tied_weights() -> None:
         module = wrapper(model, i)
         assert module.head.weight is module.embed.weight
         assert_same_gradients(model, module, lambda run: run(i).pow(2).sum())
+
+
+def test_gradients_of_tied_weights_take_no_more_than_both() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(2000, 16), nn.Linear(16, 2000, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(torch.tanh(self.embed(i))), i)
+
+    model, i = Wide(), torch.randint(0, 2000, (8,))
+    for wrapper in (planned, tightest):
+        module = wrapper(model, i)
+        module(i).backward()                   # the gradients have memory from here on
+
+        def step(module: nn.Module = module) -> None:
+            module(i).backward()
+
+        assert measure_peak(step).peak <= module.plan.budget_bytes < 3 * model.embed.weight.nbytes
 
 
 def test_a_layer_used_in_several_places() -> None:
