@@ -42,6 +42,7 @@ from rkmate.schedule.simulate import simulate
 from rkmate.schedule.steps import from_order
 
 CostSource = Literal["measured", "analytic"]
+Split = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class Settings:
     """Memory slots of the dynamic program."""
     planning_seconds: float | None = None
     """Limit of a planner that can stop early; None: its own."""
+    split_head: Split = "auto"
+    """Compute the last product and its cross entropy a few rows at a time: where nothing else meets the
+    budget, always, or never. The last bits of that weight's gradient then differ."""
 
 
 @dataclass
@@ -81,6 +85,11 @@ class Prepared:
         """The whole graph with costs."""
         cd = self.partition.program.cd
         return with_costs(cd, range(len(cd.c)), self.costs)
+
+    @property
+    def can_split_heads(self) -> bool:
+        """Whether a rewriting is left for budgets that nothing meets (`Settings.split_head`)."""
+        return self.settings.split_head == "auto" and bool(self.partition.program.joint.heads)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -181,7 +190,8 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
                             "requires a gradient, so there is nothing to train")
-    joint = simplify(captured, wanted or wanted_outputs(captured))
+    joint = simplify(captured, wanted or wanted_outputs(captured),
+                     heads=settings.split_head == "always")
     program = lower(joint)
     seconds["capture"] = time.perf_counter() - start
     start = time.perf_counter()

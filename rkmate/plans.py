@@ -18,6 +18,7 @@ from rkmate.codegen.compiled import Compiled, Gradients
 from rkmate.codegen.emit import Emitter
 from rkmate.codegen.runtime import Kept
 from rkmate.errors import InfeasibleBudget, PlanError, RkmateWarning, ScheduleError
+from rkmate.fitting import fitting, with_heads_split
 from rkmate.graph.capture import Capture, Source
 from rkmate.graph.refusals import refuse_what_cannot_repeat
 from rkmate.graph.structure import take_apart
@@ -124,11 +125,19 @@ class Plans:
             if self._known and self._has_new_parts(key.flags):
                 refuse_what_cannot_repeat(self.model, args, kwargs)
             self._warn_of_changes(key)
+            costs = plan.costs if plan is not None else None
             prepared = prepare(self.model, args, kwargs, self.planning.settings,
-                               Progress(self.planning.progress),
-                               costs=plan.costs if plan is not None else None)
+                               Progress(self.planning.progress), costs=costs)
+
+            def split() -> Prepared:
+                return with_heads_split(prepared, self.model, args, kwargs, costs=costs)
+
             try:
-                ready = self._ready(prepared, plan)
+                if plan is not None and plan.fingerprint != prepared.fingerprint \
+                        and prepared.can_split_heads:
+                    ready = self._ready(split(), plan)
+                else:
+                    ready = fitting(prepared, lambda p: self._ready(p, plan), split)
             except InfeasibleBudget as error:
                 if not self._known:
                     raise
@@ -158,9 +167,8 @@ class Plans:
         if ready is None:
             with planning_lock:
                 held = held_tensors(known.capture, self.model, tensors)
-                prepared = self._prepared(known, known.pattern, held)
                 try:
-                    ready = self._ready(prepared, None)
+                    ready = self._fitting(known, known.pattern, held)
                 except InfeasibleBudget as error:
                     raise InfeasibleBudget(f"a loss that leads to {_names(known.pattern)}: {error}",
                                            error.minimum_bytes) from error
@@ -193,17 +201,18 @@ class Plans:
     def _for_one_step(self, known: Known, pattern: Pattern, kept: Kept) -> Ready:
         held = {s: kept.held[source_key(s)].detach() for s in known.capture.sources.values()
                 if s.kind != "tangent"}
-        prepared = self._prepared(known, pattern, held)
         try:
-            return self._ready(prepared, None)
+            return self._fitting(known, pattern, held)
         except InfeasibleBudget as error:
             warnings.warn(f"{error}; this step takes that much", RkmateWarning, stacklevel=3)
-            return self._ready(prepared, None, Budget(bytes=error.minimum_bytes))
+            return self._fitting(known, pattern, held, Budget(bytes=error.minimum_bytes))
 
-    def _prepared(self, known: Known, pattern: Pattern,
-                  held: Mapping[Source, torch.Tensor]) -> Prepared:
-        return prepare(self.model, (), {}, self.planning.settings, Progress(self.planning.progress),
-                       wanted=pattern, captured=known.capture, tensors=held)
+    def _fitting(self, known: Known, pattern: Pattern, held: Mapping[Source, torch.Tensor],
+                 budget: Budget | None = None) -> Ready:
+        prepared = prepare(self.model, (), {}, self.planning.settings, Progress(self.planning.progress),
+                           wanted=pattern, captured=known.capture, tensors=held)
+        return fitting(prepared, lambda p: self._ready(p, None, budget),
+                       lambda: with_heads_split(prepared, self.model, tensors=held))
 
     def _ready(self, prepared: Prepared, plan: Plan | None, budget: Budget | None = None) -> Ready:
         if plan is not None:

@@ -362,12 +362,18 @@ class Searcher:
             if planner == "rockmate" and best is not self.baseline else None,
             blocks=infos, runs=tuple(self._runs(best)), schedule=best.schedule,
             fingerprint=p.fingerprint, costs=tuple(p.costs[i] for i in range(len(p.graph.c))),
-            graph=self.summary, note=note or self._note(best),
+            graph=self.summary, note=self._with_rewriting(note or self._note(best)),
             stage_seconds=dict(p.stage_seconds), nodes=dict(p.nodes))
 
     def _note(self, best: Candidate) -> str:
         return "nothing needs to be forgotten" if best is self.baseline else \
             f"the fastest of several schedules: that of {_ORIGINS.get(best.origin, best.origin)}"
+
+    def _with_rewriting(self, note: str) -> str:
+        split = self.prepared.settings.split_head == "always"
+        heads = self.prepared.partition.program.joint.heads if split else ()
+        return f"{note}; the products with {', '.join(heads)} and their cross entropies are computed a " \
+            "few rows at a time" if heads else note
 
     def _runs(self, best: Candidate) -> Iterator[Run]:
         p = self.prepared

@@ -10,6 +10,7 @@ from torch import nn
 from rkmate.budget import Budget, parse_budget
 from rkmate.device_memory import auto_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
+from rkmate.fitting import fitting, with_heads_split
 from rkmate.module import NewShape, PlannedModule
 from rkmate.pipeline import Settings, check_model, prepare
 from rkmate.plan import Plan
@@ -75,8 +76,8 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
                          planning_seconds)
     prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
-    assert planning.budget is not None
-    return Searcher(prepared).plan(planning.budget, planner)
+    return fitting(prepared, lambda p: Searcher(p).plan(planning.budget, planner),
+                   lambda: with_heads_split(prepared, model, args, kwargs))
 
 
 def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,

@@ -18,6 +18,7 @@ from torch import fx
 
 from rkmate.graph.by_parts import split_wide
 from rkmate.graph.capture import Capture, Source
+from rkmate.graph.split_head import find_heads, split_heads
 
 aten = torch.ops.aten
 
@@ -44,6 +45,8 @@ class Joint:
     """Outputs whose gradient the backward takes."""
     nodes_before: int
     """Operations captured, views and aliases included."""
+    heads: tuple[str, ...] = ()
+    """Weights of products, followed by a cross entropy, that can be computed a few rows at a time."""
 
 
 def is_view(node: fx.Node) -> bool:
@@ -75,8 +78,9 @@ def is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
-def simplify(capture: Capture, wanted: tuple[bool, ...]) -> Joint:
-    """The graph that is planned. `wanted`: per output, whether its gradient will come."""
+def simplify(capture: Capture, wanted: tuple[bool, ...], *, heads: bool = False) -> Joint:
+    """The graph that is planned. `wanted`: per output, whether its gradient will come; `heads`: split
+    the last product and its cross entropy, where there are any."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in capture.graph.nodes:
@@ -92,11 +96,16 @@ def simplify(capture: Capture, wanted: tuple[bool, ...]) -> Joint:
     work.protect_overwritten()
     work.drop_dead()
     split_wide(graph, work.replace)
+    work.drop_dead()
+    found = find_heads(graph)
+    names = tuple(work.name(h.weight) for h in found)
+    if heads:
+        split_heads(graph, found, work.replace, work.results())
     work.take_sums_apart()
     work.own_gradients()
     constant = work.constants()
     return Joint(graph, sources, tuple(work.outputs), tuple(work.mutations), tuple(work.grads),
-                 frozenset(constant), wanted, nodes_before)
+                 frozenset(constant), wanted, nodes_before, names)
 
 
 class _Work:
@@ -116,6 +125,10 @@ class _Work:
         self.outputs = [new if n is node else n for n in self.outputs]
         self.mutations = [(s, new if n is node else n) for s, n in self.mutations]
         self.grads = [(s, new if n is node else n) for s, n in self.grads]
+
+    def name(self, node: fx.Node) -> str:
+        """The caller's name of a value, where it has one."""
+        return str(self.sources[node].key) if node in self.sources else node.name
 
     def results(self) -> set[fx.Node]:
         """Nodes whose value leaves the graph."""

@@ -1,0 +1,229 @@
+"""The last product and its cross entropy, a few rows at a time: torch's gradients, in less memory."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rkmate
+from rkmate.graph import operators
+from rkmate.graph.capture import capture
+from rkmate.graph.simplify import simplify
+from rkmate.measure.meter import measure_peak
+from rkmate.pipeline import Settings
+from tests.equality import measured_peak
+from tests.models import Sample
+
+aten = torch.ops.aten
+own = torch.ops.rkmate
+ROWS, WIDTH, CLASSES = 96, 24, 500
+NEVER = Settings(split_head="never")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a few kibibytes, so that small tensors have many."""
+    monkeypatch.setattr(operators, "PART_BYTES", 2**13)
+
+
+@pytest.mark.parametrize("ignore", [-100, 0, 7])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_operators(biased: bool, dtype: torch.dtype, reduction: str, ignore: int) -> None:
+    x = torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True)
+    weight = torch.randn(CLASSES, WIDTH, dtype=dtype, requires_grad=True)
+    bias = torch.randn(CLASSES, dtype=dtype, requires_grad=True) if biased else None
+    target = torch.randint(0, CLASSES, (ROWS,))
+    target[::5] = ignore
+    logits = F.linear(x, weight, bias)
+    kind = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    loss = F.cross_entropy(logits.float() if dtype == torch.float16 else logits, target,
+                           ignore_index=ignore, reduction=reduction)
+    grad = torch.randn_like(loss)
+    wanted = [x, weight, *([bias] if bias is not None else [])]
+    expected = torch.autograd.grad(loss, wanted, grad)
+
+    w, b = weight.detach().t(), None if bias is None else bias.detach()
+    given = logits.detach().clone()
+    found, total = own.cross_entropy(given, target, kind, ignore, loss.dtype)
+    assert torch.equal(found, loss)
+    assert torch.equal(given, logits)
+    again, _ = own.linear_cross_entropy(x.detach(), w, b, target, kind, ignore, loss.dtype)
+    torch.testing.assert_close(again, loss)
+    mask = [True, True, biased]
+    for known in (given, None):
+        for by_columns in (False, True):
+            dx, dw, db = own.linear_cross_entropy_backward(
+                grad, known, x.detach(), w, b, target, kind, ignore, total, loss.dtype, by_columns, mask)
+            dw = dw.t() if by_columns else dw
+            for mine, theirs in zip((dx, dw, db.view(-1)), expected, strict=False):
+                assert mine.dtype == theirs.dtype
+                near = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.float16 else \
+                    {"rtol": 1e-4, "atol": 1e-5}
+                torch.testing.assert_close(mine, theirs, **near)
+    empty = own.linear_cross_entropy_backward(grad, given, x.detach(), w, b, target, kind, ignore, total,
+                                              loss.dtype, False, [True, False, False])
+    assert empty[1].numel() == empty[2].numel() == 0
+
+
+def test_a_part_of_the_logits_at_a_time() -> None:
+    x, w = torch.randn(1024, 16), torch.randn(16, 2048)
+    target = torch.randint(0, 2048, (1024,))
+    whole = 1024 * 2048 * 4
+    one = torch.ones(())
+    forward = measure_peak(lambda: own.linear_cross_entropy(
+        x, w, None, target, 1, -100, torch.float32)).peak
+    backward = measure_peak(lambda: own.linear_cross_entropy_backward(
+        one, None, x, w, None, target, 1, -100, one, torch.float32, False, [True, True, False])).peak
+    assert forward < whole / 8
+    assert backward < whole / 4
+
+
+class _Classifier(nn.Module):
+    """Rows of features, a wide product and its loss; `returns`: what stands beside the loss."""
+
+    def __init__(self, returns: str = "", biased: bool = False, turned: bool = False,
+                 tied: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=biased)
+        self.turned = nn.Parameter(torch.randn(WIDTH, CLASSES) / 5) if turned else None
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        if tied:
+            self.table.weight = self.head.weight
+        self.returns = returns
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        h = self.body(x) + self.table(labels)
+        logits = self.head(h) if self.turned is None else (h.view(-1, WIDTH) @ self.turned).view(
+            *h.shape[:2], -1)
+        loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), ignore_index=3)
+        if self.returns == "logits":
+            return {"loss": loss, "logits": logits}
+        if self.returns == "entropy":
+            return loss + 1e-4 * torch.logsumexp(logits, -1).pow(2).mean()
+        return loss
+
+
+def _inputs(batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return (torch.randn(batch, 64, WIDTH, generator=generator),
+            torch.randint(0, CLASSES, (batch, 64), generator=generator))
+
+
+def _loss(result: Any) -> torch.Tensor:
+    loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result
+    return loss
+
+
+def _model(**kwargs: Any) -> _Classifier:
+    torch.manual_seed(0)
+    return _Classifier(**kwargs)
+
+
+def _least(model: nn.Module, settings: Settings) -> int:
+    with pytest.raises(rkmate.InfeasibleBudget) as info:
+        rkmate.wrap(model, _inputs(), budget=1, settings=settings, progress=False)
+    return info.value.minimum_bytes
+
+
+@pytest.mark.parametrize("kwargs", [
+    {}, {"biased": True}, {"turned": True}, {"tied": True}, {"returns": "logits"},
+    {"returns": "logits", "biased": True}], ids=str)
+def test_budgets_that_nothing_else_meets(kwargs: dict[str, Any]) -> None:
+    plain, least = _least(_model(**kwargs), NEVER), _least(_model(**kwargs), Settings())
+    logits = 4 * 64 * CLASSES * 4
+    assert plain - least > 0.7 * logits
+    model, reference, inputs = _model(**kwargs), _model(**kwargs), _inputs()
+    with pytest.warns(rkmate.RkmateWarning, match=r"a few rows at a time.*its last bits differ"):
+        wrapped = rkmate.wrap(model, inputs, budget=least, progress=False)
+    assert "few rows at a time" in wrapped.plan.note
+    assert "rkmate.linear_cross_entropy_backward" in wrapped.source
+    loss, expected = _loss(wrapped(*inputs)), _loss(reference(*inputs))
+    assert torch.equal(loss, expected) or kwargs.get("returns") != "logits"
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if q.grad is None:
+            assert p.grad is None
+            continue
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=name)
+    sample = Sample(model, inputs, {}, _loss)
+    assert measured_peak(wrapped, sample) <= least
+
+
+def test_off_unless_the_budget_needs_it() -> None:
+    model, inputs = _model(), _inputs()
+    plain = _least(model, NEVER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped = rkmate.wrap(model, inputs, budget=plain, progress=False)
+    assert "linear_cross_entropy" not in wrapped.source
+    with pytest.raises(rkmate.InfeasibleBudget):
+        rkmate.wrap(model, inputs, budget=plain - 1, settings=NEVER, progress=False)
+    always = rkmate.wrap(model, inputs, budget=plain, settings=Settings(split_head="always"),
+                         progress=False)
+    assert "rkmate.linear_cross_entropy." in always.source
+
+
+def test_plans_of_it_are_saved_and_followed(tmp_path: Path) -> None:
+    model, inputs = _model(returns="logits"), _inputs()
+    least = _least(model, Settings())
+    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
+        made = rkmate.plan(model, inputs, budget=least, progress=False)
+    made.save(tmp_path / "plan.json")
+    wrapped = rkmate.wrap(model, inputs, plan=rkmate.Plan.load(tmp_path / "plan.json"), progress=False)
+    assert "rkmate.linear_cross_entropy_backward" in wrapped.source
+    wrapped(*inputs)["loss"].backward()
+
+
+def test_other_losses_and_calls_get_it_too() -> None:
+    model = _model()
+    least = _least(model, Settings())
+    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
+        wrapped = rkmate.wrap(model, _inputs(), budget=least, progress=False)
+    small = [t[:3].clone() for t in _inputs()]
+    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
+        wrapped(*small).backward()
+
+
+@pytest.mark.parametrize("model", [
+    _model(returns="entropy"), nn.Linear(WIDTH, CLASSES)], ids=["logits read elsewhere", "no loss"])
+def test_what_is_not_recognised_stays(model: nn.Module) -> None:
+    x, labels = _inputs()
+    args = (x, labels) if isinstance(model, _Classifier) else (x,)
+    captured = capture(model, args, {})
+    joint = simplify(captured, captured.differentiable, heads=True)
+    assert not joint.heads
+    assert not any("linear_cross" in str(n.target) for n in joint.graph.nodes)
+
+
+def test_under_autocast() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _model()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            with torch.autocast("cpu", torch.float16):
+                return self.inner(x, labels)
+
+    least = _least(Half(), Settings())
+    model, reference = Half(), Half()
+    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
+        wrapped = rkmate.wrap(model, _inputs(), budget=least, progress=False)
+    loss, expected = wrapped(*_inputs()), reference(*_inputs())
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(model.inner.head.weight.grad, reference.inner.head.weight.grad, rtol=2e-2,
+                               atol=1e-4)
