@@ -29,11 +29,13 @@ from torch.utils.checkpoint import checkpoint
 import rkmate
 from rkmate.demos import UNet
 from rkmate.measure.meter import measure_peak
+from rkmate.pipeline import Settings
 
-FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "smallest")
+FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "as checkpoint", "smallest", "loss alone")
 PEERS = ("checkpoint", "sequential", *(f"{b} {f}" for b in ("aot_eager", "inductor")
                                        for f in (1.0, 0.5, 0.1, 0.0)))
-OTHERS = tuple(f"{p} {f}" for p in ("rotor", "chen", "lower-sets", "dtr") for f in (0.5,))
+OTHERS = tuple(f"{p} 0.5" for p in ("rotor", "revolve", "chen", "checkmate", "lower-sets",
+                                    "lower-sets-memory", "dtr", "keep-set"))
 """Other planners of the package."""
 DOCS = Path(__file__).parent.parent / "docs"
 Forward = Callable[[], Any]
@@ -151,6 +153,18 @@ def unet() -> Case:
                 lambda m: [m.net.down, m.net.join], sequence=False)
 
 
+class Alone(nn.Module):
+    """A model of which only the loss is returned."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: Any) -> Loss:
+        """What the model returns beside it, nobody holds."""
+        return Loss(self.model(**kwargs).loss)
+
+
 def longest(model: nn.Module) -> list[Any]:
     """The longest list of layers."""
     return [max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)]
@@ -159,6 +173,8 @@ def longest(model: nn.Module) -> list[Any]:
 MODELS: dict[str, Callable[[], Case]] = {
     "gpt": gpt, "gpt12": gpt12, "resnet18": resnet18, "resnet50": resnet50, "regnet": regnet,
     "unet": unet, "t5": t5, "vit": vit, "llama32": llama32}
+LANGUAGE = ("gpt", "gpt12", "t5")
+"""Those whose logits are among the largest tensors, and are returned."""
 TABLES = [name for name in MODELS if name != "llama32"]
 """Those that `--models all` means; the other one is for the curve of twenty budgets."""
 
@@ -218,14 +234,19 @@ def method(name: str, case: Case, eager_peak: int) -> Forward:
     if kind in ("aot_eager", "inductor"):
         return budgeted(case, kind, float(value))
     planner = "rockmate" if kind == "rkmate" else kind
-    budget = 1 if value == "smallest" else int(float(value) * eager_peak)
+    if value == "loss alone":
+        model = Alone(model)
+    budget = 1 if value in ("smallest", "loss alone") else round(float(value) * eager_peak)
+    options: dict[str, Any] = {} if kind == "rkmate" else {
+        "planning_seconds": 60, "settings": Settings(split_head="never")}
     try:
-        wrapped = rkmate.wrap(model, (), kwargs, budget=budget, planner=planner, progress=False)
+        wrapped = rkmate.wrap(model, (), kwargs, budget=budget, planner=planner, progress=False,
+                              **options)
     except rkmate.InfeasibleBudget as error:
-        if value != "smallest":
+        if budget > 1:
             raise SystemExit(f"infeasible: at least {error.minimum_bytes / eager_peak:.0%}") from error
         wrapped = rkmate.wrap(model, (), kwargs, budget=error.minimum_bytes, planner=planner,
-                              progress=False)
+                              progress=False, **options)
     return lambda: wrapped(**kwargs).loss
 
 
@@ -284,7 +305,13 @@ def main() -> None:
         points: list[tuple[str, float, float]] = []
         lines = ["| method | peak | time | until the first step is done |", "|---|--:|--:|--:|"]
         for name in methods:
-            done = subprocess.run([sys.executable, __file__, "--one", model, name, "--repeats",
+            if name == "rkmate loss alone" and model not in LANGUAGE:
+                continue
+            peaks = {n: peak for n, peak, _ in points}
+            if name == "rkmate as checkpoint" and "checkpoint" not in peaks:
+                parser.error("as checkpoint needs the peak of checkpoint, measured before it")
+            asked = f"rkmate {peaks['checkpoint']}" if name == "rkmate as checkpoint" else name
+            done = subprocess.run([sys.executable, __file__, "--one", model, asked, "--repeats",
                                    str(options.repeats)], capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:120]
