@@ -1,6 +1,7 @@
 """How long planning takes, by depth: GPT-2 with 6 to 48 layers, cold and for a second budget.
 
-Each depth in a fresh process with an empty cache. Prints a Markdown table.
+Each depth in a fresh process with an empty cache, and in one more for what planning allocates beside the
+model. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -12,20 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 
-def measure(layers: int, width: int, length: int) -> None:
-    """One depth; prints one line of JSON."""
-    import resource
-
+def gpt(layers: int, width: int, length: int) -> tuple[Any, dict[str, Any]]:
+    """The model, and the arguments of its forward."""
     import torch
     import transformers
-
-    import rkmate
-    from rkmate.budget import Budget
-    from rkmate.pipeline import Settings, prepare
-    from rkmate.progress import Progress
-    from rkmate.search import Searcher
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -33,7 +29,67 @@ def measure(layers: int, width: int, length: int) -> None:
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False)
     model = transformers.GPT2LMHeadModel(config).train()
     ids = torch.randint(0, 4096, (4, length))
-    kwargs = {"input_ids": ids, "labels": ids}
+    return model, {"input_ids": ids, "labels": ids}
+
+
+class _Unmetered:
+    """In place of the meter that planning itself uses: the two cannot run at once."""
+
+    def __init__(self, device: object) -> None:
+        pass
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def part(self, number: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def peaks(self) -> dict[int, int]:
+        return {}
+
+
+def allocated(layers: int, width: int, length: int) -> None:
+    """What planning allocates beside the model, and what the largest block takes to train: one line of
+    JSON."""
+    from rkmate.budget import Budget
+    from rkmate.measure import costs
+    from rkmate.measure.meter import measure_peak
+    from rkmate.pipeline import Settings, prepare
+    from rkmate.progress import Progress
+    from rkmate.schedule.simulate import simulate
+    from rkmate.schedule.steps import from_order
+    from rkmate.search import Searcher
+
+    model, kwargs = gpt(layers, width, length)
+    costs.PartsMeter = _Unmetered  # type: ignore[assignment,misc]
+    found = []
+
+    def plan() -> None:
+        searcher = Searcher(prepare(model, (), kwargs, Settings(), Progress(False)))
+        searcher.plan(Budget(fraction=0.5))
+        found.append(searcher.prepared)
+
+    peak = measure_peak(plan).peak
+    prepared, blocks = found[0], []
+    cd = prepared.graph
+    for block, graph in zip(prepared.partition.blocks, prepared.block_graphs, strict=True):
+        # As torch runs it: nothing is written over what dies, and the model's outputs stay.
+        plain = replace(graph, c=tuple(replace(c, overwritable=()) for c in graph.c))
+        returned = {j for i in block.c for j in cd.c[i].outputs} & set(cd.outputs)
+        blocks.append(simulate(plain, from_order(plain, range(len(plain.c)), plain.loss)).peak
+                      + sum(cd.d[j].size for j in returned))
+    print(json.dumps({"planning": peak, "block": max(blocks)}))
+
+
+def measure(layers: int, width: int, length: int) -> None:
+    """One depth; prints one line of JSON."""
+    import rkmate
+    from rkmate.budget import Budget
+    from rkmate.pipeline import Settings, prepare
+    from rkmate.progress import Progress
+    from rkmate.search import Searcher
+
+    model, kwargs = gpt(layers, width, length)
     start = time.perf_counter()
     searcher = Searcher(prepare(model, (), kwargs, Settings(), Progress(False)))
     plan = searcher.plan(Budget(fraction=0.5))
@@ -50,8 +106,20 @@ def measure(layers: int, width: int, length: int) -> None:
     print(json.dumps({
         "layers": layers, "cold": cold, "second": second, "stages": dict(plan.stage_seconds),
         "nodes": dict(plan.nodes), "overheads": overheads,
-        "smallest": searcher.smallest.peak / searcher.baseline.peak,
-        "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+        "smallest": searcher.smallest.peak / searcher.baseline.peak}))
+
+
+def fresh(layers: int, width: int, length: int, *more: str) -> dict[str, Any]:
+    """One depth in a process of its own, with an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, __file__, "--one", str(layers), "--width", str(width), "--length",
+             str(length), *more],
+            env={**os.environ, "RKMATE_CACHE_DIR": folder}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
 
 
 def main() -> None:
@@ -61,28 +129,25 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        measure(options.one, options.width, options.length)
+        (allocated if options.memory else measure)(options.one, options.width, options.length)
         return
     print("| layers | captured / computations | blocks / unique | capture | measure | options | chain "
-          "| cold | second budget | smallest | overhead at 1.0 / 0.7 / 0.5 / 0.35 |")
-    print("|" + "---|" * 11)
+          "| cold | second budget | smallest | overhead at 1.0 / 0.7 / 0.5 / 0.35 "
+          "| memory of planning / of a block |")
+    print("|" + "---|" * 12)
     for layers in map(int, options.layers.split(",")):
-        with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", str(layers), "--width", str(options.width),
-                 "--length", str(options.length)],
-                env={**os.environ, "RKMATE_CACHE_DIR": folder}, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        r = json.loads(done.stdout.strip().splitlines()[-1])
+        r = fresh(layers, options.width, options.length)
+        memory = fresh(layers, options.width, options.length, "--memory")
         s, n = r["stages"], r["nodes"]
         over = " / ".join(f"{v:.1%}" for v in r["overheads"].values())
         print(f"| {layers} | {n['captured']} / {n['computations']} | {n['blocks']} / {n['unique']} "
               f"| {s['capture']:.1f} s | {s['measure']:.1f} s | {s['options']:.1f} s "
               f"| {max(0.0, s['chain'] - s['options']):.2f} s | {r['cold']:.1f} s | {r['second']:.2f} s "
-              f"| {r['smallest']:.0%} | {over} |", flush=True)
+              f"| {r['smallest']:.0%} | {over} "
+              f"| {memory['planning'] / 2**20:.1f} / {memory['block'] / 2**20:.1f} MiB |", flush=True)
 
 
 if __name__ == "__main__":

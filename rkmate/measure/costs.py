@@ -133,7 +133,7 @@ class _Runner:
             entering = dict(self.values)
             meter = PartsMeter(self.device)
             with meter.running():
-                self._forward(block, lambda i: self.run(i, meter), free=False)
+                self._forward(block, lambda i: self.run(i, meter), block.c)
                 self._backward(block, lambda i: self.run(i, meter))
             for i, peak in meter.peaks().items():
                 kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs)
@@ -141,35 +141,33 @@ class _Runner:
                 self.overhead[i] = max(least, peak - kept)
             self.values = entering
             del entering
-            self._forward(block, self.run_timed, free=False)
+            self._forward(block, self.run_timed, block.c)
             self._backward(block, self.run_timed)
         else:
-            self._forward(block, self.run, free=True)
+            self._forward(block, self.run, block.c[:block.graph.loss])
         keep = self.partition.cuts[block.index + 1]
         for j in list(self.values):
             if j not in keep and self._ours(j):
                 del self.values[j]
 
-    def _forward(self, block: Block, run: Callable[[int], None], *, free: bool) -> None:
-        after = self.partition.cuts[block.index + 1]
-        nodes = block.c[:block.graph.loss]
-        last = {j: i for i in nodes for j in self.cd.c[i].inputs}
-        for i in nodes:
-            run(i)
-            for j in self.cd.c[i].inputs if free else ():
-                if last[j] == i and j not in after and self._ours(j):
-                    self.values.pop(j, None)
+    def _forward(self, block: Block, run: Callable[[int], None], readers: Sequence[int]) -> None:
+        """`readers`: the C nodes that will run, and need their values."""
+        self._run(block, block.c[:block.graph.loss], readers, run)
 
     def _backward(self, block: Block, run: Callable[[int], None]) -> None:
-        after = self.partition.cuts[block.index + 1]
         nodes = block.c[block.graph.loss:]
-        last = {j: i for i in nodes for j in self.cd.c[i].inputs}
         for j in self.partition.grads[block.index + 1]:
             self.values[j] = self._gradient(j)
+        self._run(block, nodes, nodes, run)
+
+    def _run(self, block: Block, nodes: Sequence[int], readers: Sequence[int],
+             run: Callable[[int], None]) -> None:
+        after = self.partition.cuts[block.index + 1]
+        last = {j: i for i in readers for j in self.cd.c[i].inputs}
         for i in nodes:
             run(i)
-            for j in self.cd.c[i].inputs:
-                if last[j] == i and j not in after and self._ours(j):
+            for j in (*self.cd.c[i].inputs, *self.cd.c[i].outputs):
+                if last.get(j, i) == i and j not in after and self._ours(j):
                     self.values.pop(j, None)
 
     def _ours(self, j: int) -> bool:
@@ -220,9 +218,11 @@ class _Runner:
     def run_timed(self, i: int) -> None:
         """Run a C node and time it, unless an equal operation has been timed."""
         call, key = self._prepared(i)
-        self._keep(i, call())
+        result = call()
         if key not in self.known:
-            self.known[key] = self._seconds(call)
+            del result                   # before the next one is made
+            self.known[key], result = self._seconds(call)
+        self._keep(i, result)
         self.costs[i] = (self.known[key], self.overhead.get(i, 0))
 
     def _prepared(self, i: int) -> tuple[Callable[[], Any], Any]:
@@ -250,23 +250,25 @@ class _Runner:
             position = self.program.position[j]
             self.values[j] = result if position is None else result[position]
 
-    def _seconds(self, call: Callable[[], Any]) -> float:
+    def _seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
         times: list[float] = []
+        result = None
         cuda = self.device.type == "cuda"
         while len(times) < self.settings.repeats and sum(times) < self.settings.enough_seconds:
             if cuda:
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                result = None
                 start.record()
-                call()
+                result = call()
                 end.record()
                 end.synchronize()
                 times.append(start.elapsed_time(end) / 1e3)
             else:
+                result = None
                 begin = time.perf_counter()
                 result = call()
                 times.append(time.perf_counter() - begin)
-                del result
-        return statistics.median(times)
+        return statistics.median(times), result
 
 
 def _signature(node: fx.Node, args: Any, kwargs: Any) -> Any:
