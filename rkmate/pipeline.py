@@ -38,6 +38,7 @@ from rkmate.planning_lock import planning_lock
 from rkmate.progress import Progress
 from rkmate.rotor.chain import Block as ChainBlock
 from rkmate.rotor.chain import Chain
+from rkmate.schedule.reorder import reordered
 from rkmate.schedule.simulate import simulate
 from rkmate.schedule.steps import from_order
 
@@ -195,7 +196,7 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     program = lower(joint)
     seconds["capture"] = time.perf_counter() - start
     start = time.perf_counter()
-    parts = partition(program, settings.cut)
+    parts = reordered(partition(program, settings.cut))
     texts = [block_text(parts.program, b) for b in parts.blocks]
     classes = classes_of(texts)
     seconds["cut"] = time.perf_counter() - start

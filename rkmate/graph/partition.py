@@ -65,17 +65,31 @@ def partition(program: Program, settings: CutSettings = CutSettings()) -> Partit
     forward = sorted(cd.forward, key=lambda i: blocks.of[i])
     backward = sorted(cd.backward, key=lambda i: -blocks.of[i])
     order = [*forward, *backward]
-    of = tuple(blocks.of[i] for i in order)
+    return _in_order(program, order, tuple(blocks.of[i] for i in order), blocks.separators)
+
+
+def rearranged(parts: Partition, orders: Sequence[Sequence[int]]) -> Partition:
+    """The same partition, each block's C nodes in another order: forward first, then backward."""
+    order = list(range(len(parts.program.cd.c)))
+    for block, local in zip(parts.blocks, orders, strict=True):
+        for place, k in zip(block.c, local, strict=True):
+            order[place] = block.c[k]
+    return _in_order(parts.program, order, parts.block_of, parts.separators)
+
+
+def _in_order(program: Program, order: Sequence[int], of: tuple[int, ...], separators: int) -> Partition:
+    """`of`: block of each C node, in the new order."""
+    cd, count = program.cd, max(of, default=PRELUDE) + 1
     new_cd = replace(cd, c=tuple(cd.c[i] for i in order))
     place = {old: new for new, old in enumerate(order)}
     program = replace(program, cd=new_cd, operation=tuple(program.operation[i] for i in order),
                       constant=frozenset(place[i] for i in program.constant))
     segments, exits = _segments(program, of)
     program = replace(program, cd=replace(program.cd, exits=exits).verify())
-    cuts, grads = _crossings(program.cd, of, blocks.count)
+    cuts, grads = _crossings(program.cd, of, count)
     held = frozenset(program.cd.outputs)
-    parts = tuple(_block(program.cd, b, of, cuts, grads, held) for b in range(blocks.count))
-    return Partition(program, of, parts, cuts, grads, segments, blocks.separators)
+    parts = tuple(_block(program.cd, b, of, cuts, grads, held) for b in range(count))
+    return Partition(program, of, parts, cuts, grads, segments, separators)
 
 
 def cut_stages(program: Program, names: Sequence[str | None]) -> Stages:
