@@ -45,6 +45,9 @@ DTR_NODES = 1500
 LOWER_SET_NODES = 300
 """Up to how many computations these planners are asked, too: their time grows with the square. And up
 to how many (the former) further budgets get two schedules of the chain finished, not one."""
+FINE = 4
+"""A table for small budgets ends at this many times the least memory of the chain: its slots are finer
+than those of the one for all budgets, which has a dozen below the least memory of a deep model."""
 
 _ORIGINS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
             "keep-set": "the integer program on the whole graph (keep-set)",
@@ -85,6 +88,7 @@ class Searcher:
         self.prepared = prepared
         self._found: list[Candidate] = []
         self._patience = PATIENCE
+        self._tables: dict[int | None, Table] = {}
 
     @cached_property
     def baseline(self) -> Candidate:
@@ -93,19 +97,26 @@ class Searcher:
         return self._judge(from_order(g, range(len(g.c)), g.loss, self.prepared.held), (),
                            "save-all")
 
+    def table(self, memory: int) -> Table:
+        """The dynamic program's table for so many bytes, and less: one for small budgets, one for all."""
+        chain = self.prepared.chain
+        least = FINE * self._minimum[0]
+        most = least if memory <= least else None
+        if most not in self._tables:
+            with self.prepared.timed("chain"):
+                self._tables[most] = solve(chain, self.prepared.settings.slots, most=most)
+        return self._tables[most]
+
     @cached_property
-    def table(self) -> Table:
-        """The dynamic program's table."""
+    def _minimum(self) -> tuple[int, list[Op]]:
         chain = self.prepared.chain
         with self.prepared.timed("chain"):
-            return solve(chain, self.prepared.settings.slots)
+            return minimum(chain)
 
     @cached_property
     def smallest(self) -> Candidate:
         """The schedule with the smallest peak that the planner knows."""
-        with self.prepared.timed("chain"):
-            _, ops = minimum(self.prepared.chain)
-        least = self._expand(ops)
+        least = self._expand(self._minimum[1])
         return min(least, self.baseline, key=lambda c: (c.peak, c.seconds))
 
     @cached_property
@@ -273,10 +284,11 @@ class Searcher:
         # What the chain's model counts too much grows with the limit: search up from a sure one.
         base = max(0, limit - p.constant_bytes)
         low, high = base, max(base, limit) + (limit // 2)
+        table = self.table(base + base // 4)
         seen: set[tuple[Op, ...]] = set()
         for step in range(9):
             memory = base if step == 0 else (low + high) // 2
-            ops = self.table.sequence(memory)
+            ops = table.sequence(memory)
             if ops is None:
                 low = memory
                 continue
@@ -288,7 +300,7 @@ class Searcher:
                     seen.add(candidate.ops)
             else:
                 high = memory
-            if high - low <= self.table.slot_bytes:
+            if high - low <= table.slot_bytes:
                 break
         return fits
 

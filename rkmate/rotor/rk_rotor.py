@@ -75,7 +75,7 @@ class Table:
             fast = fastest(self.chain) if self._keep else None
             high = self.slots * self.slot_bytes
             if fast is not None:
-                high = replay(self.chain, fast).peak_bytes - self.chain.input_bytes
+                high = min(high, replay(self.chain, fast).peak_bytes - self.chain.input_bytes)
             pool = [] if fast is None else [fast]
             levels = max(32, min(LEVELS, 160 * LEVELS // len(self.chain)))
             for k in range(levels):
@@ -111,12 +111,13 @@ def fastest(chain: Chain) -> list[Op]:
 
 
 def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
-          keep: bool = True) -> Table:
+          most: int | None = None, keep: bool = True) -> Table:
     """Solve the chain for all budgets at once.
 
     `slots`: into how many slots the memory of the fastest sequence is divided, when `slot_bytes`
     does not say how large one is. Sizes are rounded up to slots and budgets down, so what fits in
-    slots fits in bytes. `keep`: as in `rkmate.rotor.smallest.smallest`.
+    slots fits in bytes. `most`: bytes above which more memory is not made use of; the slots of small
+    budgets are finer then. `keep`: as in `rkmate.rotor.smallest.smallest`.
     """
     chain.verify()
     if slots < 1 or (slot_bytes is not None and slot_bytes < 1):
@@ -128,7 +129,11 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
         top = max(low, replay(chain, fastest(chain)).peak_bytes - chain.input_bytes)
     else:
         top = max(low, _top_without_keeping(chain, needs))
-    if slot_bytes is not None:
+    if most is not None and most - chain.input_bytes < top:
+        top = max(low, most - chain.input_bytes)
+        size = slot_bytes or max(1, -(-top // slots))
+        used = -(-top // size)
+    elif slot_bytes is not None:
         size, used = slot_bytes, _slots_needed(chain, needs, slot_bytes, top, keep=keep)
     else:
         # Rounded up one by one, sizes may add up to more than `slots`: make slots a little larger.

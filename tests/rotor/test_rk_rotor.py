@@ -70,6 +70,29 @@ def test_slots_never_exceed_the_budget_nor_lose_to_the_promise(chain: Chain, slo
         before = cost.seconds
 
 
+@settings(max_examples=60, deadline=None)
+@given(chains(6), st.integers(0, 8))
+def test_a_table_for_small_budgets_agrees_with_the_one_for_all(chain: Chain, more: int) -> None:
+    exact = solve(chain, slot_bytes=1)
+    most = exact.minimum_bytes + more
+    table = solve(chain, slot_bytes=1, most=most)
+    assert table.minimum_bytes == exact.minimum_bytes
+    for budget in range(exact.minimum_bytes - 1, most + 3):
+        within = min(budget, most)
+        assert table.seconds(budget) <= exact.seconds(within) + 1e-9
+        ops = table.sequence(budget)
+        assert (ops is None) == (budget < exact.minimum_bytes)
+        assert ops is None or replay(chain, ops).peak_bytes <= budget
+
+
+def test_slots_of_a_table_for_small_budgets_are_finer() -> None:
+    chain = line(40)
+    least = minimum(chain)[0]
+    coarse, fine = solve(chain, slots=50), solve(chain, slots=50, most=4 * least)
+    assert 4 * fine.slot_bytes < coarse.slot_bytes
+    assert fine.seconds(2 * least) < coarse.seconds(2 * least)
+
+
 def test_two_blocks_by_hand() -> None:
     chain = line(2)
     # Saving everything: block 0 keeps 8 + 1, block 1's backward takes 10 more, inputs are free.
