@@ -30,6 +30,7 @@ from rkmate.graph.structure import take_apart
 from rkmate.graph.text import block_text, classes_of
 from rkmate.ilp import OptionSet, OptionSettings, cache_folder, solve_options
 from rkmate.ilp.judge import judge
+from rkmate.ilp.keeping import levels
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, MeasureSettings, measure, with_costs
 from rkmate.measure.remembered import CostMemory
@@ -42,6 +43,12 @@ from rkmate.schedule.reorder import reordered
 from rkmate.schedule.simulate import simulate
 from rkmate.schedule.steps import from_order
 
+KEEPING_BLOCKS = 40
+"""Up to how many blocks the chain's program lets forwards keep something for one another. Its time
+grows with that, and on the deeper models tried (transformers, all) nothing was gained."""
+KEEPING_LEVELS = 6
+"""At how many levels at most; fewer for longer chains, as many as `KEEPING_TIMES` over the blocks."""
+KEEPING_TIMES = 120
 CostSource = Literal["measured", "analytic"]
 Split = Literal["auto", "always", "never"]
 
@@ -133,6 +140,20 @@ class Prepared:
                  reversed([(k, b) for b, k in enumerate(self.classes)])}
         blocks = tuple(ChainBlock(*plain[k], self.option_sets[k].options) for k in self.classes)
         return self._chained(blocks, p.cuts, p.grads)
+
+    @cached_property
+    def keeping_chain(self) -> Chain:
+        """The chain whose blocks may keep something for forwards that run again."""
+        chain = self.chain
+        if len(chain) > KEEPING_BLOCKS:
+            return chain
+        first = {k: b for b, k in reversed(list(enumerate(self.classes)))}
+        with self.timed("chain"):
+            kept = levels([self.block_graphs[first[k]] for k in range(len(first))],
+                          [s.options for s in self.option_sets],
+                          min(KEEPING_LEVELS, KEEPING_TIMES // len(chain)))
+        return replace(chain, blocks=tuple(replace(b, kept=kept[k]) for b, k in
+                                           zip(chain.blocks, self.classes, strict=True))).verify()
 
     def _chained(self, blocks: tuple[ChainBlock, ...], cuts: tuple[frozenset[int], ...],
                  grads: Sequence[frozenset[int]]) -> Chain:

@@ -23,7 +23,7 @@ from rkmate.planners.keep_set import KeepSet
 from rkmate.planners.protocol import Outcome, Planner, Problem
 from rkmate.planners.registry import planner as find_planner
 from rkmate.rotor import minimum, solve
-from rkmate.rotor.chain import Backward, Forward, ForwardPlain, Op
+from rkmate.rotor.chain import Backward, Forward, Op
 from rkmate.rotor.rk_rotor import Table
 from rkmate.runs import runs_of
 from rkmate.schedule.finish import finish, without_waste
@@ -99,7 +99,7 @@ class Searcher:
 
     def table(self, memory: int) -> Table:
         """The dynamic program's table for so many bytes, and less: one for small budgets, one for all."""
-        chain = self.prepared.chain
+        chain = self.prepared.keeping_chain
         least = FINE * self._minimum[0]
         most = least if memory <= least else None
         if most not in self._tables:
@@ -329,20 +329,14 @@ class Searcher:
         """The flat schedule of a sequence of block operations."""
         p = self.prepared
         graph, blocks = p.graph, p.partition.blocks
+        chain = p.keeping_chain if any(o.level is not None for o in ops) else p.chain
         order = [i for i in graph.forward if p.partition.block_of[i] == PRELUDE]
         loss_at: int | None = None
         for op in ops:
-            c = blocks[op.block].c
-            if isinstance(op, ForwardPlain):
-                order += c[:blocks[op.block].graph.loss]
-                continue
-            option = p.option_sets[p.classes[op.block]].options[op.option]
-            if isinstance(op, Forward):
-                order += [c[i] for i in option.forward]
-            else:
-                if loss_at is None:
-                    loss_at = len(order)
-                order += [c[i] for i in option.backward]
+            c, nodes = blocks[op.block].c, chain.nodes(op)
+            if isinstance(op, Backward) and loss_at is None:
+                loss_at = len(order)
+            order += c[:blocks[op.block].graph.loss] if nodes is None else [c[i] for i in nodes]
         assert loss_at is not None
         schedule = without_waste(graph, from_order(graph, order, loss_at, p.held), p.held)
         return self._judge(schedule, tuple(ops), "rk-rotor")
@@ -389,10 +383,11 @@ class Searcher:
 
     def _runs(self, best: Candidate) -> Iterator[Run]:
         p = self.prepared
+        if not best.ops or any(op.level is not None for op in best.ops):
+            yield from runs_of(best.schedule, p.graph, p.partition.block_of)
+            return
         for op in best.ops:
-            option = None if isinstance(op, ForwardPlain) else op.option
+            option = op.option if isinstance(op, Forward | Backward) else None
             yield Run(op.block, "backward" if isinstance(op, Backward) else "forward", option,
                       None if option is None else
                       p.option_sets[p.classes[op.block]].options[option].saved_bytes)
-        if not best.ops:
-            yield from runs_of(best.schedule, p.graph, p.partition.block_of)

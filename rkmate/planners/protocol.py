@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeVar
 
 from rkmate.errors import GraphError
 from rkmate.graph.cd import CDGraph
-from rkmate.rotor.chain import Backward, Chain, Forward, ForwardPlain, Op
+from rkmate.rotor.chain import Backward, Chain, Op
 from rkmate.schedule.simulate import Simulation, simulate
 from rkmate.schedule.steps import Schedule, from_order
 
@@ -100,16 +100,10 @@ def expand(problem: Problem, ops: Iterable[Op]) -> tuple[list[int], int]:
     plain = [[c for c in block if c < graph.loss] for block in problem.block_c]
     loss_at = None
     for op in ops:
-        block = problem.block_c[op.block]
-        if isinstance(op, ForwardPlain):
-            order += plain[op.block]
-        elif isinstance(op, Forward):
-            order += [block[c] for c in chain.blocks[op.block].options[op.option].forward]
-        else:
-            assert isinstance(op, Backward)
-            if loss_at is None:
-                loss_at = len(order)
-            order += [block[c] for c in chain.blocks[op.block].options[op.option].backward]
+        if isinstance(op, Backward) and loss_at is None:
+            loss_at = len(order)
+        nodes = chain.nodes(op)
+        order += plain[op.block] if nodes is None else [problem.block_c[op.block][c] for c in nodes]
     return order, len(order) if loss_at is None else loss_at
 
 

@@ -1,6 +1,16 @@
 """The dynamic programs over a chain of blocks: rk-Rotor and Rotor. No torch."""
 
-from rkmate.rotor.chain import Backward, Block, Chain, Forward, ForwardPlain, Op, Option
+from rkmate.rotor.chain import (
+    Backward,
+    Block,
+    Chain,
+    Forward,
+    ForwardKeeping,
+    ForwardPlain,
+    Kept,
+    Op,
+    Option,
+)
 from rkmate.rotor.replay import Cost, replay
 from rkmate.rotor.rk_rotor import Table, fastest, minimum, solve
 from rkmate.rotor.rotor import RotorChain, rotor
@@ -11,7 +21,9 @@ __all__ = [
     "Chain",
     "Cost",
     "Forward",
+    "ForwardKeeping",
     "ForwardPlain",
+    "Kept",
     "Op",
     "Option",
     "RotorChain",

@@ -8,7 +8,7 @@ costs the bytes of ``cuts[i] - cuts[s]``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,6 +25,16 @@ class ForwardPlain(NamedTuple):
     """Run a block's forward and keep nothing but its outputs (the paper's F^0)."""
 
     block: int
+    level: int | None = None
+    """What of the block is in memory already (`Block.kept`); None: nothing. Here and below."""
+
+
+class ForwardKeeping(NamedTuple):
+    """Run a block's forward and keep, beside its outputs, what makes later runs cheaper."""
+
+    block: int
+    level: int
+    """Which of `Block.kept` stays, until the block's backward."""
 
 
 class Forward(NamedTuple):
@@ -32,6 +42,7 @@ class Forward(NamedTuple):
 
     block: int
     option: int
+    level: int | None = None
 
 
 class Backward(NamedTuple):
@@ -39,9 +50,10 @@ class Backward(NamedTuple):
 
     block: int
     option: int
+    level: int | None = None
 
 
-Op = ForwardPlain | Forward | Backward
+Op = ForwardPlain | ForwardKeeping | Forward | Backward
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,26 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What may stay of a block from its first forward on, and what that makes of the later runs.
+
+    Rockmate, section 3.4, names what is lost without it (its second sub-optimality): forwards that
+    run several times save nothing for one another.
+    """
+
+    bytes: int
+    """Of what stays; left out of all bytes below but `first_peak_bytes`."""
+    forward: tuple[int, ...]
+    """Local C nodes of a plain forward that finds it in memory."""
+    forward_seconds: float
+    forward_peak_bytes: int
+    first_peak_bytes: int
+    """Most bytes during the forward that it stays of, input cut left out."""
+    options: tuple[Option, ...]
+    """Of a forward and a backward that find it in memory."""
+
+
+@dataclass(frozen=True)
 class Block:
     """One block of the chain."""
 
@@ -76,6 +108,15 @@ class Block:
     passing_bytes: int = 0
     """Gradients that are alive during the block's backward, but that it neither reads nor writes
     (those of tensors that pass by the block); they are no part of an option's peaks."""
+    kept: tuple[Kept, ...] = ()
+    """Per level, what may stay of the block; the same number for all blocks of a chain."""
+
+    def given(self, level: int | None) -> Block:
+        """The block where what the level keeps is in memory."""
+        if level is None:
+            return self
+        k = self.kept[level]
+        return Block(k.forward_seconds, k.forward_peak_bytes, k.options, self.passing_bytes)
 
 
 @dataclass(frozen=True)
@@ -119,8 +160,12 @@ class Chain:
         for i, block in enumerate(self.blocks):
             if not block.options:
                 raise GraphError(f"block {i} has no option")
+            if len(block.kept) != len(self.blocks[0].kept) or not all(k.options for k in block.kept):
+                raise GraphError(f"block {i} has other levels than block 0, or one without options")
             numbers = [block.forward_seconds, block.forward_peak_bytes, block.passing_bytes]
-            for o in block.options:
+            for k in block.kept:
+                numbers += [k.bytes, k.forward_seconds, k.forward_peak_bytes, k.first_peak_bytes]
+            for o in (*block.options, *(o for k in block.kept for o in k.options)):
                 numbers += [o.forward_seconds, o.backward_seconds, o.saved_bytes,
                             o.forward_peak_bytes, o.backward_peak_bytes]
             if not min(numbers) >= 0:
@@ -149,8 +194,24 @@ class Chain:
 
     def seconds(self, op: Op) -> float:
         """Time of one operation."""
-        block = self.blocks[op.block]
+        if isinstance(op, ForwardKeeping):
+            return self.blocks[op.block].forward_seconds
+        block = self.blocks[op.block].given(op.level)
         if isinstance(op, ForwardPlain):
             return block.forward_seconds
         option = block.options[op.option]
         return option.forward_seconds if isinstance(op, Forward) else option.backward_seconds
+
+    def nodes(self, op: Op) -> tuple[int, ...] | None:
+        """Local C nodes that an operation runs, in order; None: the block's whole forward."""
+        if isinstance(op, ForwardKeeping):
+            return None
+        block = self.blocks[op.block]
+        if isinstance(op, ForwardPlain):
+            return None if op.level is None else block.kept[op.level].forward
+        option = block.given(op.level).options[op.option]
+        return option.forward if isinstance(op, Forward) else option.backward
+
+    def given(self, level: int) -> Chain:
+        """The chain where what a level keeps of each block is in memory."""
+        return replace(self, blocks=tuple(b.given(level) for b in self.blocks))

@@ -7,77 +7,116 @@ sub-problem costs rounds (down) to slots, so the losses of rounding do not add u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
-from rkmate.rotor.chain import Backward, Chain, Floats, Forward, ForwardPlain, Ints, Op
+from rkmate.rotor.chain import Backward, Floats, Forward, ForwardKeeping, ForwardPlain, Ints, Op
+from rkmate.rotor.levels import Level
 from rkmate.rotor.needs import Needs
 from rkmate.rotor.smallest import Smallest
 
 
-class Rebuild:
-    """Builds sequences for any budget from a table of slots (if any) and the smallest memories."""
+@dataclass(frozen=True)
+class Layer:
+    """What is known of all sub-problems: of the chain itself, or of one of its levels."""
 
-    def __init__(self, chain: Chain, needs: Needs, small: Smallest, table: Floats | None = None,
-                 row: Ints | None = None, slot_bytes: int = 1, *, keep: bool = True) -> None:
-        self.chain = chain
-        self.needs = needs
-        self.small = small
-        self.table = table
-        self.row = row
-        self.slot_bytes = slot_bytes
-        self.keep = keep
+    needs: Needs
+    small: Smallest
+    table: tuple[Ints, Floats] = (np.zeros(0, dtype=np.int64), np.zeros((0, 0)))
+    """``row`` and ``time``: ``time[row[s] + t, slot]``, least seconds in a table of slots; or empty."""
+    level: Level | None = None
 
-    def _cost(self, s: Ints | int, t: Ints | int, memory: Ints) -> Floats:
+    def cost(self, s: Ints | int, t: Ints | int, memory: Ints, slot_bytes: int) -> Floats:
         """Upper bounds of the time of sub-problems (s, t) with some bytes each."""
         feasible = memory >= self.small.bytes[s, t]
         result: Floats = np.where(feasible, self.small.seconds[s, t], np.inf)
-        if self.table is not None and self.row is not None:
-            slot = np.clip(memory // self.slot_bytes, 0, self.table.shape[1] - 1)
-            found = self.table[self.row[s] + t, slot]
+        row, time = self.table
+        if len(time):
+            slot = np.clip(memory // slot_bytes, 0, time.shape[1] - 1)
+            found = time[row[s] + t, slot]
             result = np.minimum(result, np.where(memory >= 0, found, np.inf))
         return result
 
+
+class Rebuild:
+    """Builds sequences for any budget from the smallest memories, and tables of slots (if any)."""
+
+    def __init__(self, layers: Sequence[Layer], slot_bytes: int = 1, *, keep: bool = True) -> None:
+        self.layers = layers
+        self.slot_bytes = slot_bytes
+        self.keep = keep
+
     def ops(self, budget: int) -> list[Op] | None:
         """A sequence that needs at most `budget` bytes (first cut not included), or None."""
-        needs, n = self.needs, len(self.chain)
-        if budget < self.small.bytes[0, n]:
+        n = self.layers[0].needs.blocks
+        if budget < self.layers[0].small.bytes[0, n]:
             return None
         result: list[Op] = []
-        todo: list[Op | tuple[int, int, int]] = [(0, n, budget)]
+        todo: list[Op | tuple[int, Layer, int, int]] = [(0, self.layers[0], n, budget)]
         while todo:
             item = todo.pop()
-            if isinstance(item, Backward | Forward | ForwardPlain):
+            if isinstance(item, Backward | Forward | ForwardPlain | ForwardKeeping):
                 result.append(item)
                 continue
-            s, t, m = item
-            options = needs.options[s]
-            left = m - options.keep
-            if t == s + 1:
-                rest: Floats | float = 0.0
-            elif self.keep:
-                rest = self._cost(s + 1, t, left)
-            else:
-                rest = np.inf
-            direct = np.where(needs.option(s, t) <= m, options.seconds + rest, np.inf)
-            best = int(np.argmin(direct))
-            split = None
-            if t > s + 1:
-                i = np.arange(s + 1, t)
-                after = m - needs.between[s, s + 1:t]
-                total = (needs.elapsed[s + 1:t] - needs.elapsed[s] + self._cost(i, t, after)
-                         + self._cost(s, i, np.full(t - s - 1, m)))
-                total[needs.split(s, t) > m] = np.inf
-                at = int(np.argmin(total))
-                if total[at] < direct[best]:
-                    split = s + 1 + at
-            if split is not None:
-                result.extend(ForwardPlain(j) for j in range(s, split))
-                todo.append((s, split, m))
-                todo.append((split, t, m - int(needs.between[s, split])))
-            else:
-                assert direct[best] < np.inf
-                result.append(Forward(s, best))
-                todo.append(Backward(s, best))
+            s, layer, t, m = item
+            needs, level = layer.needs, None if layer.level is None else layer.level.number
+            best, seconds = self._option(layer, s, t, m)
+            split, below = None, layer
+            known = float(layer.cost(s, t, np.array(m), self.slot_bytes))
+            for other in (layer,) if level is not None else self.layers:
+                if other is not layer and seconds <= known * (1 + 1e-9):
+                    break           # the third case has nothing to offer
+                i, total = self._split(layer, other, s, t, m)
+                if total < seconds:
+                    split, below, seconds = i, other, total
+            if split is None:
+                assert seconds < np.inf
+                result.append(Forward(s, best, level))
+                todo.append(Backward(s, best, level))
                 if t > s + 1:
-                    todo.append((s + 1, t, int(left[best])))
+                    todo.append((s + 1, layer, t, m - int(needs.options[s].keep[best])))
+            else:
+                if below is layer:
+                    result.extend(ForwardPlain(j, level) for j in range(s, split))
+                else:
+                    assert below.level is not None
+                    result.extend(ForwardKeeping(j, below.level.number) for j in range(s, split))
+                todo.append((s, below, split, m))
+                todo.append((split, layer, t, m - int(below.needs.between[s, split])))
         return result
+
+    def _option(self, layer: Layer, s: int, t: int, m: int) -> tuple[int, float]:
+        """The first case: the best option of block s, and the seconds of (s, t) with it."""
+        needs = layer.needs
+        options = needs.options[s]
+        if t == s + 1:
+            rest: Floats | float = 0.0
+        elif self.keep:
+            rest = layer.cost(s + 1, t, m - options.keep, self.slot_bytes)
+        else:
+            rest = np.inf
+        direct = np.where(needs.option(s, t) <= m, options.seconds + rest, np.inf)
+        best = int(np.argmin(direct))
+        return best, float(direct[best])
+
+    def _split(self, layer: Layer, below: Layer, s: int, t: int, m: int) -> tuple[int, float]:
+        """The second case, or (where `below` is another layer) the third: the best cut, the seconds."""
+        end = t - 1
+        if below is not layer:
+            assert below.level is not None
+            need = below.level.first(s, t)
+            end = s + len(need)
+        if end <= s:
+            return t, np.inf
+        if below is layer:
+            need = layer.needs.split(s, t)
+        i = np.arange(s + 1, end + 1)
+        elapsed = layer.needs.elapsed
+        after = m - below.needs.between[s, s + 1:end + 1]
+        total = (elapsed[s + 1:end + 1] - elapsed[s] + layer.cost(i, t, after, self.slot_bytes)
+                 + below.cost(s, i, np.full(end - s, m), self.slot_bytes))
+        total[need > m] = np.inf
+        at = int(np.argmin(total))
+        return s + 1 + at, float(total[at])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rkmate.errors import ScheduleError
-from rkmate.rotor.chain import Backward, Chain, Forward, ForwardPlain, Op
+from rkmate.rotor.chain import Backward, Chain, ForwardKeeping, ForwardPlain, Op
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ def replay(chain: Chain, ops: Sequence[Op]) -> Cost:
     last = len(chain) - 1
     drops = deaths(ops)
     cuts: set[int] = {0}
-    options: dict[int, int] = {}
+    options: dict[int, tuple[int, int]] = {}        # block -> its option, the bytes saved
+    stays: dict[int, int] = {}                      # block -> the level that it keeps
     waiting = last       # the block whose backward comes next
     loss = False
     reached = -1
@@ -37,22 +38,27 @@ def replay(chain: Chain, ops: Sequence[Op]) -> Cost:
         b = op.block
         if b not in cuts:
             raise ScheduleError(f"operation {k} ({op}): cut {b} is not in memory")
-        block = chain.blocks[b]
-        kept = sum(chain.blocks[j].options[o].saved_bytes for j, o in options.items())
+        level = stays.get(b)
+        if level is not None if isinstance(op, ForwardKeeping) else op.level not in (None, level):
+            raise ScheduleError(f"operation {k} ({op}): what is kept of block {b} is {level}")
+        beside = sum(chain.blocks[j].kept[at].bytes for j, at in stays.items())
+        kept = beside + sum(size for _, size in options.values())
         reached = max(reached, b)
         if isinstance(op, Backward):
-            if b != waiting or options.get(b) != op.option:
+            found, saved = options.get(b, (None, 0))
+            if b != waiting or found != op.option:
                 raise ScheduleError(f"operation {k} ({op}): block {waiting}'s backward is next, and "
-                                    f"option {options.get(b)} of block {b} is saved")
-            saved = block.options[op.option].saved_bytes
+                                    f"option {found} of block {b} is saved")
             others = _bytes(chain, cuts - {b + 1}) + kept - saved + int(chain.held_by[-1])
             if not loss:
                 outputs = int(chain.between[b, b + 1])
                 peak = max(peak, others + saved + outputs + chain.grads[-1])
                 loss = True
+            block = chain.blocks[b].given(op.level)
             peak = max(peak, others + block.options[op.option].backward_peak_bytes
                        + block.passing_bytes)
             del options[b]
+            stays.pop(b, None)
             cuts.discard(b + 1)
             waiting = b - 1
         else:
@@ -61,12 +67,17 @@ def replay(chain: Chain, ops: Sequence[Op]) -> Cost:
                                     "forward is saved already")
             around = (int(chain.held_by[-1]) + chain.grads[waiting + 1] if loss
                       else int(chain.held_by[reached]) + chain.grads_at_start)
-            own = (block.forward_peak_bytes if isinstance(op, ForwardPlain)
-                   else block.options[op.option].forward_peak_bytes)
+            if isinstance(op, ForwardKeeping):
+                own = chain.blocks[b].kept[op.level].first_peak_bytes
+                stays[b] = op.level
+            elif isinstance(op, ForwardPlain):
+                own = chain.blocks[b].given(op.level).forward_peak_bytes
+            else:
+                option = chain.blocks[b].given(op.level).options[op.option]
+                own = option.forward_peak_bytes
+                options[b] = op.option, option.saved_bytes
             peak = max(peak, _bytes(chain, cuts - {b + 1}) + kept + around + own)
             cuts.add(b + 1)
-            if isinstance(op, Forward):
-                options[b] = op.option
         cuts.difference_update(drops[k])
     if waiting >= 0:
         raise ScheduleError(f"the backward of block {waiting} never runs")

@@ -1,7 +1,8 @@
 """rk-Rotor: the fastest persistent sequence of block operations for every memory budget at once.
 
 Rockmate (ICML 2023), section 3.4 and appendix C.2, equations (1) to (3), in O(L^2 M (L + B)) for L
-blocks, M memory slots and B options a block, with NumPy over slots and sub-problems.
+blocks, M memory slots and B options a block, with NumPy over slots and sub-problems. Where blocks
+have levels (`rkmate.rotor.levels`), a third case keeps some data of forwards that run again.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import numpy as np
 
 from rkmate.errors import ArgumentError
-from rkmate.rotor.chain import Backward, Chain, Floats, Forward, Ints, Op
+from rkmate.rotor.chain import Backward, Chain, Forward, Op
+from rkmate.rotor.fill import fill
+from rkmate.rotor.levels import levels_of
 from rkmate.rotor.needs import Needs
-from rkmate.rotor.rebuild import Rebuild
+from rkmate.rotor.rebuild import Layer, Rebuild
 from rkmate.rotor.replay import Cost, replay
 from rkmate.rotor.smallest import Smallest, smallest
 
-LEVELS = 128
+BUDGETS = 128
 """Budgets at which `Table.sequence` prepares a sequence in exact bytes; fewer for chains of more
 than 160 blocks, where each takes tens of milliseconds."""
-ROWS = 96
-"""Sub-problems updated at once: their columns stay in the processor's cache."""
 
 
 class Table:
@@ -35,10 +36,12 @@ class Table:
         self.slot_bytes = slot_bytes
         self.minimum_bytes = int(small.bytes[0, len(chain)]) + chain.input_bytes
         """Smallest budget for which there is a sequence."""
-        self._row, self._time = _fill(chain, needs, slots, slot_bytes, keep=keep)
+        levels = levels_of(chain, needs) if keep else ()
+        layers = fill(needs, small, levels, slots, slot_bytes, keep=keep)
+        self._top = layers[0]
         self._needs = needs
         self._keep = keep
-        self._rebuild = Rebuild(chain, needs, small, self._time, self._row, slot_bytes, keep=keep)
+        self._rebuild = Rebuild(layers, slot_bytes, keep=keep)
         self._small = small
         self._pool: list[tuple[Cost, list[Op]]] | None = None
 
@@ -47,7 +50,8 @@ class Table:
         slot = min((budget_bytes - self.chain.input_bytes) // self.slot_bytes, self.slots)
         if slot < 0:
             return np.inf
-        return float(self._time[self._row[0] + len(self.chain), slot])
+        row, time = self._top.table
+        return float(time[row[0] + len(self.chain), slot])
 
     def sequence(self, budget_bytes: int) -> list[Op] | None:
         """The fastest sequence known within a budget; None below `minimum_bytes`.
@@ -77,9 +81,9 @@ class Table:
             if fast is not None:
                 high = min(high, replay(self.chain, fast).peak_bytes - self.chain.input_bytes)
             pool = [] if fast is None else [fast]
-            levels = max(32, min(LEVELS, 160 * LEVELS // len(self.chain)))
-            for k in range(levels):
-                ops = self._rebuild.ops(low + (high - low) * k // levels)
+            count = max(32, min(BUDGETS, 160 * BUDGETS // len(self.chain)))
+            for k in range(count):
+                ops = self._rebuild.ops(low + (high - low) * k // count)
                 if ops is not None and (not pool or ops != pool[-1]):
                     pool.append(ops)
             self._pool = [(replay(self.chain, ops), ops) for ops in pool]
@@ -95,7 +99,7 @@ def minimum(chain: Chain) -> tuple[int, list[Op]]:
     chain.verify()
     needs = Needs(chain)
     small = smallest(chain, needs)
-    rebuilt = Rebuild(chain, needs, small).ops(int(small.bytes[0, len(chain)]))
+    rebuilt = Rebuild((Layer(needs, small),)).ops(int(small.bytes[0, len(chain)]))
     assert rebuilt is not None
     return int(small.bytes[0, len(chain)]) + chain.input_bytes, rebuilt
 
@@ -164,69 +168,3 @@ def _slots_needed(chain: Chain, needs: Needs, size: int, top: int, *, keep: bool
         result = max(result, used + -(-need // size))
         used += -(-int(needs.options[s].keep[k]) // size)
     return result
-
-
-def _fill(chain: Chain, needs: Needs, slots: int, size: int, *,
-          keep: bool) -> tuple[Ints, Floats]:
-    """The table: ``time[row[s] + t, m]`` is Opt(s, t, m) of appendix C.2."""
-    n = len(chain)
-    # Rows t = s+1 .. L of one s stand together, so that shifting by memory is a slice.
-    row = np.array([s * n - s * (s - 1) // 2 - (s + 1) for s in range(n)] + [0], dtype=np.int64)
-    time = np.full((n * (n + 1) // 2, slots + 1), np.inf)
-    first = np.full(len(time), slots + 1, dtype=np.int64)    # first finite column of each row
-    ideal = np.concatenate(([0.0], np.cumsum([o.seconds.min() for o in needs.options])))
-    scratch = np.empty((ROWS, slots + 1))
-    for s in range(n - 1, -1, -1):
-        start = int(row[s]) + s + 1
-        mine = time[start:start + n - s]
-        options = needs.options[s]
-        end = np.full(n - s, slots + 1, dtype=np.int64)
-        for k, cost in enumerate(options.seconds):
-            need = -(-needs.option_rows(s, k) // size)
-            if need[0] <= slots:
-                np.minimum(mine[0, need[0]:], cost, out=mine[0, need[0]:])
-            if keep and s + 1 < n:
-                below = int(row[s + 1]) + s + 2
-                _relax(mine[1:], time[below:below + n - s - 1], first[below:below + n - s - 1],
-                       -(-int(options.keep[k]) // size), need[1:], cost, 0, end[1:], scratch)
-        # A split at i recomputes the forwards before i at least: where an option already adds less,
-        # it has nothing to offer.
-        adds = (needs.elapsed[s + 1:n] - needs.elapsed[s]) * (1 - 1e-12)
-        ends = np.empty((n - s, n - s - 1), dtype=np.int64)
-        for r in range(n - s):
-            best = ideal[s + 1 + r] - ideal[s]
-            ends[r] = slots + 1 - np.searchsorted(mine[r, ::-1], best + adds, side="right")
-        for i in range(s + 1, n):
-            here = int(row[s]) + i
-            first[here] = _first(time[here], slots)
-            below = int(row[i]) + i + 1
-            alone = time[here] + (needs.elapsed[i] - needs.elapsed[s])
-            _relax(mine[i - s:], time[below:below + n - i], first[below:below + n - i],
-                   -(-int(needs.between[s, i]) // size), -(-needs.split_rows(s, i) // size),
-                   alone, int(first[here]), ends[i - s:, i - s - 1], scratch)
-        first[int(row[s]) + n] = _first(time[int(row[s]) + n], slots)
-    return row, time
-
-
-def _first(line: Floats, slots: int) -> int:
-    return slots + 1 - int(np.isfinite(line).sum())     # finite from some column on
-
-
-def _relax(into: Floats, rest: Floats, first: Ints, shift: int, need: Ints,
-           extra: Floats | float, start: int, end: Ints, scratch: Floats) -> None:
-    """``into[r, m] = min(into[r, m], rest[r, m - shift] + extra[m])`` where need[r] <= m < end[r].
-
-    `first`: first finite column of each row of `rest`; `start`: of `extra`.
-    """
-    for low in range(0, len(rest), ROWS):
-        rows = slice(low, low + ROWS)
-        begin = max(start, shift + int(first[rows].min()))
-        stop = int(end[rows].max())
-        if begin >= stop:
-            continue
-        part = rest[rows, begin - shift:stop - shift]
-        total = scratch[:len(part), :stop - begin]
-        np.add(part, extra[begin:stop] if isinstance(extra, np.ndarray) else extra, out=total)
-        for r in np.flatnonzero(need[rows] > np.maximum(begin, shift + first[rows])):
-            total[r, :max(0, need[low + r] - begin)] = np.inf
-        np.minimum(into[rows, begin:stop], total, out=into[rows, begin:stop])

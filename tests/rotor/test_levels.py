@@ -1,0 +1,152 @@
+"""Forwards that keep something for those that run again: never slower, as promised, and as by recursion."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rkmate.errors import GraphError, ScheduleError
+from rkmate.rotor import (
+    Backward,
+    Block,
+    Chain,
+    Forward,
+    ForwardKeeping,
+    ForwardPlain,
+    Kept,
+    Option,
+    minimum,
+    replay,
+    solve,
+)
+from rkmate.rotor.levels import Level
+from rkmate.rotor.needs import Needs
+from tests.rotor.chains import chains, options, small
+
+
+@st.composite
+def keeping(draw: st.DrawFn, longest: int = 4) -> Chain:
+    """Chains with one or two levels, of any cost."""
+    chain = draw(chains(longest))
+    count = draw(st.integers(1, 2))
+    blocks = []
+    for block in chain.blocks:
+        kept = [Kept(size, (), draw(st.integers(0, 3)), draw(st.integers(0, 8)),
+                     size + draw(st.integers(0, 8)),
+                     tuple(draw(st.lists(options(), min_size=1, max_size=2))))
+                for size in draw(st.lists(small, min_size=count, max_size=count))]
+        # Dear forwards, cheap levels: else the third case hardly ever pays.
+        blocks.append(replace(block, forward_seconds=block.forward_seconds + 3, kept=tuple(kept)))
+    return replace(chain, blocks=tuple(blocks)).verify()
+
+
+def without(chain: Chain) -> Chain:
+    return replace(chain, blocks=tuple(replace(b, kept=()) for b in chain.blocks))
+
+
+def by_recursion(chain: Chain, budget: int) -> float:
+    """Least time in so many bytes, by the three cases written down plainly."""
+    n = len(chain)
+    base = Needs(chain)
+    # What keeps no byte is left out, as it is of the tables.
+    levels = [Level(chain, k, base) for k in range(len(chain.blocks[0].kept))]
+    elapsed = base.elapsed
+
+    @functools.cache
+    def best(level: int | None, s: int, t: int, m: int) -> float:
+        needs = base if level is None else levels[level].needs
+        found = [math.inf]
+        for k, need in enumerate(needs.option(s, t)):
+            if need <= m:
+                o = needs.options[s]
+                rest = 0.0 if t == s + 1 else best(level, s + 1, t, m - int(o.keep[k]))
+                found.append(float(o.seconds[k]) + rest)
+        for i in range(s + 1, t):
+            runs = float(needs.elapsed[i] - needs.elapsed[s])
+            if needs.split(s, t)[i - s - 1] <= m:
+                found.append(runs + best(level, i, t, m - int(needs.between[s, i]))
+                             + best(level, s, i, m))
+            for k, below in enumerate(levels if level is None else []):
+                if below.needs.inside[s, i] and below.first(s, t)[i - s - 1] <= m:
+                    found.append(float(elapsed[i] - elapsed[s]) + best(k, s, i, m)
+                                 + best(None, i, t, m - int(below.needs.between[s, i])))
+        return min(found)
+
+    return best(None, 0, n, budget - chain.input_bytes)
+
+
+@settings(max_examples=80, deadline=None)
+@given(keeping(), st.integers(0, 30))
+def test_equals_the_recursion_and_keeps_its_promise(chain: Chain, more: int) -> None:
+    table, plain = solve(chain, slot_bytes=1), solve(without(chain), slot_bytes=1)
+    assert table.minimum_bytes == plain.minimum_bytes == minimum(chain)[0]
+    for budget in (table.minimum_bytes, table.minimum_bytes + more):
+        ops = table.sequence(budget)
+        assert ops is not None
+        cost = replay(chain, ops)
+        assert cost.peak_bytes <= budget
+        assert cost.seconds <= table.seconds(budget) + 1e-9
+        assert table.seconds(budget) <= plain.seconds(budget) + 1e-9
+        most = table.slots * table.slot_bytes + chain.input_bytes
+        assert table.seconds(budget) == pytest.approx(by_recursion(chain, min(budget, most)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(keeping(6), st.integers(2, 7))
+def test_slots_never_exceed_the_budget(chain: Chain, slot: int) -> None:
+    table = solve(chain, slot_bytes=slot)
+    before = math.inf
+    for budget in range(table.minimum_bytes, table.minimum_bytes + 20):
+        ops = table.sequence(budget)
+        assert ops is not None
+        cost = replay(chain, ops)
+        assert cost.peak_bytes <= budget
+        assert cost.seconds <= min(before, table.seconds(budget)) + 1e-9
+        before = cost.seconds
+
+
+def line(length: int) -> Chain:
+    """Blocks of four seconds, of which a kept byte saves three."""
+    option = Option((), (), 4.0, 1.0, 20, 22, 24)
+    kept = Kept(1, (), 1.0, 2, 3, (replace(option, forward_seconds=1.0),))
+    block = Block(4.0, 2, (option,), kept=(kept,))
+    return Chain((block,) * length, tuple(frozenset({i}) for i in range(length + 1)),
+                 {i: 2 if i else 0 for i in range(length + 1)}, (2,) * (length + 1)).verify()
+
+
+def test_a_byte_kept_in_the_first_forward_saves_later_ones() -> None:
+    chain = line(4)
+    # Each block's backward takes all but the cut of block 2 and the three bytes kept.
+    budget = 24 + 2 + 3
+    table = solve(chain, slot_bytes=1)
+    ops = table.sequence(budget)
+    assert ops is not None
+    assert ops[:3] == [ForwardKeeping(b, 0) for b in range(3)]
+    assert replay(chain, ops).peak_bytes <= budget
+    assert replay(chain, ops).seconds < solve(without(chain), slot_bytes=1).seconds(budget)
+
+
+def test_replay_knows_what_is_kept() -> None:
+    chain = line(2)
+    good = [ForwardKeeping(0, 0), Forward(1, 0), Backward(1, 0), Forward(0, 0, 0), Backward(0, 0, 0)]
+    cost = replay(chain, good)
+    assert cost.seconds == 4 + 5 + 2
+    assert cost.peak_bytes == 24 + 2 + 1
+    with pytest.raises(ScheduleError, match="kept of block 0 is None"):
+        replay(chain, [ForwardPlain(0, 0)])
+    with pytest.raises(ScheduleError, match="kept of block 0 is 0"):
+        replay(chain, [ForwardKeeping(0, 0), ForwardKeeping(0, 0)])
+
+
+def test_levels_are_the_same_number_for_all_blocks() -> None:
+    chain = line(2)
+    for blocks in product(*((b, replace(b, kept=())) for b in chain.blocks)):
+        if len({len(b.kept) for b in blocks}) > 1:
+            with pytest.raises(GraphError, match="other levels"):
+                replace(chain, blocks=blocks).verify()
