@@ -23,8 +23,8 @@ from rkmate.errors import ArgumentError, CaptureError, RkmateError
 from rkmate.graph.capture import Capture, Source, capture
 from rkmate.graph.cd import CDGraph
 from rkmate.graph.cut import PRELUDE, CutSettings
-from rkmate.graph.lower import lower
-from rkmate.graph.partition import Partition, cut_stages, partition
+from rkmate.graph.lower import Program, lower
+from rkmate.graph.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.simplify import simplify
 from rkmate.graph.structure import take_apart
 from rkmate.graph.text import block_text, classes_of
@@ -169,9 +169,7 @@ class Prepared:
         the C nodes of each; None for other models."""
         if not self.children:
             return None
-        program = self.partition.program
-        names = [_module_of(node).split(".")[0] for node in program.operation]
-        found = cut_stages(program, [n if n in self.children else None for n in names])
+        found = _stages(self.partition.program, self.children)
         graphs = [with_costs(b.graph, b.c, self.costs) for b in found.blocks]
         blocks = tuple(ChainBlock(*_plain_forward(g), (judge(g, g.backward),)) for g in graphs)
         return self._chained(blocks, found.cuts, found.grads), tuple(b.c for b in found.blocks)
@@ -217,7 +215,9 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     program = lower(joint)
     seconds["capture"] = time.perf_counter() - start
     start = time.perf_counter()
-    parts = reordered(partition(program, settings.cut))
+    parts = partition(program, settings.cut)
+    children = _children(model)
+    parts = reordered(parts, _stages(parts.program, children).blocks if children else ())
     texts = [block_text(parts.program, b) for b in parts.blocks]
     classes = classes_of(texts)
     seconds["cut"] = time.perf_counter() - start
@@ -245,13 +245,19 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
              "storages": len(cd.d), "blocks": len(parts.blocks), "unique": len(set(classes)),
              "separators": parts.separators}
     return Prepared(captured, parts, classes, known, settings, _fingerprint(parts, texts), device,
-                    _infos(parts, classes), nodes, seconds, progress, _children(model))
+                    _infos(parts, classes), nodes, seconds, progress, children)
 
 
 def _children(model: nn.Module) -> frozenset[str]:
     """Names of what an `nn.Sequential` calls one after the other."""
     plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     return frozenset(model._modules) if plain else frozenset()
+
+
+def _stages(program: Program, children: frozenset[str]) -> Stages:
+    """The program cut between its children."""
+    names = [_module_of(node).split(".")[0] for node in program.operation]
+    return cut_stages(program, [n if n in children else None for n in names])
 
 
 def check_model(model: Any) -> None:

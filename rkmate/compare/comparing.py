@@ -49,8 +49,8 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         measure: also train a step under each schedule, in a process of its own, in turns with the
             original model: peak and time. Adds the original model, and
             ``torch.utils.checkpoint.checkpoint_sequential`` where the model is an ``nn.Sequential``.
-            A loss is taken from the output: its ``loss``, else its scalars, else mean squares. A
-            script that asks for it needs an ``if __name__ == "__main__":`` guard.
+            A loss is taken from the output: its ``loss``, else its scalars, else the mean of its
+            tanh. A script that asks for it needs an ``if __name__ == "__main__":`` guard.
         time_limit: seconds that a planner has for one budget, where it can stop early.
         progress: show progress on a terminal.
         costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing, and these costs

@@ -25,17 +25,22 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
-def reordered(parts: Partition) -> Partition:
-    """The partition with each block in the best order found; as it is where the step gains nothing."""
+def reordered(parts: Partition, stages: Sequence[Block] = ()) -> Partition:
+    """The partition with each block in the best order found; as it is where the step gains nothing.
+
+    `stages`: the same C nodes, cut otherwise; what is of one stage stays together.
+    """
     pinned = _shared_gradients(parts)
+    stage = {i: s.index for s in stages for i in s.c}
     known: dict[object, list[int]] = {}
     orders = []
     for block in parts.blocks:
         local = {i: k for k, i in enumerate(block.c)}
         chains = tuple(tuple(local[i] for i in chain if i in local) for chain in pinned)
-        key = _shape(block, chains)
+        groups = tuple(_runs([stage.get(i) for i in block.c], block.graph) if stages else ())
+        key = _shape(block, (chains, groups))
         if key not in known:
-            known[key] = better_order(block.graph, chains)
+            known[key] = better_order(block.graph, chains, groups)
         orders.append(known[key])
     if all(order == sorted(order) for order in orders):
         return parts
@@ -55,6 +60,16 @@ def _shared_gradients(parts: Partition) -> list[list[int]]:
     return [sorted(nodes) for nodes in made.values() if len(nodes) > 1]
 
 
+def _runs(stages: Sequence[int | None], graph: CDGraph) -> list[tuple[int, ...]]:
+    """C nodes in a row that are of one stage."""
+    runs: list[list[int]] = []
+    for i, stage in enumerate(stages):
+        if not runs or i == graph.loss or stage != stages[i - 1]:
+            runs.append([])
+        runs[-1].append(i)
+    return [tuple(run) for run in runs]
+
+
 def _shape(block: Block, chains: object) -> object:
     """What decides on a block's order: the same for identical blocks."""
     graph = block.graph
@@ -67,15 +82,19 @@ def _step_peak(parts: Partition) -> int:
     return _peak(parts.program.cd, range(len(parts.program.cd.c)))
 
 
-def better_order(graph: CDGraph, pinned: Sequence[Sequence[int]] = ()) -> list[int]:
+def better_order(graph: CDGraph, pinned: Sequence[Sequence[int]] = (),
+                 groups: Sequence[Sequence[int]] = ()) -> list[int]:
     """An order of a block's C nodes in which training, and the forward alone, need less memory.
 
     The graph's own where no other was found to be better. `pinned`: C nodes that stay in their order
-    among themselves.
+    among themselves; `groups`: C nodes of which none runs before all of the group before.
     """
     graph = replace(graph, exits={j: _made(graph, j, i) for j, i in graph.exits.items()})
     forward, backward = list(graph.forward), list(graph.backward)
     after = _pairs((*pinned, [i for i in range(len(graph.c)) if graph.c[i].random]))
+    for before, group in zip(groups, groups[1:], strict=False):
+        for i in group:
+            after.setdefault(i, set()).update(before)
     alone, whole = _forward_peak(graph, forward), _peak(graph, forward + backward)
     for rule in _RULES:
         order = _scheduled(graph, graph.forward, rule, after)
