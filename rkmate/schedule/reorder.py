@@ -18,6 +18,8 @@ from rkmate.schedule.steps import from_order
 Rule = Callable[[int, int, int], tuple[int, ...]]
 """(bytes that a node allocates, bytes that stay after it less those that die, its place) -> what to
 run first: the least."""
+MOST = 20_000
+"""Computations of the longest schedule that an order is judged by; longer blocks stay as they are."""
 _RULES: tuple[Rule, ...] = (
     lambda allocated, net, place: (net, allocated, place),
     lambda allocated, net, place: (allocated, net, place),
@@ -90,23 +92,23 @@ def better_order(graph: CDGraph, pinned: Sequence[Sequence[int]] = (),
     among themselves; `groups`: C nodes of which none runs before all of the group before.
     """
     graph = replace(graph, exits={j: _made(graph, j, i) for j, i in graph.exits.items()})
-    forward, backward = list(graph.forward), list(graph.backward)
+    best = [*graph.forward, *graph.backward]
+    peaks = _peaks(graph, best)
+    if peaks is None:
+        return best
     after = _pairs((*pinned, [i for i in range(len(graph.c)) if graph.c[i].random]))
     for before, group in zip(groups, groups[1:], strict=False):
         for i in group:
             after.setdefault(i, set()).update(before)
-    alone, whole = _forward_peak(graph, forward), _peak(graph, forward + backward)
-    for rule in _RULES:
-        order = _scheduled(graph, graph.forward, rule, after)
-        found = _forward_peak(graph, order), _peak(graph, order + backward)
-        if found < (alone, whole) and found[1] <= whole:
-            forward, (alone, whole) = order, found
-    for rule in _RULES:
-        order = _scheduled(graph, graph.backward, rule, after)
-        peak = _peak(graph, forward + order)
-        if peak < whole:
-            backward, whole = order, peak
-    return forward + backward
+    for phase in (graph.forward, graph.backward):
+        for rule in _RULES:
+            order = list(best)
+            order[phase.start:phase.stop] = _scheduled(graph, phase, rule, after)
+            found = _peaks(graph, order)
+            if found is not None and found != peaks and all(
+                    a <= b for a, b in zip(found, peaks, strict=True)):
+                best, peaks = order, found
+    return best
 
 
 def _made(graph: CDGraph, j: int, end: int) -> int:
@@ -127,10 +129,32 @@ def _peak(graph: CDGraph, order: Sequence[int]) -> int:
     return simulate(graph, from_order(graph, order, graph.loss)).peak
 
 
-def _forward_peak(graph: CDGraph, order: Sequence[int]) -> int:
+def _peaks(graph: CDGraph, order: Sequence[int]) -> tuple[int, int, int] | None:
+    """Of the forward alone, of training with all kept, and of training with nothing kept.
+
+    Without memory for more, each backward node has what it reads computed again, from the block's input.
+    None where that is long to simulate.
+    """
     n = graph.loss
     forward = CDGraph(graph.d, graph.c[:n], n, (*graph.inputs, *graph.output_grads), graph.outputs)
-    return simulate(forward, from_order(forward, order, n)).peak
+    alone = simulate(forward, from_order(forward, order[:n], n)).peak
+    frugal = list(order[:n])
+    for i in order[n:]:
+        frugal += [*_again(graph, order[:n], i), i]
+        if len(frugal) > MOST:
+            return None
+    return alone, _peak(graph, order), simulate(graph, from_order(graph, frugal, n)).peak
+
+
+def _again(graph: CDGraph, forward: Sequence[int], i: int) -> list[int]:
+    """The forward nodes that it takes to have what a node reads."""
+    wanted = set(graph.c[i].inputs)
+    result = []
+    for k in reversed(forward):
+        if not wanted.isdisjoint(graph.c[k].outputs):
+            wanted.update(graph.c[k].inputs)
+            result.append(k)
+    return result[::-1]
 
 
 def _scheduled(graph: CDGraph, phase: range, rule: Rule, after: dict[int, set[int]]) -> list[int]:
