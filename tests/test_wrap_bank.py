@@ -20,7 +20,8 @@ FAITHFUL = 0.02
 """How far a prediction may be from what is measured."""
 
 
-SLOW = ("transformer", "transformer_decoder", "t5", "bert", "llama", "vit", "mlp_mixer")
+SLOW = ("transformer", "transformer_decoder", "transformer_encoder", "t5", "bert", "llama", "vit",
+        "mlp_mixer")
 """With dropout; others of the same kind are left."""
 
 
