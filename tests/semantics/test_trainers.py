@@ -111,6 +111,7 @@ def test_lightning(tmp_path: Path) -> None:
     _same_weights(train)
 
 
+@pytest.mark.slow
 def test_transformers_trainer_counts_items(tmp_path: Path) -> None:
     """With accumulation the Trainer passes the number of labels, another one for every step: it is a
     tensor, so that all steps share a plan."""
