@@ -38,7 +38,8 @@ def split_wide(graph: fx.Graph, replace: Callable[[fx.Node, fx.Node], None]) -> 
         graph.erase_node(node)
 
 
-def _wide(value: Any, dim: int) -> bool:
+def is_wide(value: Any, dim: int) -> bool:
+    """Whether a tensor is large enough to be worked on part by part along a dimension."""
     if not isinstance(value, torch.Tensor) or value.dim() <= dim:
         return False
     total = value.numel() * value.element_size()
@@ -52,7 +53,7 @@ def _cross_entropy(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
             or grad.args[1] is not log_probs or not isinstance(log_probs, fx.Node):
         return None
     value = log_probs.meta["val"]
-    if not _wide(value, 0) or dim in (0, -value.dim()) or dtype != value.dtype \
+    if not is_wide(value, 0) or dim in (0, -value.dim()) or dtype != value.dtype \
             or not value.is_contiguous():
         return None
     return own.cross_entropy_backward.default, (grad.args[0], log_probs, *grad.args[2:], dim)
@@ -63,7 +64,7 @@ def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     grad, input, weight, _, _, mean, invstd, train, eps, mask = node.args
     values = [n.meta["val"] for n in (grad, input)]  # type: ignore[union-attr]
     if train is not True or mask != [True] * 3 or mean is None or invstd is None \
-            or not _wide(values[0], 1) or values[0].shape[2:].numel() < 2 or any(
+            or not is_wide(values[0], 1) or values[0].shape[2:].numel() < 2 or any(
                 v.device.type != "cpu" or not v.is_contiguous() for v in values) \
             or values[0].dtype != values[1].dtype:
         return None

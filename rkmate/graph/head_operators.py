@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from rkmate.graph.operators import part_bytes
+from rkmate.graph.operators import part_bytes, stretches
 
 MOST_PARTS = 16
 """More would make the products of a part small, and the sum of the weight's gradient long."""
@@ -23,11 +23,8 @@ _library = torch.library.Library("rkmate", "FRAGMENT")
 
 
 def _rows(count: int, columns: int, like: torch.Tensor) -> Iterator[slice]:
-    total = max(1, count * columns * like.element_size())
-    part = max(part_bytes(total, like.device.type), total // MOST_PARTS)
-    step = max(1, count * part // total)
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+    total = count * columns * like.element_size()
+    return stretches(count, total, max(part_bytes(total, like.device.type), total // MOST_PARTS))
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -87,10 +84,8 @@ def linear_cross_entropy_backward(
     `logits`: where they are in memory; else they are computed again. What `mask` does not ask for
     is empty. Sums over the parts are kept in single precision at least.
     """
-    classes = weight.shape[1]
-    result = _gradients(x, weight, by_columns, mask)
-    dx, dw, db = result
-    for rows in _rows(len(x), classes, x):
+    dx, dw, db = _gradients(x, weight, by_columns, mask)
+    for rows in _rows(len(x), weight.shape[1], x):
         part = _log_probs(_product(x[rows], weight, bias) if logits is None else logits[rows], dtype,
                           ours=logits is None)
         grad = aten.nll_loss_backward(grad_output if reduction else grad_output[rows], part,

@@ -27,9 +27,13 @@ def part_bytes(total: int, device_type: str) -> int:
 
 def _parts(tensor: torch.Tensor, dim: int) -> Iterator[slice]:
     """Stretches of a dimension, of about a part's bytes each."""
-    length = tensor.shape[dim]
-    total = max(1, tensor.numel() * tensor.element_size())
-    step = max(1, length * part_bytes(total, tensor.device.type) // total)
+    total = tensor.numel() * tensor.element_size()
+    return stretches(tensor.shape[dim], total, part_bytes(total, tensor.device.type))
+
+
+def stretches(length: int, total: int, part: int) -> Iterator[slice]:
+    """Stretches of a dimension of so many indices and bytes, of about a part's bytes each."""
+    step = max(1, length * part // max(1, total))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rkmate.graph import head_operators  # noqa: F401 - defines operators of torch.ops.rkmate
-from rkmate.graph.operators import part_bytes
+from rkmate.graph.by_parts import is_wide
 
 aten = torch.ops.aten
 own = torch.ops.rkmate
@@ -29,8 +29,6 @@ class Head:
 
     product: fx.Node
     """``mm(x, weight)`` or ``addmm(bias, x, weight)``: [N, V]."""
-    logits: fx.Node
-    """What the log-softmax reads, before a conversion; rows of V."""
     loss: fx.Node
     """The nll_loss_forward."""
     gradient: fx.Node
@@ -77,7 +75,8 @@ def _head(node: fx.Node) -> Head | None:
     loss = total.args[0]
     if weight is not None or set(log_probs.users) != {loss, node} \
             or loss.target is not aten.nll_loss_forward.default or loss.args[0] is not log_probs \
-            or log_probs.target is not aten._log_softmax.default or not _is_wide(log_probs.meta["val"]):
+            or log_probs.target is not aten._log_softmax.default \
+            or log_probs.meta["val"].dim() != 2 or not is_wide(log_probs.meta["val"], 0):
         return None
     logits: Any = log_probs.args[0]
     if isinstance(logits, fx.Node) and _is_conversion(logits):
@@ -90,15 +89,10 @@ def _head(node: fx.Node) -> Head | None:
             or product.meta["val"].shape != log_probs.meta["val"].shape \
             or any(not n.meta["val"].is_contiguous() for n in (product, logits)):
         return None
-    head = Head(product, logits, loss, node)
+    head = Head(product, loss, node)
     if product.target is aten.addmm.default and head.arguments[2].meta["val"].dim() != 1:
         return None
     return head if all(_is_gradient(head, *pair) for pair in _readers(node)) else None
-
-
-def _is_wide(value: torch.Tensor) -> bool:
-    total = value.numel() * value.element_size()
-    return value.dim() == 2 and total >= 2 * part_bytes(total, value.device.type) and len(value) > 1
 
 
 def _is_conversion(node: fx.Node) -> bool:
