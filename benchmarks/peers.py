@@ -2,7 +2,8 @@
 
 Each method in a fresh process, its steps interleaved with eager's; peaks by the exact meter, over
 the level that stands before a step (gradients allocated beforehand), times as ratios of medians.
-Prints Markdown tables; ``--write`` puts them, and a picture, into the documentation.
+Prints Markdown tables; ``--write`` puts them, and a picture, into the documentation, ``--add`` beside
+the rows that are there.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ import rkmate
 from rkmate.demos import UNet
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline import Settings
+from rkmate.planners.registry import PLANNERS
 
 FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "as checkpoint", "smallest", "loss alone")
 PEERS = ("checkpoint", "sequential", *(f"{b} {f}" for b in ("aot_eager", "inductor")
                                        for f in (1.0, 0.5, 0.1, 0.0)))
-OTHERS = tuple(f"{p} 0.5" for p in ("rotor", "revolve", "chen", "checkmate", "lower-sets",
-                                    "lower-sets-memory", "dtr", "keep-set"))
-"""Other planners of the package."""
+OTHERS = tuple(f"{name} 0.5" for name in PLANNERS if name not in ("rockmate", "save-all"))
+"""The other planners of the package, but for the one that recomputes nothing."""
+METHODS = ("eager", *PEERS, *(f"rkmate {f}" for f in FRACTIONS), *OTHERS)
+SECONDS = 6
+"""Steps are repeated for so long, at least."""
 DOCS = Path(__file__).parent.parent / "docs"
 Forward = Callable[[], Any]
 """Runs a forward and returns the loss."""
@@ -227,9 +231,9 @@ def method(name: str, case: Case, eager_peak: int) -> Forward:
     """A forward by some method."""
     kind, _, value = name.partition(" ")
     model, kwargs = case.model, case.kwargs
-    if kind in ("checkpoint", "sequential"):
-        checkpointed(case, grouped=kind == "sequential")
-    if kind in ("eager", "checkpoint", "sequential"):
+    if name in ("checkpoint", "sequential"):
+        checkpointed(case, grouped=name == "sequential")
+    if name in ("eager", "checkpoint", "sequential"):
         return lambda: model(**kwargs).loss
     if kind in ("aot_eager", "inductor"):
         return budgeted(case, kind, float(value))
@@ -280,7 +284,8 @@ def one(model_name: str, method_name: str, repeats: int) -> None:
     step(forward, case.model)
     peak = measure_peak(lambda: step(forward, case.model)).peak
     own, theirs = [], []
-    for _ in range(repeats):
+    start = time.perf_counter()
+    while len(own) < repeats or time.perf_counter() - start < SECONDS:
         theirs.append(step(plain, reference.model))
         own.append(step(forward, case.model))
     ratio = statistics.median(own) / statistics.median(theirs)
@@ -291,61 +296,83 @@ def main() -> None:
     """Measure every method on the models asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="gpt,resnet18", help=f"of {', '.join(MODELS)}, or all")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help=f"at least, and for {SECONDS} s")
     parser.add_argument("--methods", help="comma separated; all by default")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md, with a picture")
+    parser.add_argument("--add", action="store_true", help="the same, and keep rows of other methods")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         one(*options.one, options.repeats)
         return
-    methods = options.methods.split(",") if options.methods else [
-        "eager", *PEERS, *(f"rkmate {f}" for f in FRACTIONS), *OTHERS]
+    methods = options.methods.split(",") if options.methods else list(METHODS)
     for model in TABLES if options.models == "all" else options.models.split(","):
-        points: list[tuple[str, float, float]] = []
-        lines = ["| method | peak | time | until the first step is done |", "|---|--:|--:|--:|"]
+        rows: dict[str, Row] = {}
         for name in methods:
             if name == "rkmate loss alone" and model not in LANGUAGE:
                 continue
-            peaks = {n: peak for n, peak, _ in points}
-            if name == "rkmate as checkpoint" and "checkpoint" not in peaks:
+            if name == "rkmate as checkpoint" and rows.get("checkpoint", Row("")).peak is None:
                 parser.error("as checkpoint needs the peak of checkpoint, measured before it")
-            asked = f"rkmate {peaks['checkpoint']}" if name == "rkmate as checkpoint" else name
+            asked = f"rkmate {rows['checkpoint'].peak}" if name == "rkmate as checkpoint" else name
             done = subprocess.run([sys.executable, __file__, "--one", model, asked, "--repeats",
                                    str(options.repeats)], capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:120]
-                lines.append(f"| {name} | {reason} | | |")
+                rows[name] = Row(f"| {name} | {reason} | | |")
             else:
                 r = json.loads(done.stdout.strip().splitlines()[-1])
-                points.append((name, r["peak"], r["time"]))
-                lines.append(f"| {name} | {r['peak']:.1%} | {r['time']:.2f} | {r['ready']:.1f} s |")
-            print(model, lines[-1], flush=True)
-        if options.write:
-            write(model, "\n".join(lines), points)
+                rows[name] = Row(f"| {name} | {r['peak']:.1%} | {r['time']:.2f} | {r['ready']:.1f} s |",
+                                 r["peak"], r["time"])
+            print(model, rows[name].text, flush=True)
+        if options.write or options.add:
+            write(model, rows, add=options.add)
 
 
-def write(model: str, table: str, points: list[tuple[str, float, float]]) -> None:
+@dataclass(frozen=True)
+class Row:
+    """A line of a table; without figures where a method does not apply."""
+
+    text: str
+    peak: float | None = None
+    time: float | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Row:
+        """A line that `main` has written."""
+        peak, time = (cell.strip() for cell in text.split("|")[2:4])
+        return cls(text, float(peak.rstrip("%")) / 100, float(time)) if time else cls(text)
+
+
+def write(model: str, rows: dict[str, Row], *, add: bool) -> None:
     """Put a model's table and picture where the documentation has its section."""
     page = DOCS / "benchmarks.md"
     text = page.read_text(encoding="utf-8")
     begin, end = f"<!-- {model}: begin -->", f"<!-- {model}: end -->"
-    draw(model, points, DOCS / "images" / f"benchmark-{model}.svg")
+    there = text[text.index(begin):text.index(end)] if begin in text else ""
+    if add:
+        lines = [line for line in there.splitlines() if line.startswith("|")][2:]
+        rows = {line.split("|")[1].strip(): Row.read(line) for line in lines} | rows
+    rows = dict(sorted(rows.items(), key=lambda r: METHODS.index(r[0]) if r[0] in METHODS else len(METHODS)))
+    draw(model, rows, DOCS / "images" / f"benchmark-{model}.svg")
+    table = "\n".join(["| method | peak | time | until the first step is done |", "|---|--:|--:|--:|",
+                       *(row.text for row in rows.values())])
     threads = torch.get_num_threads()
     note = (f"Measured on a CPU ({platform.machine()}, {os.cpu_count()} cores, {threads} threads), torch "
             f"{torch.__version__.partition('+')[0]}, transformers {transformers.__version__}.")
     section = f"{begin}\n\n![{model}](images/benchmark-{model}.svg)\n\n{table}\n\n{note}\n\n{end}"
-    if begin in text:
-        text = text[:text.index(begin)] + section + text[text.index(end) + len(end):]
+    if there:
+        text = text.replace(there + end, section)
     else:
         text = f"{text.rstrip()}\n\n## {model}\n\n{MODELS[model].__doc__ or ''}\n\n{section}\n"
     page.write_text(text, encoding="utf-8")
 
 
-def draw(model: str, points: list[tuple[str, float, float]], path: Path) -> None:
+def draw(model: str, rows: dict[str, Row], path: Path) -> None:
     """Time against memory, one line a kind of method."""
     from matplotlib.figure import Figure
 
+    points = [(name, r.peak, r.time) for name, r in rows.items()
+              if r.peak is not None and r.time is not None]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for kind in dict.fromkeys(n.partition(" ")[0] for n, _, _ in points):

@@ -233,7 +233,7 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
         with progress.stage("measuring", len(parts.blocks)) as tick:
             try:
                 known = measure(parts, texts, sources, _cost_memory(), settings.measure,
-                                on_progress=lambda done, total: tick(done))
+                                on_progress=lambda done, total: tick(done * len(texts) // total))
             except (IndexError, RuntimeError) as error:
                 if isinstance(error, (RkmateError, torch.OutOfMemoryError)):
                     raise

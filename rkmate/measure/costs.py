@@ -7,7 +7,6 @@ than one block is in memory: a model that only fits after rematerialization can 
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,12 +28,15 @@ from rkmate.measure.remembered import CostMemory
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """How long to measure."""
+    """How long to measure. The fastest run of an operation counts: what else a machine does only adds."""
 
-    repeats: int = 5
-    """Timed runs of an operation; the median counts."""
+    passes: int = 2
+    """Times that the blocks are run, one after the other: what disturbs the machine for a second or two
+    then disturbs one of the runs of an operation only."""
+    repeats: int = 3
+    """Timed runs of an operation in each pass."""
     enough_seconds: float = 0.1
-    """An operation that has been timed for this long is not repeated further."""
+    """An operation that has been timed for this long is not repeated further in a pass."""
 
 
 _GENERATOR_STATE = torch.get_rng_state().numel()
@@ -82,13 +84,15 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
         with torch.no_grad(), _keep_random_state(device), torch.autocast(device.type, enabled=False):
             runner.prelude(prelude)
             memory.put(beginning, device, tuple(runner.costs[i] for i in prelude))
-            for block in partition.blocks[:last + 1]:
-                if on_progress is not None:
-                    on_progress(block.index, last + 1)
-                timed = unknown.get(texts[block.index]) == block.index
-                runner.block(block, timed=timed)
-                if timed:
-                    memory.put(texts[block.index], device, tuple(runner.costs[i] for i in block.c))
+            for number in range(settings.passes):
+                runner.start_pass()
+                for block in partition.blocks[:last + 1]:
+                    if on_progress is not None:
+                        on_progress(number * (last + 1) + block.index, settings.passes * (last + 1))
+                    runner.block(block, timed=unknown.get(texts[block.index]) == block.index,
+                                 metered=number == 0)
+            for text, k in unknown.items():
+                memory.put(text, device, tuple(runner.costs[i] for i in partition.blocks[k].c))
     found = memory.get(beginning, device, len(prelude))
     assert found is not None
     fill(prelude, found)
@@ -119,6 +123,9 @@ class _Runner:
         self.values: dict[int, torch.Tensor] = {}
         self.costs: Costs = {}
         self.known: dict[Any, float] = {}
+        self.timed: set[Any] = set()
+        """What has been timed in this pass."""
+        self.fixed: dict[int, torch.Tensor] = {}
         self.overhead: dict[int, int] = {}
         self.device = device
 
@@ -126,21 +133,19 @@ class _Runner:
         """What is computed once at the start, and stays."""
         for i in nodes:
             self.run_timed(i)
+        self.fixed = dict(self.values)
 
-    def block(self, block: Block, *, timed: bool) -> None:
-        """Run a block; with its backward, and twice, when its class has not been measured."""
+    def start_pass(self) -> None:
+        """Go back to the first block."""
+        self.values = dict(self.fixed)
+        self.timed.clear()
+
+    def block(self, block: Block, *, timed: bool, metered: bool) -> None:
+        """Run a block; with its backward when it is `timed`, and before that for its temporary memory
+        when it is `metered`, too."""
         if timed:
-            entering = dict(self.values)
-            meter = PartsMeter(self.device)
-            with meter.running():
-                self._forward(block, lambda i: self.run(i, meter), block.c)
-                self._backward(block, lambda i: self.run(i, meter))
-            for i, peak in meter.peaks().items():
-                kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs)
-                least = _GENERATOR_STATE if self.cd.c[i].random else 0
-                self.overhead[i] = max(least, peak - kept)
-            self.values = entering
-            del entering
+            if metered:
+                self._meter(block)
             self._forward(block, self.run_timed, block.c)
             self._backward(block, self.run_timed)
         else:
@@ -149,6 +154,19 @@ class _Runner:
         for j in list(self.values):
             if j not in keep and self._ours(j):
                 del self.values[j]
+
+    def _meter(self, block: Block) -> None:
+        """The temporary memory of each operation."""
+        entering = dict(self.values)
+        meter = PartsMeter(self.device)
+        with meter.running():
+            self._forward(block, lambda i: self.run(i, meter), block.c)
+            self._backward(block, lambda i: self.run(i, meter))
+        for i, peak in meter.peaks().items():
+            kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs)
+            least = _GENERATOR_STATE if self.cd.c[i].random else 0
+            self.overhead[i] = max(least, peak - kept)
+        self.values = entering
 
     def _forward(self, block: Block, run: Callable[[int], None], readers: Sequence[int]) -> None:
         """`readers`: the C nodes that will run, and need their values."""
@@ -216,12 +234,14 @@ class _Runner:
             del call
 
     def run_timed(self, i: int) -> None:
-        """Run a C node and time it, unless an equal operation has been timed."""
+        """Run a C node and time it, unless an equal operation has been timed in this pass."""
         call, key = self._prepared(i)
-        result = call()
-        if key not in self.known:
-            del result                   # before the next one is made
-            self.known[key], result = self._seconds(call)
+        if key in self.timed:
+            result = call()
+        else:
+            seconds, result = self._seconds(call)
+            self.known[key] = min(seconds, self.known.get(key, seconds))
+            self.timed.add(key)
         self._keep(i, result)
         self.costs[i] = (self.known[key], self.overhead.get(i, 0))
 
@@ -268,7 +288,7 @@ class _Runner:
                 begin = time.perf_counter()
                 result = call()
                 times.append(time.perf_counter() - begin)
-        return statistics.median(times), result
+        return min(times), result
 
 
 def _signature(node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever what is measured changes: entries of another format count as unknown."""
 Numbers = tuple[tuple[float, int], ...]
 """Per C node of a block: seconds, and bytes of temporary memory."""

@@ -24,7 +24,7 @@ from tests.random_modules.programs import Program, Recipe, Step, recipes
 
 # A small grid: the options need not be good here, only right.
 QUICK = Settings(options=OptionSettings(grid=(3, 3), time_limit=0.2, block_limit=1.0),
-                 measure=MeasureSettings(repeats=1))
+                 measure=MeasureSettings(passes=1, repeats=1))
 
 
 def _loss(output: Any) -> torch.Tensor:
