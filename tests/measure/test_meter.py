@@ -217,9 +217,13 @@ def test_unknown_device() -> None:
 
 
 def test_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    old = [zeros(10)]
-    measure_peak(old.clear)
-    assert capfd.readouterr() == ("", "")
+    def printed() -> str:
+        old = [zeros(10)]
+        capfd.readouterr()
+        measure_peak(old.clear)
+        return "".join(capfd.readouterr())
+
+    assert "" in [printed() for _ in range(3)]      # what other threads print comes once, if at all
 
 
 @pytest.mark.gpu
