@@ -242,7 +242,7 @@ def method(name: str, case: Case, eager_peak: int) -> Forward:
         model = Alone(model)
     budget = 1 if value in ("smallest", "loss alone") else round(float(value) * eager_peak)
     options: dict[str, Any] = {} if kind == "rkmate" else {
-        "planning_seconds": 60, "settings": Settings(split_head="never")}
+        "planning_seconds": 30, "settings": Settings(split_head="never")}
     try:
         wrapped = rkmate.wrap(model, (), kwargs, budget=budget, planner=planner, progress=False,
                               **options)

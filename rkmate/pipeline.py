@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rkmate.block_infos import block_infos, module_of
+from rkmate.collector import collector_rests
 from rkmate.errors import ArgumentError, CaptureError, RkmateError
 from rkmate.graph.capture import Capture, Source, capture
 from rkmate.graph.cd import CDGraph
@@ -204,23 +205,24 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     check_model(model)
     seconds: dict[str, float] = {}
     start = time.perf_counter()
-    if captured is None:
-        with progress.stage("capturing", None):
-            captured = capture(model, args, kwargs)
-    if not any(captured.differentiable):
-        raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
-                            "requires a gradient, so there is nothing to train")
-    joint = simplify(captured, wanted or wanted_outputs(captured),
-                     heads=settings.split_head == "always")
-    program = lower(joint)
-    seconds["capture"] = time.perf_counter() - start
-    start = time.perf_counter()
-    parts = partition(program, settings.cut)
-    children = _children(model)
-    parts = reordered(parts, _stages(parts.program, children).blocks if children else ())
-    texts = [block_text(parts.program, b) for b in parts.blocks]
-    classes = classes_of(texts)
-    seconds["cut"] = time.perf_counter() - start
+    with collector_rests():
+        if captured is None:
+            with progress.stage("capturing", None):
+                captured = capture(model, args, kwargs)
+        if not any(captured.differentiable):
+            raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
+                                "requires a gradient, so there is nothing to train")
+        joint = simplify(captured, wanted or wanted_outputs(captured),
+                         heads=settings.split_head == "always")
+        program = lower(joint)
+        seconds["capture"] = time.perf_counter() - start
+        start = time.perf_counter()
+        parts = partition(program, settings.cut)
+        children = _children(model)
+        parts = reordered(parts, _stages(parts.program, children).blocks if children else ())
+        texts = [block_text(parts.program, b) for b in parts.blocks]
+        classes = classes_of(texts)
+        seconds["cut"] = time.perf_counter() - start
     arguments, _ = take_apart((args, kwargs), result=False)
     device = _device(model, arguments if tensors is None else list(tensors.values()))
     start = time.perf_counter()
@@ -245,7 +247,7 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
              "storages": len(cd.d), "blocks": len(parts.blocks), "unique": len(set(classes)),
              "separators": parts.separators}
     return Prepared(captured, parts, classes, known, settings, _fingerprint(parts, texts), device,
-                    _infos(parts, classes), nodes, seconds, progress, children)
+                    block_infos(parts, classes), nodes, seconds, progress, children)
 
 
 def _children(model: nn.Module) -> frozenset[str]:
@@ -256,7 +258,7 @@ def _children(model: nn.Module) -> frozenset[str]:
 
 def _stages(program: Program, children: frozenset[str]) -> Stages:
     """The program cut between its children."""
-    names = [_module_of(node).split(".")[0] for node in program.operation]
+    names = [module_of(node).split(".")[0] for node in program.operation]
     return cut_stages(program, [n if n in children else None for n in names])
 
 
@@ -349,45 +351,6 @@ def _fingerprint(parts: Partition, texts: Sequence[str]) -> str:
     digest.update(repr([(c.inputs, c.outputs) for c in cd.c]).encode())
     digest.update(repr((parts.block_of, parts.segments, sorted(cd.exits.items()))).encode())
     return digest.hexdigest()
-
-
-def _label(number: int) -> str:
-    """A, B, ..., Z, AA, AB, ..."""
-    text = ""
-    number += 1
-    while number:
-        number, rest = divmod(number - 1, 26)
-        text = chr(65 + rest) + text
-    return text
-
-
-def _infos(parts: Partition, classes: Sequence[int]) -> tuple[BlockInfo, ...]:
-    infos = []
-    for block, k in zip(parts.blocks, classes, strict=True):
-        paths: Counter[str] = Counter()
-        for i in block.c[:block.graph.loss]:
-            paths[_module_of(parts.program.operation[i])] += 1
-        named = [p.split(".") for p in paths if p]
-        common: list[str] = []
-        for column in zip(*named, strict=False):
-            if len(set(column)) > 1:
-                break
-            common.append(column[0])
-        path = ".".join(common) or (paths.most_common(1)[0][0] if paths else "")
-        loss = block.graph.loss
-        infos.append(BlockInfo(_label(k), path, loss, len(block.c) - loss, 0))
-    return tuple(infos)
-
-
-def _module_of(node: torch.fx.Node) -> str:
-    """The module of the user's model that a forward operation comes from."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return module_path(next((p for p, _ in reversed(list(stack.values())) if p), ""))
-
-
-def module_path(path: str) -> str:
-    """A path inside the user's model, without the tracer's own wrapping."""
-    return path.removeprefix("model.") if path != "model" else ""
 
 
 def with_option_counts(prepared: Prepared) -> tuple[BlockInfo, ...]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from rkmate.budget import Budget
+from rkmate.collector import collector_rests
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
 from rkmate.graph.cut import PRELUDE
 from rkmate.graph.summary import GraphSummary
@@ -43,8 +44,10 @@ NEAR = 2e-4
 """How near to its lower bound a schedule is good enough for no other planner to be asked."""
 DTR_NODES = 1500
 LOWER_SET_NODES = 300
-"""Up to how many computations these planners are asked, too: their time grows with the square. And up
-to how many (the former) further budgets get two schedules of the chain finished, not one."""
+"""Up to how many computations these planners are asked, too: their time grows with the square. On
+graphs of more (than the former), further budgets get one schedule of the chain finished, not two, and
+one is good enough that leaves less than `REST` of a budget."""
+REST = 1e-2
 FINE = 4
 """A table for small budgets ends at this many times the least memory of the chain: its slots are finer
 than those of the one for all budgets, which has a dozen below the least memory of a deep model."""
@@ -172,6 +175,7 @@ class Searcher:
         by_limit = {p.budget_bytes: p for p in plans}
         return [by_limit[b.of(base)] for b in budgets]
 
+    @collector_rests()
     def attempt(self, limit: int, planner: str = "rockmate",
                 time_limit: float | None = None) -> Attempt:
         """What a planner finds within `limit` bytes; that it finds nothing is a result, too."""
@@ -285,6 +289,7 @@ class Searcher:
         base = max(0, limit - p.constant_bytes)
         low, high = base, max(base, limit) + (limit // 2)
         table = self.table(base + base // 4)
+        deep = len(p.graph.c) > DTR_NODES
         seen: set[tuple[Op, ...]] = set()
         for step in range(9):
             memory = base if step == 0 else (low + high) // 2
@@ -298,6 +303,8 @@ class Searcher:
                 if candidate.ops not in seen:
                     fits.append(candidate)
                     seen.add(candidate.ops)
+                if deep and candidate.peak > limit * (1 - REST):
+                    break
             else:
                 high = memory
             if high - low <= table.slot_bytes:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.block_infos import module_path
 from rkmate.graph.cut import PRELUDE
 from rkmate.graph.simplify import is_backward
 from rkmate.graph.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
-from rkmate.pipeline import Prepared, module_path
+from rkmate.pipeline import Prepared
 
 
 def summarise(prepared: Prepared) -> GraphSummary:

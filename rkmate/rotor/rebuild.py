@@ -34,7 +34,7 @@ class Layer:
         result: Floats = np.where(feasible, self.small.seconds[s, t], np.inf)
         row, time = self.table
         if len(time):
-            slot = np.clip(memory // slot_bytes, 0, time.shape[1] - 1)
+            slot = np.minimum(np.maximum(memory // slot_bytes, 0), time.shape[1] - 1)
             found = time[row[s] + t, slot]
             result = np.minimum(result, np.where(memory >= 0, found, np.inf))
         return result

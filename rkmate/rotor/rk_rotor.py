@@ -20,7 +20,7 @@ from rkmate.rotor.smallest import Smallest, smallest
 
 BUDGETS = 128
 """Budgets at which `Table.sequence` prepares a sequence in exact bytes; fewer for chains of more
-than 160 blocks, where each takes tens of milliseconds."""
+than 32 blocks, where each takes tens of milliseconds."""
 
 
 class Table:
@@ -81,7 +81,7 @@ class Table:
             if fast is not None:
                 high = min(high, replay(self.chain, fast).peak_bytes - self.chain.input_bytes)
             pool = [] if fast is None else [fast]
-            count = max(32, min(BUDGETS, 160 * BUDGETS // len(self.chain)))
+            count = max(32, min(BUDGETS, 32 * BUDGETS // len(self.chain)))
             for k in range(count):
                 ops = self._rebuild.ops(low + (high - low) * k // count)
                 if ops is not None and (not pool or ops != pool[-1]):
