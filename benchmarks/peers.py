@@ -41,6 +41,8 @@ OTHERS = tuple(f"{name} 0.5" for name in PLANNERS if name not in ("rockmate", "s
 METHODS = ("eager", *PEERS, *(f"rkmate {f}" for f in FRACTIONS), *OTHERS)
 SECONDS = 6
 """Steps are repeated for so long, at least."""
+SECONDS_TO_PLAN = 30
+"""For planners that can stop early."""
 DOCS = Path(__file__).parent.parent / "docs"
 Forward = Callable[[], Any]
 """Runs a forward and returns the loss."""
@@ -242,7 +244,7 @@ def method(name: str, case: Case, eager_peak: int) -> Forward:
         model = Alone(model)
     budget = 1 if value in ("smallest", "loss alone") else round(float(value) * eager_peak)
     options: dict[str, Any] = {} if kind == "rkmate" else {
-        "planning_seconds": 30, "settings": Settings(split_head="never")}
+        "planning_seconds": SECONDS_TO_PLAN, "settings": Settings(split_head="never")}
     try:
         wrapped = rkmate.wrap(model, (), kwargs, budget=budget, planner=planner, progress=False,
                               **options)
@@ -251,6 +253,12 @@ def method(name: str, case: Case, eager_peak: int) -> Forward:
             raise SystemExit(f"infeasible: at least {error.minimum_bytes / eager_peak:.0%}") from error
         wrapped = rkmate.wrap(model, (), kwargs, budget=error.minimum_bytes, planner=planner,
                               progress=False, **options)
+    except rkmate.PlanningTimeout as error:
+        raise SystemExit(f"nothing found in {SECONDS_TO_PLAN} s") from error
+    except rkmate.ArgumentError as error:
+        if planner == "rockmate":
+            raise
+        raise SystemExit("cannot plan this model") from error
     return lambda: wrapped(**kwargs).loss
 
 

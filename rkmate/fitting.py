@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rkmate.budget import Budget
 from rkmate.errors import InfeasibleBudget, RkmateWarning
 from rkmate.graph.capture import Source
 from rkmate.pipeline import Prepared, prepare
+from rkmate.plan import Plan
+from rkmate.search import Searcher
 
 Found = TypeVar("Found")
 
@@ -27,27 +30,61 @@ def with_heads_split(prepared: Prepared, model: nn.Module, args: tuple[Any, ...]
                    captured=prepared.capture, tensors=tensors)
 
 
-def fitting(prepared: Prepared, search: Callable[[Prepared], Found],
+def fitting(prepared: Prepared, budget: Budget, search: Callable[[Prepared, Budget], Found],
             split: Callable[[], Prepared]) -> Found:
     """What `search` finds; where nothing fits, what it finds in `split()`, with a warning.
+
+    A fraction is one of the peak of `prepared` in both.
 
     Raises:
         InfeasibleBudget: nothing fits in either; it says the smaller of their smallest budgets.
     """
     try:
-        return search(prepared)
+        return search(prepared, budget)
     except InfeasibleBudget as error:
         if not prepared.can_split_heads:
             raise
         plain = error
+    inside = Budget(bytes=budget.of(Searcher(prepared).baseline.peak))
     try:
-        found = search(split())
+        found = search(split(), inside)
     except InfeasibleBudget as error:
         raise min(plain, error, key=lambda e: e.minimum_bytes) from None
+    _warn(prepared)
+    return found
+
+
+def fitting_curve(prepared: Prepared, budgets: Sequence[Budget] | None, planner: str,
+                  split: Callable[[], Prepared]) -> list[Plan]:
+    """A plan for each budget, as `fitting` finds them; without budgets, for ten between the peak of
+    `prepared` and its smallest."""
+    searcher = Searcher(prepared)
+    high = searcher.baseline.peak
+    if budgets is None:
+        low = searcher.smallest.peak
+        steps = [Budget(bytes=low + (high - low) * k // 9) for k in range(9, -1, -1)]
+        return searcher.curve(steps, planner)
+    limits = [Budget(bytes=b.of(high)) for b in budgets]
+    fits, rest = [], []
+    for budget in limits:
+        try:
+            searcher.plan(budget, planner)
+            fits.append(budget)
+        except InfeasibleBudget:
+            if not prepared.can_split_heads:
+                raise
+            rest.append(budget)
+    plans = dict(zip(fits, searcher.curve(fits, planner), strict=True))
+    if rest:
+        plans |= zip(rest, Searcher(split()).curve(rest, planner), strict=True)
+        _warn(prepared)
+    return [plans[budget] for budget in limits]
+
+
+def _warn(prepared: Prepared) -> None:
     names = ", ".join(prepared.partition.program.joint.heads)
     warnings.warn(
         f"nothing fits in this budget with the original's operations, so the product with {names} and "
         "its cross entropy are computed a few rows at a time. That weight's gradient is the original's "
         "but for the order of its additions: its last bits differ. "
-        'rkmate.pipeline.Settings(split_head="never") refuses such budgets', RkmateWarning, stacklevel=4)
-    return found
+        'rkmate.pipeline.Settings(split_head="never") refuses such budgets', RkmateWarning, stacklevel=5)

@@ -135,9 +135,10 @@ class Plans:
             try:
                 if plan is not None and plan.fingerprint != prepared.fingerprint \
                         and prepared.can_split_heads:
-                    ready = self._ready(split(), plan)
+                    ready = self._ready(split(), plan, self.planning.budget)
                 else:
-                    ready = fitting(prepared, lambda p: self._ready(p, plan), split)
+                    ready = fitting(prepared, self.planning.budget,
+                                    lambda p, inside: self._ready(p, plan, inside), split)
             except InfeasibleBudget as error:
                 if not self._known:
                     raise
@@ -211,16 +212,17 @@ class Plans:
                  budget: Budget | None = None) -> Ready:
         prepared = prepare(self.model, (), {}, self.planning.settings, Progress(self.planning.progress),
                            wanted=pattern, captured=known.capture, tensors=held)
-        return fitting(prepared, lambda p: self._ready(p, None, budget),
+        return fitting(prepared, budget or self.planning.budget,
+                       lambda p, inside: self._ready(p, None, inside),
                        lambda: with_heads_split(prepared, self.model, tensors=held))
 
-    def _ready(self, prepared: Prepared, plan: Plan | None, budget: Budget | None = None) -> Ready:
+    def _ready(self, prepared: Prepared, plan: Plan | None, budget: Budget) -> Ready:
         if plan is not None:
             _check_plan(plan, prepared)
         else:
             plan = self._saved_for(prepared)
         if plan is None:
-            plan = Searcher(prepared).plan(budget or self.planning.budget, self.planning.planner)
+            plan = Searcher(prepared).plan(budget, self.planning.planner)
         labels = [b.label for b in plan.blocks]
         generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1],
                             prepared.graph).emit()

@@ -10,7 +10,7 @@ from torch import nn
 from rkmate.budget import Budget, parse_budget
 from rkmate.device_memory import auto_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
-from rkmate.fitting import fitting, with_heads_split
+from rkmate.fitting import fitting, fitting_curve, with_heads_split
 from rkmate.module import NewShape, PlannedModule
 from rkmate.pipeline import Settings, check_model, prepare
 from rkmate.plan import Plan
@@ -76,7 +76,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
                          planning_seconds)
     prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
-    return fitting(prepared, lambda p: Searcher(p).plan(planning.budget, planner),
+    return fitting(prepared, planning.budget, lambda p, inside: Searcher(p).plan(inside, planner),
                    lambda: with_heads_split(prepared, model, args, kwargs))
 
 
@@ -87,19 +87,17 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     """Plans along the curve of time against memory, from the largest budget to the smallest.
 
     One capture, one measurement and one set of options serve all of them. Without `budgets`: from
-    the model's own peak to the smallest feasible budget, in ten steps. The result is a sequence of
-    plans that can be drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget` for a budget that was
-    asked for and cannot be met, and otherwise what `wrap` raises.
+    the model's own peak to the smallest one that the original's operations meet, in ten steps. The
+    result is a sequence of plans that can be drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget`
+    for a budget that was asked for and cannot be met, and otherwise what `wrap` raises.
     """
     check_model(model)
     args, kwargs = checked_inputs(args, kwargs)
     wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
     planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds)
-    searcher = Searcher(prepare(model, args, kwargs, planning.settings, Progress(progress)))
-    if wanted is None:
-        low, high = searcher.smallest.peak, searcher.baseline.peak
-        wanted = [Budget(bytes=low + (high - low) * k // 9) for k in range(9, -1, -1)]
-    return Curve(tuple(searcher.curve(wanted, planner)))
+    prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
+    return Curve(tuple(fitting_curve(prepared, wanted, planner,
+                                     lambda: with_heads_split(prepared, model, args, kwargs))))
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:

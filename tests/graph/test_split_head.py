@@ -175,6 +175,38 @@ def test_off_unless_the_budget_needs_it() -> None:
     assert "rkmate.linear_cross_entropy." in always.source
 
 
+def test_fractions_are_of_the_models_own_peak() -> None:
+    model, inputs = _model(), _inputs()
+    own = rkmate.plan(model, inputs, budget=1.0, progress=False).peak_bytes
+    least = _least(model, Settings())
+    fraction = (least + 1) / own
+    assert rkmate.plan(model, inputs, budget=1.0, settings=Settings(split_head="always"),
+                       progress=False).peak_bytes < own
+    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
+        made = rkmate.plan(model, inputs, budget=fraction, progress=False)
+    assert made.budget_bytes == int(fraction * own)
+    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
+        wrapped = rkmate.wrap(model, inputs, budget=fraction, progress=False)
+    assert wrapped.plan.budget_bytes == int(fraction * own)
+
+
+def test_curves_reach_as_far_as_plans() -> None:
+    model, inputs = _model(), _inputs()
+    plain, least = _least(model, NEVER), _least(model, Settings())
+    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
+        curve = rkmate.tradeoff(model, inputs, budgets=[least, plain, plain - 1], progress=False)
+    assert [p.budget_bytes for p in curve] == [least, plain, plain - 1]
+    assert ["few rows" in p.note for p in curve] == [True, False, True]
+    assert all(p.peak_bytes <= p.budget_bytes for p in curve)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = rkmate.tradeoff(model, inputs, progress=False)
+    assert len(own) == 10 and own[-1].peak_bytes <= plain
+    with pytest.raises(rkmate.InfeasibleBudget) as info:
+        rkmate.tradeoff(model, inputs, budgets=[least - 1, plain], progress=False)
+    assert info.value.minimum_bytes == least
+
+
 def test_plans_of_it_are_saved_and_followed(tmp_path: Path) -> None:
     model, inputs = _model(returns="logits"), _inputs()
     least = _least(model, Settings())
