@@ -65,16 +65,15 @@ def fitting_curve(prepared: Prepared, budgets: Sequence[Budget] | None, planner:
         steps = [Budget(bytes=low + (high - low) * k // 9) for k in range(9, -1, -1)]
         return searcher.curve(steps, planner)
     limits = [Budget(bytes=b.of(high)) for b in budgets]
-    fits, rest = [], []
-    for budget in limits:
+    fits, rest = sorted(set(limits), key=lambda b: b.bytes or 0), []
+    while True:
         try:
-            searcher.plan(budget, planner)
-            fits.append(budget)
+            plans = dict(zip(fits, searcher.curve(fits, planner), strict=True))
+            break
         except InfeasibleBudget:
             if not prepared.can_split_heads:
                 raise
-            rest.append(budget)
-    plans = dict(zip(fits, searcher.curve(fits, planner), strict=True))
+            rest.append(fits.pop(0))       # the smallest is the first that a curve plans
     if rest:
         plans |= zip(rest, Searcher(split()).curve(rest, planner), strict=True)
         _warn(prepared)
