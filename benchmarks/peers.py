@@ -376,13 +376,15 @@ def write(model: str, rows: dict[str, Row], *, add: bool) -> None:
 
 
 def draw(model: str, rows: dict[str, Row], path: Path) -> None:
-    """Time against memory, one line a kind of method."""
+    """Time against memory, one line a kind of method; what recomputes all would leave the others a strip."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     points = [(name, r.peak, r.time) for name, r in rows.items()
-              if r.peak is not None and r.time is not None]
+              if r.peak is not None and r.time is not None and name != "recompute-all 0.5"]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)  # type: ignore[attr-defined]
     for kind in dict.fromkeys(n.partition(" ")[0] for n, _, _ in points):
         mine = sorted((p, t) for n, p, t in points if n.partition(" ")[0] == kind)
         axes.plot([p * 100 for p, _ in mine], [t for _, t in mine], marker="o",
