@@ -45,12 +45,11 @@ def _plan(depth: int) -> tuple[Plan, int]:
 
 
 def test_work_grows_with_the_depth() -> None:
-    """Counted, not timed: twice the layers may take little more than twice the calls. (Deep ones are
-    planned by more planners than shallow ones, for less than twice as many calls a layer.)"""
+    """Counted, not timed: twice the layers may take little more than twice the calls."""
     (shallow, few), (deep, many) = _plan(8), _plan(16)
     assert deep.nodes["computations"] > 1.9 * shallow.nodes["computations"]
     assert deep.nodes["unique"] == shallow.nodes["unique"]
-    assert many < 3.8 * few
+    assert many < 3 * few
 
 
 @pytest.mark.slow
