@@ -35,22 +35,22 @@ from rkmate.summarise import summarise
 KEEP_SECONDS = 0.6
 """How long the keep program may look for a schedule of one budget."""
 PATIENCE = 5.0
-"""How long, for the first budget, where it was not done by then and nothing else comes near its bound."""
+"""How long, for the first budget, where it was not done by then and the best is `WIDE` above its bound."""
 WIDE = 1e-2
-"""What is not near."""
 _KEEP = KeepSet("the default's keep-set")
 """With a memory of its own: what `keep-set` finds in the time that it has is not the default's."""
 NEAR = 2e-4
 """How near to its lower bound a schedule is good enough for no other planner to be asked."""
 DTR_NODES = 1500
 LOWER_SET_NODES = 300
-"""Up to how many computations these planners are asked, too: their time grows with the square. On
-graphs of more (than the former), further budgets get one schedule of the chain finished, not two, and
-one is good enough that leaves less than `REST` of a budget."""
+"""Up to how many computations these planners are asked, too: their time grows with the square."""
+DEEP_NODES = 800
+"""On graphs of more computations, further budgets get one schedule of the chain finished, not two and
+dtr's, after fewer tries; one is good enough that leaves less than `REST` of a budget."""
 REST = 1e-2
 FINE = 4
-"""A table for small budgets ends at this many times the least memory of the chain: its slots are finer
-than those of the one for all budgets, which has a dozen below the least memory of a deep model."""
+"""A table for small budgets ends at this many times the least memory of the chain, with half as many
+slots: the one for all budgets has a dozen below the least memory of a deep model."""
 
 _ORIGINS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
             "keep-set": "the integer program on the whole graph (keep-set)",
@@ -107,7 +107,8 @@ class Searcher:
         most = least if memory <= least else None
         if most not in self._tables:
             with self.prepared.timed("chain"):
-                self._tables[most] = solve(chain, self.prepared.settings.slots, most=most)
+                slots = self.prepared.settings.slots // (1 if most is None else 2)
+                self._tables[most] = solve(chain, max(1, slots), most=most)
         return self._tables[most]
 
     @cached_property
@@ -260,13 +261,13 @@ class Searcher:
             return None if time_limit is None else max(0.0, time_limit - (time.perf_counter() - start))
 
         patience, self._patience = self._patience, 0.0
+        quick = not patience and len(self.prepared.graph.c) > DEEP_NODES
         kept = self._keep_set(limit, time_limit, KEEP_SECONDS)
         done = time.perf_counter() - start < KEEP_SECONDS
         found = [] if kept.schedule is None else [self._judge(kept.schedule, (), "keep-set")]
         if kept.bound is None or kept.seconds > kept.bound * (1 + NEAR):
-            count = 2 if patience or len(self.prepared.graph.c) <= DTR_NODES else 1
-            found += sorted(self._of_chain(limit), key=lambda c: c.seconds)[:count]
-            found += self._of_other_planners(limit, left())
+            found += sorted(self._of_chain(limit, quick), key=lambda c: c.seconds)[:1 if quick else 2]
+            found += [] if quick else self._of_other_planners(limit, left())
         self._found += [self._finish(c, limit) for c in found]
         best = self._fastest(limit)
         if not done and patience and (kept.bound is None or best.seconds > kept.bound * (1 + WIDE)):
@@ -280,7 +281,7 @@ class Searcher:
         inside = [c for c in (self.baseline, *self._found) if c.peak <= limit]
         return min(inside, key=lambda c: (c.seconds, c.peak))
 
-    def _of_chain(self, limit: int) -> list[Candidate]:
+    def _of_chain(self, limit: int, quick: bool = False) -> list[Candidate]:
         """Try several memory limits of the dynamic program: its own count is never below the
         simulator's, so more than the budget may be asked of it as long as the simulator agrees."""
         p = self.prepared
@@ -289,21 +290,20 @@ class Searcher:
         base = max(0, limit - p.constant_bytes)
         low, high = base, max(base, limit) + (limit // 2)
         table = self.table(base + base // 4)
-        deep = len(p.graph.c) > DTR_NODES
-        seen: set[tuple[Op, ...]] = set()
-        for step in range(9):
+        seen: dict[tuple[Op, ...], Candidate] = {}
+        for step in range(5 if quick else 9):
             memory = base if step == 0 else (low + high) // 2
             ops = table.sequence(memory)
             if ops is None:
                 low = memory
                 continue
-            candidate = self._expand(ops)
+            known = seen.get(tuple(ops))
+            candidate = seen[tuple(ops)] = known or self._expand(ops)
             if candidate.peak <= limit:
                 low = memory
-                if candidate.ops not in seen:
+                if known is None:
                     fits.append(candidate)
-                    seen.add(candidate.ops)
-                if deep and candidate.peak > limit * (1 - REST):
+                if quick and candidate.peak > limit * (1 - REST):
                     break
             else:
                 high = memory

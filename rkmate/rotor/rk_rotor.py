@@ -20,7 +20,8 @@ from rkmate.rotor.smallest import Smallest, smallest
 
 BUDGETS = 128
 """Budgets at which `Table.sequence` prepares a sequence in exact bytes; fewer for chains of more
-than 32 blocks, where each takes tens of milliseconds."""
+than `LONG` blocks, in proportion to the square of their length, as each takes longer."""
+LONG = 24
 
 
 class Table:
@@ -81,7 +82,7 @@ class Table:
             if fast is not None:
                 high = min(high, replay(self.chain, fast).peak_bytes - self.chain.input_bytes)
             pool = [] if fast is None else [fast]
-            count = max(32, min(BUDGETS, 32 * BUDGETS // len(self.chain)))
+            count = max(16, min(BUDGETS, BUDGETS * LONG**2 // len(self.chain)**2))
             for k in range(count):
                 ops = self._rebuild.ops(low + (high - low) * k // count)
                 if ops is not None and (not pool or ops != pool[-1]):
