@@ -11,6 +11,7 @@ from torch import nn
 
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
+from rkmate.graph.refusals import refuse_what_cannot_repeat
 from rkmate.pipeline import Settings, check_model, prepare
 from rkmate.plan import Plan
 from rkmate.progress import Progress
@@ -126,6 +127,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
 
     def prepared(n: int) -> Searcher:
         args, kwargs = _inputs(make_inputs(n))
+        refuse_what_cannot_repeat(model, args, kwargs)
         searcher = Searcher(prepare(model, args, kwargs, settings, Progress(progress)))
         plain[n] = searcher.baseline.peak       # known without solving anything
         return searcher

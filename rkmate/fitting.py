@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,11 +10,12 @@ import torch
 from torch import nn
 
 from rkmate.budget import Budget
-from rkmate.errors import InfeasibleBudget, RkmateWarning
+from rkmate.errors import InfeasibleBudget
 from rkmate.graph.capture import Source
 from rkmate.pipeline import Prepared, prepare
 from rkmate.plan import Plan
 from rkmate.search import Searcher
+from rkmate.warn import warn
 
 Found = TypeVar("Found")
 
@@ -82,8 +82,8 @@ def fitting_curve(prepared: Prepared, budgets: Sequence[Budget] | None, planner:
 
 def _warn(prepared: Prepared) -> None:
     names = ", ".join(prepared.partition.program.joint.heads)
-    warnings.warn(
+    warn(
         f"nothing fits in this budget with the original's operations, so the product with {names} and "
         "its cross entropy are computed a few rows at a time. That weight's gradient is the original's "
         "but for the order of its additions: its last bits differ. "
-        'rkmate.pipeline.Settings(split_head="never") refuses such budgets', RkmateWarning, stacklevel=5)
+        'rkmate.pipeline.Settings(split_head="never") refuses such budgets')

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import warnings
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any, Literal
@@ -16,14 +15,14 @@ from torch._guards import detect_fake_mode
 
 from rkmate.codegen.compiled import Gradients
 from rkmate.codegen.runtime import Kept
-from rkmate.errors import ArgumentError, RkmateWarning
+from rkmate.errors import ArgumentError
 from rkmate.graph.capture import inside_transform
-from rkmate.graph.refusals import refuse_what_cannot_repeat
 from rkmate.measure.first_step import FirstStep, statistics_of
 from rkmate.plan import Plan
 from rkmate.planning_lock import planning_lock
 from rkmate.plans import Known, Planning, Plans, Ready
 from rkmate.signature import Watch, signature
+from rkmate.warn import warn
 
 NewShape = Literal["plan", "original", "error"]
 logger = logging.getLogger("rkmate")
@@ -46,7 +45,6 @@ class PlannedModule(nn.Module):
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, plan: Plan | None, verify: bool, on_new_shape: NewShape) -> None:
-        refuse_what_cannot_repeat(model, args, kwargs)
         _adopt(self, model)
         self._set_up(Plans(model, planning), verify, on_new_shape)
         key, tensors = signature(self._watch, args, kwargs)
@@ -150,7 +148,7 @@ class PlannedModule(nn.Module):
     def _tell(self, what: str, message: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            warnings.warn(message, RkmateWarning, stacklevel=4)
+            warn(message)
 
     # -- being the original ---------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from rkmate.changes import changing, differing
 from rkmate.codegen.compiled import Compiled, Gradients
 from rkmate.codegen.emit import Emitter
 from rkmate.codegen.runtime import Kept
-from rkmate.errors import InfeasibleBudget, PlanError, RkmateWarning, ScheduleError
+from rkmate.errors import InfeasibleBudget, PlanError, ScheduleError
 from rkmate.fitting import fitting, with_heads_split
 from rkmate.graph.capture import Capture, Source
 from rkmate.graph.refusals import refuse_what_cannot_repeat
@@ -30,6 +29,7 @@ from rkmate.progress import Progress
 from rkmate.schedule.simulate import simulate
 from rkmate.search import Searcher
 from rkmate.signature import Flags, Signature
+from rkmate.warn import warn
 
 logger = logging.getLogger("rkmate")
 
@@ -156,11 +156,11 @@ class Plans:
         names = [] if self._warned else changing(key, self._known)
         if names:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{type(self.model).__name__}: {', '.join(names[:5])} changed before each of the latest "
                 "plans, and each value takes a plan of its own. Make a tensor or a number that changes "
                 "during training a buffer (register_buffer, and copy_ for new values), or an argument "
-                "of the forward", RkmateWarning, stacklevel=4)
+                "of the forward")
 
     def current(self, known: Known, tensors: Sequence[torch.Tensor]) -> Ready:
         """The plan that the next forward follows; made for the loss of the latest one."""
@@ -191,11 +191,11 @@ class Plans:
             ready = known.ready.get(pattern)
             if ready is None:
                 ready = known.ready[pattern] = self._for_one_step(known, pattern, kept)
-        warnings.warn(
+        warn(
             f"the loss leads to {_names(pattern)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
             f"{ready.plan.peak_bytes:,} bytes beside what it keeps. The next forward is planned for "
-            "this loss", RkmateWarning, stacklevel=2)
+            "this loss")
         with torch.no_grad():
             return ready.compiled.again(kept, dict(given))
 
@@ -205,7 +205,7 @@ class Plans:
         try:
             return self._fitting(known, pattern, held)
         except InfeasibleBudget as error:
-            warnings.warn(f"{error}; this step takes that much", RkmateWarning, stacklevel=3)
+            warn(f"{error}; this step takes that much")
             return self._fitting(known, pattern, held, Budget(bytes=error.minimum_bytes))
 
     def _fitting(self, known: Known, pattern: Pattern, held: Mapping[Source, torch.Tensor],

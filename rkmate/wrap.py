@@ -11,6 +11,7 @@ from rkmate.budget import Budget, parse_budget
 from rkmate.device_memory import auto_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.fitting import fitting, fitting_curve, with_heads_split
+from rkmate.graph.refusals import refuse_what_cannot_repeat
 from rkmate.module import NewShape, PlannedModule
 from rkmate.pipeline import Settings, check_model, prepare
 from rkmate.plan import Plan
@@ -56,8 +57,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         ArgumentError: an argument is wrong.
         PlanError: `plan` does not belong to this model.
     """
-    check_model(model)
-    args, kwargs = checked_inputs(args, kwargs)
+    args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds)
     if on_new_shape not in ("plan", "original", "error"):
@@ -71,8 +71,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          costs: str = "measured", planning_seconds: float | None = None,
          settings: Settings | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
-    check_model(model)
-    args, kwargs = checked_inputs(args, kwargs)
+    args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
                          planning_seconds)
     prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
@@ -91,8 +90,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     result is a sequence of plans that can be drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget`
     for a budget that was asked for and cannot be met, and otherwise what `wrap` raises.
     """
-    check_model(model)
-    args, kwargs = checked_inputs(args, kwargs)
+    args, kwargs = checked_sample(model, args, kwargs)
     wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
     planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds)
     prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
@@ -105,15 +103,19 @@ def _in_bytes(budget: Any, model: nn.Module) -> Any:
     return auto_budget(model) if isinstance(budget, str) and budget == "auto" else budget
 
 
-def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Sample inputs as a tuple and a dict. Raises `ArgumentError`."""
+def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Sample inputs as a tuple and a dict. Raises `ArgumentError` for what is wrong with them or the
+    model, and `CaptureError` for what a planned step could not repeat."""
+    check_model(model)
     if not isinstance(args, (tuple, list)):
         raise ArgumentError(f"args is {type(args).__name__}; it should be a tuple with the sample "
                             "positional arguments: (x,) for one tensor")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ArgumentError(f"kwargs is {type(kwargs).__name__}; it should be a mapping of argument "
                             "names to sample values")
-    return tuple(args), dict(kwargs or {})
+    args, kwargs = tuple(args), dict(kwargs or {})
+    refuse_what_cannot_repeat(model, args, kwargs)
+    return args, kwargs
 
 
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str, settings: Settings | None,

@@ -14,13 +14,13 @@ from rkmate.compare.comparison import Comparison, Row
 from rkmate.compare.measured import Bench
 from rkmate.device_memory import auto_budget
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
-from rkmate.pipeline import Settings, check_model, prepare
+from rkmate.pipeline import Settings, prepare
 from rkmate.plan import Plan
 from rkmate.planners.registry import PLANNERS
 from rkmate.planners.registry import planner as find_planner
 from rkmate.progress import Progress
 from rkmate.search import Searcher
-from rkmate.wrap import checked_inputs
+from rkmate.wrap import checked_sample
 
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 """Fractions of the model's own peak."""
@@ -66,8 +66,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         ArgumentError: an argument is wrong; with `measure`, also a model that cannot be pickled.
         CaptureError: the model has no static graph.
     """
-    check_model(model)
-    args, kwargs = checked_inputs(args, kwargs)
+    args, kwargs = checked_sample(model, args, kwargs)
     if isinstance(budgets, (str, int, float)) or not budgets:
         raise ArgumentError(f"budgets is {budgets!r}; it should be a list of budgets")
     wanted = [parse_budget(auto_budget(model) if isinstance(b, str) and b == "auto" else b)

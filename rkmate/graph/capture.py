@@ -21,7 +21,7 @@ from torch._functorch._aot_autograd import descriptors as D
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rkmate.errors import ArgumentError, CaptureError, RkmateWarning
+from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.buffers import Registered
 from rkmate.graph.custom_functions import kept_whole, run_as_they_are
@@ -33,6 +33,7 @@ from rkmate.graph.recurrent import as_eager_runs_them, make_recurrent_layers_who
 from rkmate.graph.refusals import explained, has_generator
 from rkmate.graph.state import Assigned, HostDraws, PythonState, all_transient
 from rkmate.graph.structure import Structure, take_apart, tensors_in
+from rkmate.warn import warn
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent"]
 
@@ -133,8 +134,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)]
         lost = [a.path for a in assigned if a.makes_tensors()]
         if lost:
-            warnings.warn(f"{type(model).__name__}: the forward leaves tensors in the new attributes "
-                          f"{', '.join(lost[:5])}; a planned step does not", RkmateWarning, stacklevel=2)
+            warn(f"{type(model).__name__}: the forward leaves tensors in the new attributes "
+                 f"{', '.join(lost[:5])}; a planned step does not")
         return replace(result, assigned=tuple(kept))
     finally:
         draws.restore()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import torch
 from torch import fx, nn
 from torch._dynamo import OptimizedModule
 
-from rkmate.errors import ArgumentError, CaptureError, RkmateWarning
+from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.library_paths import is_observer, weight_made_by
 from rkmate.graph.structure import objects_in
+from rkmate.warn import warn
 
 _TORCH = str(Path(torch.__file__).parent)
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
@@ -36,8 +36,8 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
         hooks = [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
                  if weight_made_by(h) is None and not is_observer(h)]
         if hooks:
-            warnings.warn(f"{where} has forward hooks: what they compute is part of the plan, what "
-                          "else they do happens only while it is traced", RkmateWarning, stacklevel=4)
+            warn(f"{where} has forward hooks: what they compute is part of the plan, what "
+                 "else they do happens only while it is traced")
         if m._compiled_call_impl is not None or isinstance(m, OptimizedModule):
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')

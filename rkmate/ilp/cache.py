@@ -14,19 +14,19 @@ import json
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rkmate.errors import RkmateWarning, ScheduleError
+from rkmate.errors import ScheduleError
 from rkmate.graph.cd import CDGraph
 from rkmate.ilp.front import undominated
 from rkmate.ilp.grid import OptionSet
 from rkmate.ilp.judge import judge
 from rkmate.ilp.settings import OptionSettings
+from rkmate.warn import warn
 
 FORMAT = 1
 """Grows when the content of an entry changes its meaning."""
@@ -141,10 +141,9 @@ class OptionCache:
                 os.unlink(temporary)
                 raise
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"the cache folder {self.folder} cannot be written ({error.strerror}): these "
-                "options will be solved again next time; RKMATE_CACHE_DIR names another folder",
-                RkmateWarning, stacklevel=2)
+                "options will be solved again next time; RKMATE_CACHE_DIR names another folder")
 
 
 def _order(graph: CDGraph, order: Any) -> tuple[int, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
-from rkmate.errors import RkmateWarning
+from rkmate.warn import warn
 
 
 class Statistics(Protocol):
@@ -65,10 +64,9 @@ class FirstStep:
         peak = self._statistics.peak() - self._before
         allowed = self._budget + self._new_gradients
         if peak > allowed:
-            warnings.warn(
+            warn(
                 f"the first training step took {peak:,} bytes above what stood before it; predicted "
                 f"were {self._predicted:,}, the budget is {self._budget:,}, and new parameter "
                 f"gradients may add {self._new_gradients:,}. Something outside the planned module "
                 "(the loss, hooks, other models) allocates during the step, or operations take "
-                "other temporary memory here than when they were measured",
-                RkmateWarning, stacklevel=2)
+                "other temporary memory here than when they were measured")

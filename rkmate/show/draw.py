@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import graphviz
 
-from rkmate.errors import ArgumentError, RkmateWarning
+from rkmate.errors import ArgumentError
 from rkmate.graph.cut import PRELUDE
 from rkmate.plan import Drawable, Plan
 from rkmate.show.graphs import (
@@ -22,6 +21,7 @@ from rkmate.show.graphs import (
     simplified_graph,
 )
 from rkmate.show.replay import Replay, replay
+from rkmate.warn import warn
 
 WHAT: tuple[Drawable, ...] = ("chain", "forward", "simplified", "block", "schedule")
 _TEXT = (".dot", ".gv")
@@ -137,8 +137,7 @@ def write(graph: graphviz.Digraph, path: Path) -> Path:
     if not has_dot():
         beside = path.with_suffix(".dot")
         beside.write_text(graph.source, encoding="utf-8")
-        warnings.warn(f"{path.name} was not drawn, its DOT text is in {beside}: {NO_DOT}",
-                      RkmateWarning, stacklevel=4)
+        warn(f"{path.name} was not drawn, its DOT text is in {beside}: {NO_DOT}")
         return beside
     if path.suffix == ".png":
         graph.attr(dpi="110", bgcolor="white")

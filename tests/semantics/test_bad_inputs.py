@@ -129,3 +129,32 @@ def test_bad_input(case: str) -> None:
 
 def test_the_table_is_long_enough() -> None:
     assert len(TABLE) >= 25
+
+
+def _plan(model: nn.Module, args: tuple[Any, ...]) -> None:
+    rkmate.plan(model, args, budget=1.0, costs="analytic", progress=False)
+
+
+def _tradeoff(model: nn.Module, args: tuple[Any, ...]) -> None:
+    rkmate.tradeoff(model, args, costs="analytic", progress=False)
+
+
+def _compare(model: nn.Module, args: tuple[Any, ...]) -> None:
+    rkmate.compare(model, args, costs="analytic", progress=False)
+
+
+def _largest_batch(model: nn.Module, args: tuple[Any, ...]) -> None:
+    rkmate.max_batch_size(model, lambda n: args, device_memory="1GiB", costs="analytic", progress=False)
+
+
+@pytest.mark.parametrize("call", [_plan, _tradeoff, _compare, _largest_batch])
+@pytest.mark.parametrize(("kind", "words", "model", "args"), [
+    (C, "module backward hooks", _hooked, (X,)),
+    (A, "was compiled", _compiled_in_place, (X,)),
+    (A, "sparse", lambda: nn.Linear(8, 8), (X.to_sparse(),)),
+    (A, "Generator", lambda: nn.Linear(8, 8), (X, torch.Generator()))])
+def test_other_calls_refuse_what_wrap_refuses(
+        call: Callable[[nn.Module, tuple[Any, ...]], None], kind: type[Exception], words: str,
+        model: Callable[[], nn.Module], args: tuple[Any, ...]) -> None:
+    with pytest.raises(kind, match=words):
+        call(model(), args)

@@ -1,0 +1,29 @@
+"""Warnings that point at the caller's own line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from rkmate.errors import RkmateWarning
+
+_INSIDE = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep,
+           contextlib.__file__, functools.__file__, "<rkmate")
+"""Where the files' names begin that are passed over; the last is that of generated code."""
+
+
+def warn(message: str) -> None:
+    """Warn, naming the first line on the stack that is neither this package's nor torch's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_code.co_filename.startswith(_INSIDE):
+        if frame.f_back is None:        # a thread of the autograd engine: nobody called
+            level = 2
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RkmateWarning, stacklevel=level)
