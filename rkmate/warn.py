@@ -9,19 +9,18 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
-
 from rkmate.errors import RkmateWarning
 
-_INSIDE = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep,
-           contextlib.__file__, functools.__file__, "<rkmate")
+_INSIDE = (str(Path(__file__).parent) + os.sep, contextlib.__file__, functools.__file__, "<rkmate")
 """Where the files' names begin that are passed over; the last is that of generated code."""
 
 
 def warn(message: str) -> None:
     """Warn, naming the first line on the stack that is neither this package's nor torch's."""
+    torch = sys.modules.get("torch")    # not imported here: workers that solve do without it
+    inside = _INSIDE if torch is None else (*_INSIDE, os.path.dirname(torch.__file__) + os.sep)
     frame, level = sys._getframe(1), 2
-    while frame.f_code.co_filename.startswith(_INSIDE):
+    while frame.f_code.co_filename.startswith(inside):
         if frame.f_back is None:        # a thread of the autograd engine: nobody called
             level = 2
             break
