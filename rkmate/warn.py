@@ -11,14 +11,16 @@ from pathlib import Path
 
 from rkmate.errors import RkmateWarning
 
-_INSIDE = (str(Path(__file__).parent) + os.sep, contextlib.__file__, functools.__file__, "<rkmate")
+_INSIDE: tuple[str, ...] = (str(Path(__file__).parent) + os.sep, contextlib.__file__,
+                            functools.__file__, "<rkmate")
 """Where the files' names begin that are passed over; the last is that of generated code."""
 
 
 def warn(message: str) -> None:
     """Warn, naming the first line on the stack that is neither this package's nor torch's."""
-    torch = sys.modules.get("torch")    # not imported here: workers that solve do without it
-    inside = _INSIDE if torch is None else (*_INSIDE, os.path.dirname(torch.__file__) + os.sep)
+    inside = _INSIDE
+    if torch := sys.modules.get("torch"):    # not imported here: workers that solve do without it
+        inside += tuple(folder + os.sep for folder in torch.__path__)
     frame, level = sys._getframe(1), 2
     while frame.f_code.co_filename.startswith(inside):
         if frame.f_back is None:        # a thread of the autograd engine: nobody called
