@@ -23,6 +23,8 @@ FAITHFUL = 0.02
 SLOW = ("transformer", "transformer_decoder", "transformer_encoder", "t5", "bert", "llama", "vit",
         "mlp_mixer")
 """With dropout; others of the same kind are left."""
+LONG = ("regnet", "t5", "unet", "llama", "transformer", "transformer_decoder")
+"""At the budget in the middle."""
 
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -42,7 +44,7 @@ def wrapped(sample: Sample, fraction: float | str) -> rkmate.PlannedModule:
 
 def together(name: str, *more: float | str) -> Any:
     """A model's tests share a process, and so what it remembers."""
-    long = (name, *more) in (("regnet", 0.7), ("t5", 0.7))
+    long = (name in LONG and more == (0.7,)) or (name, *more) == ("regnet", "smallest")
     return pytest.param(name, *more, id="-".join(map(str, (name, *more))),
                         marks=[pytest.mark.xdist_group(name), *[pytest.mark.slow] * long])
 

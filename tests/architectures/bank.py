@@ -100,7 +100,7 @@ def _a(name: str, subject: str, model: str, config: str, options: dict[str, Any]
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     _a("gpt2", "text", "GPT2LMHeadModel", "GPT2", {**_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4,
-                                                  "n_positions": 64}, fast=True),
+                                                  "n_positions": 64}),
     _a("gpt_neo", "text", "GPTNeoForCausalLM", "GPTNeo", {
         **_TEXT, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 64,
         "attention_types": [[["global", "local"], 1]], "window_size": 8,
@@ -113,7 +113,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
     _a("bloom", "text", "BloomForCausalLM", "Bloom", {**_TEXT, "hidden_size": 32, "n_layer": 2,
                                                      "n_head": 4}),
-    _a("llama", "text", "LlamaForCausalLM", "Llama", _DECODER, fast=True),
+    _a("llama", "text", "LlamaForCausalLM", "Llama", _DECODER),
     _a("mistral", "text", "MistralForCausalLM", "Mistral", {**_DECODER, "sliding_window": 8}),
     _a("qwen2", "text", "Qwen2ForCausalLM", "Qwen2", _DECODER),
     _a("qwen3", "text", "Qwen3ForCausalLM", "Qwen3", {**_DECODER, "head_dim": 8}),
@@ -142,7 +142,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
     _a("rwkv", "state space", "RwkvForCausalLM", "Rwkv", {
         **_TEXT, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}),
-    _a("bert", "text", "BertForMaskedLM", "Bert", _ENCODER, "masked", fast=True),
+    _a("bert", "text", "BertForMaskedLM", "Bert", _ENCODER, "masked"),
     _a("roberta", "text", "RobertaForSequenceClassification", "Roberta", _ENCODER, "sentence"),
     _a("albert", "text", "AlbertForMaskedLM", "Albert", {**_ENCODER, "embedding_size": 16}),
     _a("distilbert", "text", "DistilBertForMaskedLM", "DistilBert", {
@@ -169,7 +169,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                                                             "original_full"}),
     _a("t5", "encoder-decoder", "T5ForConditionalGeneration", "T5", {
         "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2,
-        "num_heads": 4, "decoder_start_token_id": 0}, "translated", fast=True),
+        "num_heads": 4, "decoder_start_token_id": 0}, "translated"),
     _a("longt5", "encoder-decoder", "LongT5ForConditionalGeneration", "LongT5", {
         "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2,
         "num_heads": 4, "decoder_start_token_id": 0, "local_radius": 4}, "translated"),
@@ -197,7 +197,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "hidden_sizes": [16, 24, 32, 40], "depths": [1, 1, 2, 1], "drop_path_rate": 0.1}, "classes"),
     _a("resnet", "vision", "ResNetForImageClassification", "ResNet", {
         "embedding_size": 16, "hidden_sizes": [16, 24, 32], "depths": [1, 2, 1],
-        "layer_type": "basic"}, "classes", fast=True),
+        "layer_type": "basic"}, "classes"),
     _a("regnet", "vision", "RegNetForImageClassification", "RegNet", {
         "embedding_size": 16, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 2, 1],
         "groups_width": 8}, "classes"),

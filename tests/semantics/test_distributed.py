@@ -122,7 +122,7 @@ def _in_two_processes(work: Callable[..., None], **options: bool) -> None:
             assert all(g is None for n, g in found.items() if n.startswith("unused"))
 
 
-@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("unused", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_replicas(unused: bool) -> None:
     """Accumulation without synchronisation, then a synchronised step; buckets fire in between."""
     _in_two_processes(_replicated, unused=unused)
@@ -132,6 +132,7 @@ def test_shards_around_a_planned_module() -> None:
     _in_two_processes(_sharded)
 
 
+@pytest.mark.slow
 def test_shards_under_a_planned_module_are_refused() -> None:
     _in_two_processes(_sharded_inside)
 
