@@ -91,8 +91,8 @@ def test_names_the_callers_line(warning: str, act: Callable[[], None], tmp_path:
         monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path / "file" / "folder"))
     with pytest.warns(rkmate.RkmateWarning, match=warning) as caught:
         act()
-    first, code = act.__code__.co_firstlineno, act.__code__
-    last = max(line for _, _, line in code.co_lines() if line)
+    first = act.__code__.co_firstlineno
+    last = max(line for _, _, line in act.__code__.co_lines() if line)
     for w in caught:
         if issubclass(w.category, rkmate.RkmateWarning):
             assert w.filename == __file__

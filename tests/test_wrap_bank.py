@@ -44,7 +44,7 @@ def wrapped(sample: Sample, fraction: float | str) -> rkmate.PlannedModule:
 
 def together(name: str, *more: float | str) -> Any:
     """A model's tests share a process, and so what it remembers."""
-    long = (name in LONG and more == (0.7,)) or (name, *more) == ("regnet", "smallest")
+    long = name in LONG and more == (0.7,)
     return pytest.param(name, *more, id="-".join(map(str, (name, *more))),
                         marks=[pytest.mark.xdist_group(name), *[pytest.mark.slow] * long])
 

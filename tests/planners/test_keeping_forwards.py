@@ -34,7 +34,7 @@ def test_the_same_step() -> None:
     searcher = Searcher(prepare(model, (x,), {}, HOW, Progress(False)))
     least = searcher.smallest.peak
     plans = 0
-    for more in (1.05, 1.3):
+    for more in (1.05, 1.15, 1.3):
         limit = int(least * more)
         found = [c for c in searcher._of_chain(limit)
                  if any(isinstance(op, ForwardKeeping) for op in c.ops)]

@@ -132,7 +132,6 @@ def test_shards_around_a_planned_module() -> None:
     _in_two_processes(_sharded)
 
 
-@pytest.mark.slow
 def test_shards_under_a_planned_module_are_refused() -> None:
     _in_two_processes(_sharded_inside)
 
