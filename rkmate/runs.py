@@ -1,13 +1,22 @@
-"""The runs of blocks in a schedule that is not made of block operations."""
+"""The runs of blocks in a schedule, whether or not it is made of block operations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rkmate.graph.cd import CDGraph
 from rkmate.graph.cut import PRELUDE
 from rkmate.plan import Run
+from rkmate.rotor.chain import Backward, Forward, Op, Option
 from rkmate.schedule.steps import Compute, Forget, Schedule
+
+
+def runs_of_operations(ops: Iterable[Op], options: Sequence[Sequence[Option]]) -> Iterator[Run]:
+    """One run an operation. `options`: those of each block."""
+    for op in ops:
+        chosen = op.option if isinstance(op, Forward | Backward) else None
+        yield Run(op.block, "backward" if isinstance(op, Backward) else "forward", chosen,
+                  None if chosen is None else options[op.block][chosen].saved_bytes)
 
 
 def runs_of(schedule: Schedule, graph: CDGraph, block_of: Sequence[int]) -> Iterator[Run]:

@@ -24,9 +24,9 @@ from rkmate.planners.keep_set import KeepSet
 from rkmate.planners.protocol import Outcome, Planner, Problem
 from rkmate.planners.registry import planner as find_planner
 from rkmate.rotor import minimum, solve
-from rkmate.rotor.chain import Backward, Forward, Op
+from rkmate.rotor.chain import Backward, Op
 from rkmate.rotor.rk_rotor import Table
-from rkmate.runs import runs_of
+from rkmate.runs import runs_of, runs_of_operations
 from rkmate.schedule.finish import finish, without_waste
 from rkmate.schedule.simulate import Simulation, simulate
 from rkmate.schedule.steps import Schedule, from_order
@@ -47,7 +47,10 @@ LOWER_SET_NODES = 300
 DEEP_NODES = 800
 """On graphs of more computations, further budgets get one schedule of the chain finished, not two and
 dtr's, after fewer tries; one is good enough that leaves less than `REST` of a budget."""
-REST = 1e-2
+REST = 2e-2
+FURTHER_SECONDS = 0.75
+"""How long the chain and the keep program may take for such a budget: less for the program, where the
+chain's table is made first."""
 FINE = 4
 """A table for small budgets ends at this many times the least memory of the chain, with half as many
 slots: the one for all budgets has a dozen below the least memory of a deep model."""
@@ -262,11 +265,15 @@ class Searcher:
 
         patience, self._patience = self._patience, 0.0
         quick = not patience and len(self.prepared.graph.c) > DEEP_NODES
-        kept = self._keep_set(limit, time_limit, KEEP_SECONDS)
+        chain = self._of_chain(limit, quick) if quick else []
+        spent = time.perf_counter() - start
+        kept = self._keep_set(limit, left() if quick else time_limit,
+                              min(KEEP_SECONDS, max(0.1, FURTHER_SECONDS - spent)))
         done = time.perf_counter() - start < KEEP_SECONDS
         found = [] if kept.schedule is None else [self._judge(kept.schedule, (), "keep-set")]
         if kept.bound is None or kept.seconds > kept.bound * (1 + NEAR):
-            found += sorted(self._of_chain(limit, quick), key=lambda c: c.seconds)[:1 if quick else 2]
+            chain = chain or self._of_chain(limit)
+            found += sorted(chain, key=lambda c: c.seconds)[:1 if quick else 2]
             found += [] if quick else self._of_other_planners(limit, left())
         self._found += [self._finish(c, limit) for c in found]
         best = self._fastest(limit)
@@ -291,24 +298,26 @@ class Searcher:
         low, high = base, max(base, limit) + (limit // 2)
         table = self.table(base + base // 4)
         seen: dict[tuple[Op, ...], Candidate] = {}
-        for step in range(5 if quick else 9):
-            memory = base if step == 0 else (low + high) // 2
-            ops = table.sequence(memory)
+        memory = base
+        for _ in range(5 if quick else 9):
+            ops = table.sequence(memory, prepared=not quick)
             if ops is None:
-                low = memory
-                continue
-            known = seen.get(tuple(ops))
-            candidate = seen[tuple(ops)] = known or self._expand(ops)
-            if candidate.peak <= limit:
-                low = memory
-                if known is None:
-                    fits.append(candidate)
-                if quick and candidate.peak > limit * (1 - REST):
-                    break
+                low, guess = memory, None
             else:
-                high = memory
+                known = seen.get(tuple(ops))
+                candidate = seen[tuple(ops)] = known or self._expand(ops)
+                guess = memory + int(limit * (1 - REST / 2)) - candidate.peak
+                if candidate.peak <= limit:
+                    low = memory
+                    if known is None:
+                        fits.append(candidate)
+                    if quick and candidate.peak > limit * (1 - REST):
+                        break
+                else:
+                    high = memory
             if high - low <= table.slot_bytes:
                 break
+            memory = guess if quick and guess is not None and low < guess < high else (low + high) // 2
         return fits
 
     def _keep_set(self, limit: int, time_limit: float | None, seconds: float) -> Outcome:
@@ -391,10 +400,5 @@ class Searcher:
     def _runs(self, best: Candidate) -> Iterator[Run]:
         p = self.prepared
         if not best.ops or any(op.level is not None for op in best.ops):
-            yield from runs_of(best.schedule, p.graph, p.partition.block_of)
-            return
-        for op in best.ops:
-            option = op.option if isinstance(op, Forward | Backward) else None
-            yield Run(op.block, "backward" if isinstance(op, Backward) else "forward", option,
-                      None if option is None else
-                      p.option_sets[p.classes[op.block]].options[option].saved_bytes)
+            return runs_of(best.schedule, p.graph, p.partition.block_of)
+        return runs_of_operations(best.ops, [p.option_sets[c].options for c in p.classes])

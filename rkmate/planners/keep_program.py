@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import bisect
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import pulp
-
 from rkmate.graph.cd import CDGraph
-from rkmate.planners.highs import Highs
+from rkmate.planners.highs import Highs, Rows
 from rkmate.schedule.simulate import LOSS_SCALARS
 
 GAP = 0.01
@@ -49,6 +46,10 @@ class KeepProgram:
         self.held = frozenset(held)
         self.reserve_at_loss = reserve_at_loss
         self.seconds = sum(c.time for c in graph.c)
+        self.made = [-1 if i is None else i for i in graph.producer]
+        """The C node of each D node; -1: what comes from outside."""
+        self.reads = [tuple(j for j in c.inputs if self.forward(j)) for c in graph.c]
+        """The forward values among each C node's inputs."""
         self._gradients = gradient_bytes(graph, self.held)
         self._programs: dict[tuple[int, ...], _Program] = {}
         self._writing = 0.0         # seconds that the latest took to write
@@ -97,39 +98,31 @@ class _Program:
         self.second = owner.seconds / 1000 or 1.0
         ends = [*moments[1:], len(graph.c)]
         self.needed = _closures(owner, list(zip(moments, ends, strict=True)))
-        with warnings.catch_warnings():
-            # PuLP 3.3 announces a new way to make variables that its older versions lack.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            program = self._write(owner, moments, ends)
-        self.highs = Highs(program)
+        self.highs = Highs(self._write(owner, moments, ends))
 
-    def _write(self, owner: KeepProgram, moments: Sequence[int],
-               ends: Sequence[int]) -> pulp.LpProblem:
-        graph = owner.graph
-        made = [-1 if i is None else i for i in graph.producer]
-        program = pulp.LpProblem("keep", pulp.LpMinimize)
-        K = [{j: pulp.LpVariable(f"K_{t}_{j}", int(j in owner.held), 1, "Integer") for j in needed}
+    def _write(self, owner: KeepProgram, moments: Sequence[int], ends: Sequence[int]) -> Rows:
+        graph, reads, made = owner.graph, owner.reads, owner.made
+        program = Rows()
+        K = [{j: program.column(f"K_{t}_{j}", int(j in owner.held), 1, integer=True) for j in needed}
              for t, needed in enumerate(self.needed)]
-        R = [{i: pulp.LpVariable(f"R_{t}_{i}", 0, 1) for i in dict.fromkeys(made[j] for j in needed)}
-             for t, needed in enumerate(self.needed)]
-        program += pulp.lpSum(graph.c[i].time / self.second * v for part in R for i, v in part.items())
-        budget = pulp.LpVariable("budget", 0)
+        R = [{i: program.column(f"R_{t}_{i}", 0, 1, graph.c[i].time / self.second)
+              for i in dict.fromkeys(made[j] for j in needed)} for t, needed in enumerate(self.needed)]
+        budget = program.column("budget", 0)
         for t, (start, end) in enumerate(zip(moments, ends, strict=True)):
-            for i, v in R[t].items():
-                for j in graph.c[i].inputs:
-                    if owner.forward(j):
-                        program += K[t][j] + R[t][made[j]] >= v
+            keep, again = K[t], R[t]
+            for i, v in again.items():
+                for j in reads[i]:
+                    program.at_least(0, (keep[j], again[made[j]]), (v,))
             for b in range(start, end):
-                for j in graph.c[b].inputs:
-                    if owner.forward(j):
-                        program += (K[t][j] >= 1 if t and b == start else
-                                    K[t][j] + R[t][made[j]] >= 1)
+                for j in reads[b]:
+                    there = (keep[j],) if t and b == start else (keep[j], again[made[j]])
+                    program.at_least(1, there)
             if t:
-                for j, v in K[t].items():
-                    program += v <= K[t - 1][j] + R[t - 1][made[j]]
-            live = pulp.lpSum(graph.d[j].size / self.byte * v for j, v in K[t].items()
-                              if j not in owner.held)
-            program += live + owner.fixed_bytes(start if t else None) / self.byte <= budget
+                before, ran = K[t - 1], R[t - 1]
+                for j, v in keep.items():
+                    program.at_least(0, (before[j], ran[made[j]]), (v,))
+            live = ((v, -graph.d[j].size / self.byte) for j, v in keep.items() if j not in owner.held)
+            program.weighted(owner.fixed_bytes(start if t else None) / self.byte, ((budget, 1.0), *live))
         return program
 
     def solve(self, budget: int, time_limit: float) -> Kept | None:

@@ -15,6 +15,8 @@ from rkmate.rotor.needs import Needs
 from rkmate.rotor.rebuild import Layer
 from rkmate.rotor.smallest import Smallest
 
+PERIOD = 4
+"""Chains are looked at for a sequence of up to so many blocks that comes again and again."""
 ROWS = 96
 """Sub-problems updated at once: their columns stay in the processor's cache."""
 
@@ -44,41 +46,76 @@ def _fill(needs: Needs, levels: Sequence[Layer], slots: int, size: int, *, span:
              for s, o in enumerate(needs.options)]
     ideal = np.concatenate(([0.0], np.cumsum(alone)))
     scratch = np.empty((ROWS, slots + 1))
+    shift, repeats = (0, np.zeros(n, dtype=np.int64)) if levels or span else repeated(needs)
     for s in range(n - 1, -1, -1):
         start = int(row[s]) + s + 1
         last = n if span is None else min(n, s + span)
         mine = time[start:start + last - s]
+        # So many sub-problems are those of the block `shift` further on.
+        done = int(repeats[s])
+        if done:
+            other = int(row[s + shift]) + s + shift + 1
+            mine[:done] = time[other:other + done]
+            first[start:start + done] = first[other:other + done]
         options = needs.options[s]
         end = np.full(last - s, slots + 1, dtype=np.int64)
         for k, cost in enumerate(options.seconds):
             need = -(-needs.option_rows(s, k)[:last - s] // size)
-            if need[0] <= slots:
+            if need[0] <= slots and not done:
                 np.minimum(mine[0, need[0]:], cost, out=mine[0, need[0]:])
             if keep and s + 1 < last:
-                below = int(row[s + 1]) + s + 2
-                _relax(mine[1:], time[below:below + last - s - 1], first[below:below + last - s - 1],
-                       -(-int(options.keep[k]) // size), need[1:], cost, 0, end[1:], scratch)
+                low = max(1, done)
+                rest = slice(int(row[s + 1]) + s + 1 + low, int(row[s + 1]) + last + 1)
+                _relax(mine[low:], time[rest], first[rest], -(-int(options.keep[k]) // size), need[low:],
+                       cost, 0, end[low:], scratch)
         # A split at i recomputes the forwards before i at least: where an option already adds less,
         # it has nothing to offer.
         adds = (needs.elapsed[s + 1:last] - needs.elapsed[s]) * (1 - 1e-12)
         ends = np.empty((last - s, last - s - 1), dtype=np.int64)
-        for r in range(last - s):
+        for r in range(done, last - s):
             best = ideal[s + 1 + r] - ideal[s]
             ends[r] = slots + 1 - np.searchsorted(mine[r, ::-1], best + adds, side="right")
         for i in range(s + 1, last):
             here = int(row[s]) + i
-            first[here] = _first(time[here], slots)
-            below = int(row[i]) + i + 1
+            low = max(i - s, done)
+            if i - s > done:
+                first[here] = _first(time[here], slots)
+            rest = slice(int(row[i]) + s + 1 + low, int(row[i]) + last + 1)
             extra = time[here] + (needs.elapsed[i] - needs.elapsed[s])
-            _relax(mine[i - s:], time[below:below + last - i], first[below:below + last - i],
-                   -(-int(needs.between[s, i]) // size), -(-needs.split_rows(s, i)[:last - i] // size),
-                   extra, int(first[here]), ends[i - s:, i - s - 1], scratch)
+            need = needs.split_rows(s, i)[low - (i - s):last - i]
+            _relax(mine[low:], time[rest], first[rest], -(-int(needs.between[s, i]) // size),
+                   -(-need // size), extra, int(first[here]), ends[low:, i - s - 1], scratch)
             if i <= s + SPAN:
+                below = int(row[i]) + i + 1
                 for layer in levels:
                     _keep(needs, layer, s, i, mine[i - s:], time[below:below + n - i],
                           first[below:below + n - i], size, ideal, scratch)
-        first[int(row[s]) + last] = _first(time[int(row[s]) + last], slots)
+        if last - s > done:
+            first[int(row[s]) + last] = _first(time[int(row[s]) + last], slots)
     return row, time
+
+
+def repeated(needs: Needs) -> tuple[int, Ints]:
+    """A number of blocks d, and how many sub-problems (s, s+1), (s, s+2), ... of each block s are those of
+    block s + d: layers of one kind are solved once. Zeros where nothing repeats."""
+    n = needs.blocks
+    best = 0, np.zeros(n, dtype=np.int64)
+    for d in range(1, min(PERIOD, n - 1) + 1):
+        same = np.zeros(n + 1, dtype=np.int64)
+        for s in range(n - d - 1, -1, -1):
+            if all(np.array_equal(a, b) for a, b in zip(
+                    vars(needs.options[s]).values(), vars(needs.options[s + d]).values(), strict=True)) \
+                    and needs.duration[s] == needs.duration[s + d]:
+                most = min(int(same[s + 1]) + 1, n - 1 - d - s)
+                equal = np.ones(most, dtype=bool)
+                for table, start in ((needs.inside, 1), (needs.between, 1), (needs.run, 0)):
+                    equal &= table[s, s + start:s + start + most] == \
+                        table[s + d, s + d + start:s + d + start + most]
+                equal &= needs.base[s + 1:s + 1 + most] == needs.base[s + d + 1:s + d + 1 + most]
+                same[s] = most if equal.all() else int(np.argmin(equal))
+        if same.sum() > best[1].sum():
+            best = d, same[:n]
+    return best
 
 
 def _keep(needs: Needs, layer: Layer, s: int, i: int, into: Floats, rest: Floats, first: Ints,

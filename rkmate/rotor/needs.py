@@ -62,8 +62,9 @@ class Needs:
         """``run[s, i-1]``: bytes during plain forwards of blocks s .. i-1, cut s left out."""
         self.run_first = np.maximum.accumulate(np.where(lower, 0, during + self.first), axis=1)
         """The same in the first forward, everything included."""
-        self.elapsed = np.concatenate(
-            ([0.0], np.cumsum([b.forward_seconds for b in chain.blocks])))
+        self.duration = [b.forward_seconds for b in chain.blocks]
+        """Seconds of each block's plain forward."""
+        self.elapsed = np.concatenate(([0.0], np.cumsum(self.duration)))
         """Seconds of the plain forwards of blocks 0 .. i-1."""
 
     @staticmethod

@@ -54,14 +54,15 @@ class Table:
         row, time = self._top.table
         return float(time[row[0] + len(self.chain), slot])
 
-    def sequence(self, budget_bytes: int) -> list[Op] | None:
+    def sequence(self, budget_bytes: int, *, prepared: bool = True) -> list[Op] | None:
         """The fastest sequence known within a budget; None below `minimum_bytes`.
 
         Never slower than `seconds` promises, and never slower than at a smaller budget: what it
-        returns is the best of a fixed set of sequences, of which it takes those that fit.
+        returns is the best of a fixed set of sequences, of which it takes those that fit. Without
+        that set (`prepared`), which takes a while to make, just what the table promises.
         """
         inside = [(cost, ops) for cost, ops in self.candidates()
-                  if cost.peak_bytes <= budget_bytes]
+                  if cost.peak_bytes <= budget_bytes] if prepared else []
         promised = self.promised(budget_bytes)
         if promised is not None:
             inside.append(promised)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.errors import ArgumentError, GraphError, ScheduleError
+from rkmate.rotor import fill
 from rkmate.rotor.chain import Backward, Block, Chain, Forward, ForwardPlain, Option
+from rkmate.rotor.needs import Needs
 from rkmate.rotor.replay import replay
 from rkmate.rotor.rk_rotor import minimum, solve
 from tests.rotor.chains import best_time, chains
@@ -83,6 +87,22 @@ def test_a_table_for_small_budgets_agrees_with_the_one_for_all(chain: Chain, mor
         ops = table.sequence(budget)
         assert (ops is None) == (budget < exact.minimum_bytes)
         assert ops is None or replay(chain, ops).peak_bytes <= budget
+
+
+@pytest.mark.parametrize(("length", "kinds"), [(1, 1), (2, 1), (12, 1), (13, 2), (14, 3), (12, 4), (11, 7)])
+@pytest.mark.parametrize("keep", [True, False])
+def test_layers_of_one_kind_are_solved_once_with_the_same_result(
+        monkeypatch: pytest.MonkeyPatch, length: int, kinds: int, keep: bool) -> None:
+    plain = line(length, 2)
+    chain = replace(plain, blocks=tuple(replace(b, forward_seconds=1.0 + s % kinds)
+                                        for s, b in enumerate(plain.blocks)))
+    _, repeats = fill.repeated(Needs(chain))
+    assert bool(repeats.any()) == (length > kinds + 1 and kinds <= fill.PERIOD)
+    shared = solve(chain, 60, keep=keep)
+    monkeypatch.setattr(fill, "PERIOD", 0)
+    assert not fill.repeated(Needs(chain))[1].any()
+    alone = solve(chain, 60, keep=keep)
+    np.testing.assert_allclose(shared._top.table[1], alone._top.table[1], rtol=1e-12)
 
 
 def test_slots_of_a_table_for_small_budgets_are_finer() -> None:
