@@ -6,6 +6,7 @@ import pytest
 
 import rkmate
 from tests.architectures.bank import ARCHITECTURES, BY_NAME, REFUSED, Architecture
+from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore::rkmate.RkmateWarning", "ignore::FutureWarning",
@@ -16,11 +17,12 @@ def train(architecture: Architecture, fraction: float) -> rkmate.PlannedModule:
     """Wrap, hold two steps against the original's, and measure; at least the smallest budget."""
     sample = architecture.build()
     twin = architecture.build().model
-    try:
-        module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=fraction, progress=False)
-    except rkmate.InfeasibleBudget as error:
-        module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=error.minimum_bytes,
-                             progress=False)
+    with captured_once():
+        try:
+            module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=fraction, progress=False)
+        except rkmate.InfeasibleBudget as error:
+            module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=error.minimum_bytes,
+                                 progress=False)
     assert_same_step(twin, module, sample)
     peak = measured_peak(module, sample)
     assert peak <= module.plan.budget_bytes

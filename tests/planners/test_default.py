@@ -109,6 +109,30 @@ def test_the_first_budget_is_looked_at_for_longer(monkeypatch: pytest.MonkeyPatc
     assert kept.limits == [0.0, search.PATIENCE, 0.0]
 
 
+def test_further_budgets_of_deep_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain comes first, and the keep program gets the time that it has left."""
+    sample = residual()
+    searcher = searcher_of(sample.model, sample.args)
+    low, high = searcher.smallest.peak, searcher.baseline.peak
+    searcher.plan(Budget(bytes=(low + high) // 2))
+    monkeypatch.setattr(search, "DEEP_NODES", 0)
+    before = [searcher.plan(Budget(bytes=low + (high - low) * k // 6)) for k in (1, 3, 5)]
+    kept = Asked()
+    monkeypatch.setattr(search, "_KEEP", kept)
+    monkeypatch.setattr(search, "FURTHER_SECONDS", 0.0)
+    fresh = searcher_of(sample.model, sample.args)
+    fresh.plan(Budget(bytes=(low + high) // 2))
+    for plan in before:
+        assert plan.peak_bytes <= plan.budget_bytes
+        kept.limits.clear()
+        alone = fresh.plan(Budget(bytes=plan.budget_bytes))
+        assert kept.limits == [0.1]
+        assert alone.peak_bytes <= plan.budget_bytes and alone.step_seconds < fresh.smallest.seconds
+        best = min(c.seconds for c in fresh._of_chain(plan.budget_bytes, quick=True))
+        assert alone.step_seconds <= best
+    assert [p.step_seconds for p in before] == sorted((p.step_seconds for p in before), reverse=True)
+
+
 def test_below_what_the_chain_reaches() -> None:
     sample = residual()
     searcher = searcher_of(sample.model, sample.args)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +11,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import rkmate
-from rkmate import pipeline
-from rkmate.graph.capture import capture
 from rkmate.ilp import OptionSettings
 from rkmate.measure.costs import MeasureSettings
 from rkmate.pipeline import Settings
+from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample
 from tests.random_modules.programs import Program, Recipe, Step, recipes
@@ -45,9 +42,7 @@ def check(recipe: Recipe, share: float) -> None:
     x = torch.randn(4, 6, 8)
     sample = Sample(model, (x,), {}, _loss)
     twin = copy.deepcopy(model)
-    # Most of the time goes into captures: one serves both attempts.
-    once = functools.cache(lambda model, args: capture(model, args, {}))
-    with mock.patch.object(pipeline, "capture", lambda model, args, kwargs: once(model, args)):
+    with captured_once():
         try:
             module = rkmate.wrap(model, (x,), budget=share, progress=False, settings=QUICK)
         except rkmate.InfeasibleBudget as error:

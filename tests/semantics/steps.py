@@ -12,6 +12,7 @@ from torch import nn
 
 import rkmate
 from rkmate.codegen.segments import Call
+from tests.capturing import captured_once
 
 Loss = Callable[[Callable[..., Any]], torch.Tensor]
 """Runs a module (its argument) and returns the loss."""
@@ -27,17 +28,19 @@ def planned(model: nn.Module, *args: Any, budget: int | float | str = 1.0,
 def tightest(model: nn.Module, *args: Any, kwargs: dict[str, Any] | None = None,
              **options: Any) -> rkmate.PlannedModule:
     """The wrapped module at the smallest budget that it can be trained in."""
-    try:
-        return planned(model, *args, budget=1, kwargs=kwargs, **options)
-    except rkmate.InfeasibleBudget as error:
-        return planned(model, *args, budget=error.minimum_bytes, kwargs=kwargs, **options)
+    with captured_once():
+        try:
+            return planned(model, *args, budget=1, kwargs=kwargs, **options)
+        except rkmate.InfeasibleBudget as error:
+            return planned(model, *args, budget=error.minimum_bytes, kwargs=kwargs, **options)
 
 
 def three_budgets(model: nn.Module, *args: Any, **options: Any) -> list[rkmate.PlannedModule]:
     """Wrapped at its own peak, half-way down, and at the smallest budget."""
-    most, least = planned(model, *args, **options), tightest(model, *args, **options)
-    middle = (most.plan.peak_bytes + least.plan.peak_bytes) // 2
-    return [most, planned(model, *args, budget=middle, **options), least]
+    with captured_once():
+        most, least = planned(model, *args, **options), tightest(model, *args, **options)
+        middle = (most.plan.peak_bytes + least.plan.peak_bytes) // 2
+        return [most, planned(model, *args, budget=middle, **options), least]
 
 
 @contextmanager

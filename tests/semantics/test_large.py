@@ -46,7 +46,7 @@ def _plan(depth: int) -> tuple[Plan, int]:
 
 def test_work_grows_with_the_depth() -> None:
     """Counted, not timed: twice the layers may take little more than twice the calls."""
-    (shallow, few), (deep, many) = _plan(8), _plan(16)
+    (shallow, few), (deep, many) = _plan(5), _plan(10)
     assert deep.nodes["computations"] > 1.9 * shallow.nodes["computations"]
     assert deep.nodes["unique"] == shallow.nodes["unique"]
     assert many < 3 * few
