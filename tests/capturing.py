@@ -13,15 +13,26 @@ from rkmate import pipeline
 from rkmate.graph.capture import Capture
 
 
+_LATEST: dict[str, Capture] = {}
+
+
 @contextmanager
-def captured_once() -> Iterator[None]:
-    """Inside, a model is captured when it is first planned; to be called with the same inputs again."""
+def captured_once(kind: str | None = None) -> Iterator[None]:
+    """Inside, a model is captured when it is first planned; to be called with the same inputs again.
+
+    `kind`: one capture serves all models that are made this way, one after the other; the latest kind
+    is remembered.
+    """
     found: dict[int, tuple[nn.Module, Capture]] = {}
     capture = pipeline.capture      # inside another such block: that one's
 
     def once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
         if id(model) not in found:
-            found[id(model)] = model, capture(model, args, kwargs)
+            result = _LATEST.get(kind or "") or capture(model, args, kwargs)
+            found[id(model)] = model, result
+            if kind:
+                _LATEST.clear()
+                _LATEST[kind] = result
         return found[id(model)][1]
 
     with mock.patch.object(pipeline, "capture", once):

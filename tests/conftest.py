@@ -35,8 +35,13 @@ def pytest_unconfigure() -> None:
     _MADE.clear()
 
 
+LONG_FIRST = ("test_wrap_bank.py", "test_random_modules.py")
+"""What takes longest begins first, so that no process waits for another at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is none."""
+    items.sort(key=lambda item: item.path.name not in LONG_FIRST)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:

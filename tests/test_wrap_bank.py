@@ -35,10 +35,10 @@ LONG = ("regnet", "t5", "unet", "llama", "transformer", "transformer_decoder")
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
-def wrapped(sample: Sample, fraction: float | str) -> rkmate.PlannedModule:
+def wrapped(sample: Sample, fraction: float | str, kind: str) -> rkmate.PlannedModule:
     """The sample's model under a fraction of its peak, or under the smallest budget there is."""
     budget: float | int
-    with captured_once():
+    with captured_once(kind):
         if isinstance(fraction, str):
             with pytest.raises(rkmate.InfeasibleBudget) as caught:
                 wrap(sample, IMPOSSIBLE)
@@ -64,7 +64,7 @@ def together(name: str, *more: float | str) -> Any:
 def test_same_step_within_budget(name: str, fraction: float | str) -> None:
     make = BANK[name]
     sample = make()
-    rk = wrapped(sample, fraction)
+    rk = wrapped(sample, fraction, name)
     plan = rk.plan
     assert plan.peak_bytes <= plan.budget_bytes
     if fraction != 1.0:
@@ -87,7 +87,7 @@ def test_same_step_with_dropout(name: str) -> None:
     make: Callable[..., Sample] = BANK[name]
     for fraction in FRACTIONS[1:]:
         sample, original = make(dropout=0.1), make(dropout=0.1)
-        rk = wrapped(sample, fraction)
+        rk = wrapped(sample, fraction, f"{name} with dropout")
         assert_same_step(original.model, rk, original)
         assert measured_peak(rk, sample) <= rk.plan.budget_bytes
 
