@@ -12,7 +12,6 @@ from torch import nn
 from rkmate import pipeline
 from rkmate.graph.capture import Capture
 
-
 _LATEST: dict[str, Capture] = {}
 
 
