@@ -223,6 +223,7 @@ class _Attributes:
                             and any(isinstance(t, torch.Tensor) and id(t) not in own for t in _members(v))]
         self._followed: OrderedDict[Part, Part] = OrderedDict()
         self._latest = self._read([], {})
+        self._means = self._latest.part
 
     def now(self, hooks: list[Any]) -> Part:
         """What stands for the values in a key."""
@@ -231,7 +232,8 @@ class _Attributes:
                 not self._boxes or _identical(self._in_boxes(), state.members)) and
                 all(map(is_, map(dict.get, state.dicts, state.keys, repeat(MISSING)), state.values))):
             self._latest = state = self._read(hooks, {})
-        return self._followed.get(state.part, state.part) if self._followed else state.part
+            self._means = self._followed.get(state.part, state.part)
+        return self._means
 
     def follow(self, assigned: Sequence[Assigned]) -> None:
         """The values as they are now stand for the same as those before the assignments."""
@@ -239,10 +241,13 @@ class _Attributes:
         before = self._read(hooks, {(id(a.holder.__dict__), a.name): a.old for a in assigned}).part
         after = self._read(hooks, {}).part
         before = self._followed.get(before, before)
+        if before == self._means:
+            before = self._means              # the very part of a key: found without a comparison
         if after != before:
             self._followed[after] = before
             while len(self._followed) > _FOLLOWED:
                 self._followed.popitem(last=False)
+        self._means = self._followed.get(self._latest.part, self._latest.part)
 
     def _read(self, hooks: list[Any], instead: Mapping[tuple[int, str], Any]) -> _State:
         """`instead`: values to take for those that are there, by holder's dictionary and name."""

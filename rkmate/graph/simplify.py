@@ -19,6 +19,7 @@ from torch import fx
 from rkmate.graph.by_parts import split_wide
 from rkmate.graph.capture import Capture, Source
 from rkmate.graph.split_head import find_heads, split_heads
+from rkmate.graph.view_chains import shorten_views
 
 aten = torch.ops.aten
 
@@ -93,6 +94,7 @@ def simplify(capture: Capture, wanted: tuple[bool, ...], *, heads: bool = False)
     work.drop_gradients_of(wanted)
     work.drop_copies_of_outputs()
     work.drop_copies()
+    work.drop_unread_statistics()
     work.protect_overwritten()
     work.drop_dead()
     split_wide(graph, work.replace)
@@ -103,6 +105,8 @@ def simplify(capture: Capture, wanted: tuple[bool, ...], *, heads: bool = False)
         split_heads(graph, found, work.replace, work.results())
     work.take_sums_apart()
     work.own_gradients()
+    shorten_views(graph, work.replace, work.outputs)
+    work.drop_dead()
     constant = work.constants()
     return Joint(graph, sources, tuple(work.outputs), tuple(work.mutations), tuple(work.grads),
                  frozenset(constant), wanted, nodes_before, names)
@@ -227,6 +231,20 @@ class _Work:
             node.meta = {"val": torch.zeros(value.shape, dtype=value.dtype, device=value.device),
                          "partitioner_tag": "is_backward"}
         return node
+
+    def drop_unread_statistics(self) -> None:
+        """A batch norm's gradient in training mode takes running statistics and reads none.
+
+        Held until the backward, the updated ones are memory that eager mode does not need.
+        """
+        for node in self.graph.nodes:
+            if node.target is not aten.native_batch_norm_backward.default:
+                continue
+            grad, input, weight, _, _, mean, invstd, train, *rest = node.args
+            # Without a weight, the kernels of GPUs take the statistics' type for the arithmetic's.
+            if train is True and mean is not None and invstd is not None \
+                    and (weight is not None or input.meta["val"].device.type == "cpu"):
+                node.args = (grad, input, weight, None, None, mean, invstd, train, *rest)
 
     def protect_overwritten(self) -> None:
         """Copy what the forward overwrites, for readers that need the value from before."""

@@ -1,0 +1,70 @@
+"""A rewriting pass: views that only undo or repeat other views.
+
+A traced backward looks at values through chains of reshapes and transposes, each a call at every
+step. A view that is what an earlier one of its chain was becomes that one; of two reshapes in a row,
+the first goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_VIEWS = _RESHAPES | {aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
+                      aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
+
+
+def shorten_views(graph: fx.Graph, replace: Callable[[fx.Node, fx.Node], None],
+                  outputs: Collection[fx.Node | None]) -> None:
+    """Rewrite the chains, but for what the caller gets: an output stays the view that it is.
+
+    `replace` lets everything read another node. What nobody reads any more stays in the graph.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _VIEWS or node in outputs:
+            continue
+        same = _earlier(node)
+        if same is not None:
+            replace(node, same)
+        elif node.target in _RESHAPES and _base(node).target in _RESHAPES:
+            origin = _base(_base(node))
+            if _layout(_viewed(origin, node)) == _layout(node.meta["val"]):
+                node.args = (origin, *node.args[1:])
+
+
+def _base(node: fx.Node) -> fx.Node:
+    return node.args[0]  # type: ignore[return-value]
+
+
+def _earlier(node: fx.Node) -> fx.Node | None:
+    """The first value of a view's chain that has its shape and strides."""
+    wanted, found = _layout(node.meta["val"]), None
+    while node.target in _VIEWS:
+        node = _base(node)
+        if _layout(node.meta.get("val")) == wanted:
+            found = node
+    return found
+
+
+def _viewed(origin: fx.Node, like: fx.Node) -> torch.Tensor | None:
+    """One value with another's shape, without a copy."""
+    value, shape = origin.meta.get("val"), like.meta["val"].shape
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value.view(shape)
+    except RuntimeError:                        # only a copy has that shape
+        return None
+
+
+def _layout(value: Any) -> tuple[Any, ...] | None:
+    """What tells views of one storage apart."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value.shape, value.stride(), value.storage_offset(), value.dtype

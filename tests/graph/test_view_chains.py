@@ -1,0 +1,100 @@
+"""Views that only undo or repeat other views leave the graph; what the caller gets stays a view."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+import rkmate
+from rkmate.graph.capture import capture
+from rkmate.graph.simplify import is_view, simplify
+from tests.equality import assert_same_step
+from tests.models import Sample
+
+aten = torch.ops.aten
+STEPS = ("t", "flat", "split", "wide", "extra", "same")
+
+
+class Chain(nn.Module):
+    """A product, looked at through many views, and another one."""
+
+    def __init__(self, steps: tuple[str, ...]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(6, 4, bias=False)
+        self.steps = steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        for step in self.steps:
+            if step == "t":
+                x = x.transpose(0, -1)
+            elif step == "extra":
+                x = x.unsqueeze(1)
+            elif step == "same":
+                x = x.reshape(x.shape)
+            else:
+                x = x.reshape({"flat": (48,), "split": (2, 3, 8), "wide": (4, 12)}[step])
+        y: torch.Tensor = self.last(x.reshape(-1, 6)).sum(0)
+        return y
+
+
+def _views(model: nn.Module, x: torch.Tensor) -> list[fx.Node]:
+    captured = capture(model, (x,), {})
+    graph = simplify(captured, captured.differentiable).graph
+    return [n for n in graph.nodes if n.op == "call_function" and is_view(n)]
+
+
+@given(steps=st.lists(st.sampled_from(STEPS), max_size=8).map(tuple))
+@settings(max_examples=12, deadline=None)
+def test_any_chain(steps: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = Chain(steps), torch.randn(6, 6)
+    for node in _views(model, x):
+        layout, base = node.meta["val"], node.args[0]
+        while isinstance(base, fx.Node) and is_view(base):
+            value = base.meta["val"]
+            assert (value.shape, value.stride()) != (layout.shape, layout.stride())
+            base = base.args[0]
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
+    assert_same_step(model, module, Sample(model, (x,), {}, lambda y: (y * y).sum()))
+
+
+def test_what_is_left() -> None:
+    """Two linear layers with a batch dimension: the trace has a chain around each product."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    x = torch.randn(2, 3, 8)
+    captured = capture(model, (x,), {})
+    before = sum(is_view(n) for n in captured.graph.nodes)
+    found = _views(model, x)
+    assert len(found) < before
+    pairs = [(n.target, n.args[0].target) for n in found if isinstance(n.args[0], fx.Node)]
+    assert (aten.t.default, aten.t.default) not in pairs
+    assert (aten.view.default, aten.view.default) not in pairs
+
+
+class Round(nn.Module):
+    """Returns a value, and a view of a view of it that looks the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        return y, y.view(3, 8).view(4, 6)
+
+
+@pytest.mark.parametrize("budget", [1.0, "100MiB"])
+def test_outputs_stay_two_views(budget: float | str) -> None:
+    model, x = Round(), torch.randn(4, 4)
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=budget, progress=False)
+    for run in (model, module):
+        y, z = run(x)
+        assert y is not z
+        assert y.data_ptr() == z.data_ptr()
+    assert_same_step(model, module, Sample(model, (x,), {}, lambda out: (out[0] * out[1]).sum()))
