@@ -16,6 +16,7 @@ from rkmate.changes import changing, differing
 from rkmate.codegen.compiled import Compiled, Gradients
 from rkmate.codegen.emit import Emitter
 from rkmate.codegen.runtime import Kept
+from rkmate.codegen.whole import whole_steps
 from rkmate.errors import InfeasibleBudget, PlanError, ScheduleError
 from rkmate.fitting import fitting, with_heads_split
 from rkmate.graph.capture import Capture, Source
@@ -26,7 +27,7 @@ from rkmate.pipeline import Prepared, Settings, held_tensors, prepare
 from rkmate.plan import Plan
 from rkmate.planning_lock import planning_lock
 from rkmate.progress import Progress
-from rkmate.schedule.simulate import simulate
+from rkmate.schedule.simulate import Simulation, simulate
 from rkmate.search import Searcher
 from rkmate.signature import Flags, Signature
 from rkmate.warn import warn
@@ -224,8 +225,9 @@ class Plans:
         if plan is None:
             plan = Searcher(prepared).plan(budget, self.planning.planner)
         labels = [b.label for b in plan.blocks]
+        entire = whole_steps(prepared.partition.program, plan.schedule, _simulated(plan, prepared))
         generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1],
-                            prepared.graph).emit()
+                            prepared.graph, entire).emit()
         plan = replace(plan, source=generated.text)
         return Ready(plan, Compiled(self.model, prepared.capture, prepared.partition, generated,
                                     prepared.device))
@@ -255,10 +257,14 @@ def _check_plan(plan: Plan, prepared: Prepared) -> None:
         raise PlanError("the plan belongs to another model, or to other input shapes, dtypes or train "
                         "flags: make a plan for this one")
     try:
-        result = simulate(prepared.graph, plan.schedule, held=prepared.held,
-                          reserve_at_loss=prepared.reserve_at_loss)
+        result = _simulated(plan, prepared)
     except (ScheduleError, IndexError, KeyError) as error:
         raise PlanError(f"the plan's schedule does not run on this model: {error}") from error
     if result.peak != plan.peak_bytes:
         raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
                         f"says {result.peak:,}: make the plan again")
+
+
+def _simulated(plan: Plan, prepared: Prepared) -> Simulation:
+    return simulate(prepared.graph, plan.schedule, held=prepared.held,
+                    reserve_at_loss=prepared.reserve_at_loss)

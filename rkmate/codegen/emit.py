@@ -7,9 +7,10 @@ them in the schedule's order. Nothing is decided at run time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rkmate.graph.by_parts import at_once
 from rkmate.graph.capture import Source
 from rkmate.graph.cd import CDGraph
 from rkmate.graph.cut import PRELUDE
@@ -62,14 +63,18 @@ class Generated:
 class _Slice:
     block: int
     steps: list[Compute | Forget] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    """Their indices in the schedule."""
     closed: bool = False
     """Whether it ends with what is forgotten without having been read in it."""
 
-    def add(self, step: Compute | Forget, cd: CDGraph) -> None:
+    def add(self, step: Compute | Forget, k: int, cd: CDGraph) -> None:
+        """The schedule's step `k`."""
         if isinstance(step, Forget) and not self.closed:
             nodes = [cd.c[s.c] for s in self.steps if isinstance(s, Compute)]
             self.closed = all(step.d not in c.inputs and step.d not in c.outputs for c in nodes)
         self.steps.append(step)
+        self.at.append(k)
 
 
 @dataclass
@@ -96,14 +101,16 @@ class Emitter:
 
     def __init__(self, partition: Partition, schedule: Schedule,
                  labels: Sequence[str] | None = None, summary: str = "",
-                 graph: CDGraph | None = None) -> None:
-        """`graph`: the partition's graph with costs, for the comments; `labels`: class names."""
+                 graph: CDGraph | None = None, whole: Collection[int] = ()) -> None:
+        """`graph`: the partition's graph with costs, for the comments; `labels`: class names; `whole`:
+        steps whose operation does not go part by part."""
         self.partition = partition
         self.program = partition.program
         self.cd = graph or self.program.cd
         self.schedule = schedule
         self.labels = labels
         self.summary = summary
+        self.whole = whole
         self.again = schedule.recomputed()
         self.ran: set[int] = set()
         self.held = set(self.program.held)
@@ -168,7 +175,7 @@ class Emitter:
                     current.append(_Slice(block))
                 if step.c in ends:
                     closing = step.c
-            current[-1].add(step, self.cd)
+            current[-1].add(step, k, self.cd)
             k += 1
         if closing is not None:
             segments.append((current, closing))
@@ -207,8 +214,9 @@ class Emitter:
                 dropped = {j for j in self.cd.c[step.c].outputs
                            if step.c in self.ran and j in self.held}
                 dropped |= forgotten_after(steps, k)
-                place = overwritten(self.cd, steps, k)
-                body += self._statement(step.c, dropped, place, expressions, rng)
+                entire = part.at[k] in self.whole
+                place = None if entire else overwritten(self.cd, steps, k)
+                body += self._statement(step.c, dropped, place, expressions, rng, entire)
                 made |= {j for j in self.cd.c[step.c].outputs
                          if j not in dropped or j in self.param_storage}
             else:
@@ -256,11 +264,14 @@ class Emitter:
         return [(f"del {', '.join(names.of(j) for j in gone)}", comment)]
 
     def _statement(self, c: int, dropped: set[int], place: int | None, expressions: Expressions,
-                   rng: list[str]) -> list[tuple[str, str]]:
+                   rng: list[str], entire: bool) -> list[tuple[str, str]]:
         node = self.program.operation[c]
         outputs = self.cd.c[c].outputs
-        call = expressions.call(node) if place is None else \
-            expressions.call_over(node, place)
+        faster = at_once(node) if entire else None
+        if faster is not None:
+            call = expressions.call_whole(faster.target, faster.args)
+        else:
+            call = expressions.call(node) if place is None else expressions.call_over(node, place)
         comment = f"recompute   {_seconds(self.cd.c[c].time)}" if c in self.ran else ""
         if place is not None:
             comment = f"{comment}, in place" if comment else "in place"

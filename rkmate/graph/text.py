@@ -149,6 +149,10 @@ class Expressions:
         args += [f"{k}={self.argument(v)}" for k, v in node.kwargs.items()]
         return f"{operator_name(node)}({', '.join(args)})"
 
+    def call_whole(self, target: torch._ops.OpOverload, args: Sequence[Any]) -> str:
+        """The call that stands for one that works part by part."""
+        return f"{_spelled(target)}({', '.join(map(self.argument, args))})"
+
     def call_over(self, node: fx.Node, place: int) -> str:
         """The call of an operation that writes its result over the D node `place`."""
         way = next(w for w in overwrites(node, self.program.storage.__getitem__)

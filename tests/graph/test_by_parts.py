@@ -121,6 +121,24 @@ def test_a_wrapped_module_uses_them(budget: float, monkeypatch: pytest.MonkeyPat
     assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
 
 
+@pytest.mark.parametrize("budget", [1.0, 0.7, 0.5])
+def test_whole_where_there_is_room(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the peak torch's kernel runs, which is faster and takes more; the peak stays as predicted."""
+    monkeypatch.setattr(operators, "PART_BYTES", 2**16)
+    layers: list[nn.Module] = []
+    for before in (3, 16, 16, 16, 16):
+        layers += [nn.Conv2d(before, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*layers)
+    sample = Sample(model, (torch.randn(32, 3, 16, 16),), {}, lambda y: (y * y).sum())
+    module = rkmate.wrap(copy.deepcopy(model), sample.args, budget=budget, progress=False)
+    found = [module.source.count(f"= {name}") for name in
+             ("aten.native_batch_norm_backward", "rkmate.batch_norm_backward")]
+    assert found == ([4, 1] if budget > 0.6 else [1, 4])
+    assert_same_step(model, module, sample)
+    peak = measured_peak(module, sample)
+    assert 0.99 * module.plan.peak_bytes <= peak <= module.plan.peak_bytes
+
+
 def test_updated_statistics_do_not_wait_for_the_backward() -> None:
     """Many channels of few pixels: running statistics that live on until the backward show."""
     layers: list[nn.Module] = []
