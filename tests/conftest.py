@@ -52,6 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most tests need some plan within a budget, and no better one for seconds of solving."""
     monkeypatch.setattr(search, "PATIENCE", 0.2)
+    monkeypatch.setattr(search, "KEEP_SECONDS", 0.2)
 
 
 @pytest.fixture
