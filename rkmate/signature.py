@@ -199,6 +199,8 @@ class _State(NamedTuple):
     hooks: list[Any]
     members: list[Any]
     part: Part
+    means: Part
+    """The part that it stands for: an earlier one, where only values differ that no plan tells apart."""
 
 
 class _Attributes:
@@ -223,7 +225,6 @@ class _Attributes:
                             and any(isinstance(t, torch.Tensor) and id(t) not in own for t in _members(v))]
         self._followed: OrderedDict[Part, Part] = OrderedDict()
         self._latest = self._read([], {})
-        self._means = self._latest.part
 
     def now(self, hooks: list[Any]) -> Part:
         """What stands for the values in a key."""
@@ -231,23 +232,24 @@ class _Attributes:
         if not (_identical(hooks, state.hooks) and (
                 not self._boxes or _identical(self._in_boxes(), state.members)) and
                 all(map(is_, map(dict.get, state.dicts, state.keys, repeat(MISSING)), state.values))):
-            self._latest = state = self._read(hooks, {})
-            self._means = self._followed.get(state.part, state.part)
-        return self._means
+            state = self._read(hooks, {})
+            self._latest = state = state._replace(means=self._followed.get(state.part, state.part))
+        return state.means
 
     def follow(self, assigned: Sequence[Assigned]) -> None:
         """The values as they are now stand for the same as those before the assignments."""
-        hooks = self._latest.hooks
+        latest = self._latest
+        hooks = latest.hooks
         before = self._read(hooks, {(id(a.holder.__dict__), a.name): a.old for a in assigned}).part
         after = self._read(hooks, {}).part
         before = self._followed.get(before, before)
-        if before == self._means:
-            before = self._means              # the very part of a key: found without a comparison
+        if before == latest.means:
+            before = latest.means             # the very part of a key: found without a comparison
         if after != before:
             self._followed[after] = before
             while len(self._followed) > _FOLLOWED:
                 self._followed.popitem(last=False)
-        self._means = self._followed.get(self._latest.part, self._latest.part)
+        self._latest = latest._replace(means=self._followed.get(latest.part, latest.part))
 
     def _read(self, hooks: list[Any], instead: Mapping[tuple[int, str], Any]) -> _State:
         """`instead`: values to take for those that are there, by holder's dictionary and name."""
@@ -287,7 +289,8 @@ class _Attributes:
         found += [(name, tuple(map(_plain, _members(d.get(k))))) for name, d, k in self._boxes]
         if hooks:
             found.append(("the forward hooks", tuple(map(_plain, hooks))))
-        return _State(dicts, keys, values, hooks, self._in_boxes(), Part(tuple(found)))
+        part = Part(tuple(found))
+        return _State(dicts, keys, values, hooks, self._in_boxes(), part, part)
 
     def _in_boxes(self) -> list[Any]:
         return [t for _, d, k in self._boxes for t in _members(d.get(k))]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import linecache
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rkmate.codegen.emit import Generated
 from rkmate.codegen.runtime import (
@@ -93,9 +93,11 @@ class Compiled:
                       for m in meta]
         written = {s for s, _ in joint.mutations}
         self._free = {source_key(s) for s in written}
-        # What the forward overwrites, and reads other than as batch-norm statistics, was copied.
+        # What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second
+        # run may find another value where it leads to new values of such things only (a counter).
+        results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads}
         self._unrepeatable = [source_key(s) for n, s in joint.sources.items() if s in written and any(
-            u.target is torch.ops.aten.clone.default for u in n.users)]
+            u.target is torch.ops.aten.clone.default and _leads_to(u, results) for u in n.users)]
         cd = partition.program.cd
         self._output_names = [cd.d[j].name for j in partition.program.held]
         self._draws = any(c.random for c in cd.c)
@@ -193,6 +195,19 @@ class Compiled:
         if same:
             return grad
         return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device).copy_(grad)
+
+
+def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
+    """Whether one of the results depends on a value."""
+    seen, todo = {node}, [node]
+    while todo:
+        n = todo.pop()
+        if n in results:
+            return True
+        new = [u for u in n.users if u not in seen]
+        seen.update(new)
+        todo += new
+    return False
 
 
 def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:

@@ -97,7 +97,7 @@ class _Builder:
             | {n for _, n in joint.mutations} | {n for _, n in joint.grads}
         for node, source in joint.sources.items():
             if source.kind == "tangent":
-                if node.users and joint.wanted[int(source.key)]:
+                if (node.users or node in self.results) and joint.wanted[int(source.key)]:
                     value = node.meta["val"]
                     size = value.numel() * value.element_size()
                     self.storage[node] = self._d(node, None, f"grad_output_{source.key}", size, "grad")

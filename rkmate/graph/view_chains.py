@@ -15,7 +15,7 @@ from torch import fx
 
 aten = torch.ops.aten
 
-_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
 _VIEWS = _RESHAPES | {aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
                       aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
 
@@ -34,7 +34,8 @@ def shorten_views(graph: fx.Graph, replace: Callable[[fx.Node, fx.Node], None],
             replace(node, same)
         elif node.target in _RESHAPES and _base(node).target in _RESHAPES:
             origin = _base(_base(node))
-            if _layout(_viewed(origin, node)) == _layout(node.meta["val"]):
+            viewed = _layout(_viewed(origin, node))
+            if viewed is not None and viewed == _layout(node.meta["val"]):
                 node.args = (origin, *node.args[1:])
 
 
@@ -43,13 +44,27 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _earlier(node: fx.Node) -> fx.Node | None:
-    """The first value of a view's chain that has its shape and strides."""
-    wanted, found = _layout(node.meta["val"]), None
-    while node.target in _VIEWS:
-        node = _base(node)
-        if _layout(node.meta.get("val")) == wanted:
-            found = node
+    """The first value of a view's chain that it is once more: the same elements in the same places."""
+    wanted, found = _layout(node.meta.get("val")), None
+    chain: list[fx.Node] = []
+    base = node
+    while base.target in _VIEWS:
+        chain.append(base)
+        base = _base(base)
+        if wanted is not None and _layout(base.meta.get("val")) == wanted and _is_identity(chain, base):
+            found = base
     return found
+
+
+def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
+    """Whether views (the last first) undo each other, whatever the strides of what they look at.
+
+    Traced strides do not tell: another gradient may stand where one was dropped.
+    """
+    value = plain = torch.empty(base.meta["val"].shape, device="meta")
+    for view in reversed(chain):
+        value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    return _layout(value) == _layout(plain)
 
 
 def _viewed(origin: fx.Node, like: fx.Node) -> torch.Tensor | None:
@@ -59,7 +74,7 @@ def _viewed(origin: fx.Node, like: fx.Node) -> torch.Tensor | None:
         return None
     try:
         return value.view(shape)
-    except RuntimeError:                        # only a copy has that shape
+    except (RuntimeError, ValueError):          # only a copy has that shape
         return None
 
 

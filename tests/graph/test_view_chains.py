@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def _views(model: nn.Module, x: torch.Tensor) -> list[fx.Node]:
 
 
 @given(steps=st.lists(st.sampled_from(STEPS), max_size=8).map(tuple))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_chain(steps: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model, x = Chain(steps), torch.randn(6, 6)
@@ -98,3 +99,52 @@ def test_outputs_stay_two_views(budget: float | str) -> None:
         assert y is not z
         assert y.data_ptr() == z.data_ptr()
     assert_same_step(model, module, Sample(model, (x,), {}, lambda out: (out[0] * out[1]).sum()))
+
+
+class Unread(nn.Module):
+    """A value seen through views, by a loss and by an output that no loss reads: its gradient's place is
+    taken by another gradient, of other strides than were traced."""
+
+    def __init__(self, view: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
+        super().__init__()
+        self.view = view
+        self.first, self.head, self.aux = nn.Linear(width, width), nn.Linear(width, 1), nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.view(self.first(x))
+        return self.head(h.transpose(1, 2)).pow(2).mean(), self.aux(h.transpose(1, 2).transpose(1, 2)) \
+            if h.shape[1] != h.shape[2] else self.aux(h)
+
+
+@pytest.mark.parametrize(("view", "width"), [
+    (lambda y: y.transpose(1, 2), 8), (lambda y: y.view(4, 4, 6), 6)], ids=["transposed", "regrouped"])
+def test_an_output_that_the_loss_leaves_out(view: Callable[[torch.Tensor], torch.Tensor],
+                                            width: int) -> None:
+    torch.manual_seed(0)
+    model, x = Unread(view, width), torch.randn(2, 8, width)
+    if width == 6:
+        model.head, model.aux = nn.Linear(4, 1), nn.Linear(6, 3)
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
+    for _ in range(3):                      # the loss of the first backward decides what is planned
+        assert_same_step(model, module, Sample(model, (x,), {}, lambda out: out[0]))
+
+
+class Through(nn.Module):
+    """Returns its input as well."""
+
+    def __init__(self, way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(z), self.way(x)
+
+
+@pytest.mark.parametrize("way", [lambda x: x, lambda x: x.clone(), lambda x: x.view(x.shape),
+                                 lambda x: x.flatten(1).view(x.shape), lambda x: x.t().t()],
+                         ids=["itself", "copy", "view", "round", "transposed twice"])
+def test_an_input_whose_gradient_is_an_outputs(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = Through(way)
+    x, z = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    module = rkmate.wrap(copy.deepcopy(model), (x, z), budget=1.0, progress=False)
+    assert_same_step(model, module, Sample(model, (x, z), {}, lambda out: (out[0] * out[1]).sum()))

@@ -101,6 +101,19 @@ def test_two_hundred(part: int) -> None:
     examples(25, part)
 
 
+@pytest.mark.filterwarnings("ignore:the loss leads to")
+@seed(0)
+@settings(max_examples=15, deadline=None, database=None, phases=(Phase.generate,),
+          suppress_health_check=list(HealthCheck))
+@given(recipes.filter(lambda r: len(r.outputs) > 1))
+def test_a_loss_that_leaves_outputs_out(recipe: Recipe) -> None:
+    """The first backward runs the forward again; then a plan is made for such a loss."""
+    model = Program(recipe)
+    x = torch.randn(4, 6, 8)
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False, settings=QUICK)
+    assert_same_step(model, module, Sample(model, (x,), {}, lambda output: _loss(output[:1])))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(40))
 def test_two_thousand(part: int) -> None:

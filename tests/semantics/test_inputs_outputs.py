@@ -230,6 +230,24 @@ def test_a_loss_on_an_output_that_was_not_expected() -> None:
     assert_same_gradients(model, module, lambda run: run(x)["right"].sum())
 
 
+def test_a_counter_does_not_hinder_a_second_run() -> None:
+    """Of a batch norm: nothing but its own next value depends on it."""
+    class Normed(Heads):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(self.norm(x))
+
+    model, x = Normed(), torch.randn(4, 8)
+    module = planned(model, x)
+    with pytest.warns(rkmate.RkmateWarning, match="a second time"):
+        module(x)["left"].sum().backward()
+    assert int(model.norm.num_batches_tracked) == 1
+    assert_same_gradients(model, module, lambda run: run(x)["left"].pow(2).sum())
+
+
 def test_an_output_from_before_an_overwritten_buffer_cannot_be_redone() -> None:
     class Average(Heads):
         def __init__(self) -> None:
