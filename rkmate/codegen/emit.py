@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rkmate.graph.by_parts import at_once
 from rkmate.graph.capture import Source
 from rkmate.graph.cd import CDGraph
 from rkmate.graph.cut import PRELUDE
@@ -267,11 +266,8 @@ class Emitter:
                    rng: list[str], entire: bool) -> list[tuple[str, str]]:
         node = self.program.operation[c]
         outputs = self.cd.c[c].outputs
-        faster = at_once(node) if entire else None
-        if faster is not None:
-            call = expressions.call_whole(faster.target, faster.args)
-        else:
-            call = expressions.call(node) if place is None else expressions.call_over(node, place)
+        call = expressions.call_whole(node) if entire else expressions.call(node) if place is None else \
+            expressions.call_over(node, place)
         comment = f"recompute   {_seconds(self.cd.c[c].time)}" if c in self.ran else ""
         if place is not None:
             comment = f"{comment}, in place" if comment else "in place"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.graph.by_parts import at_once
 from rkmate.graph.capture import Source
 from rkmate.graph.lower import Program
 from rkmate.graph.overwrite import overwrites
@@ -149,9 +150,11 @@ class Expressions:
         args += [f"{k}={self.argument(v)}" for k, v in node.kwargs.items()]
         return f"{operator_name(node)}({', '.join(args)})"
 
-    def call_whole(self, target: torch._ops.OpOverload, args: Sequence[Any]) -> str:
-        """The call that stands for one that works part by part."""
-        return f"{_spelled(target)}({', '.join(map(self.argument, args))})"
+    def call_whole(self, node: fx.Node) -> str:
+        """The call that does at once what an operation does part by part."""
+        whole = at_once(node)
+        assert whole is not None
+        return f"{_spelled(whole.target)}({', '.join(map(self.argument, whole.args))})"
 
     def call_over(self, node: fx.Node, place: int) -> str:
         """The call of an operation that writes its result over the D node `place`."""

@@ -19,6 +19,9 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default}
 _VIEWS = _RESHAPES | {aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
                       aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
 
+_NO_VIEW = (RuntimeError, ValueError)
+"""What views raise where only a copy has that shape; those of fake tensors have an error of their own."""
+
 
 def shorten_views(graph: fx.Graph, replace: Callable[[fx.Node, fx.Node], None],
                   outputs: Collection[fx.Node | None]) -> None:
@@ -62,8 +65,11 @@ def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
     Traced strides do not tell: another gradient may stand where one was dropped.
     """
     value = plain = torch.empty(base.meta["val"].shape, device="meta")
-    for view in reversed(chain):
-        value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    try:
+        for view in reversed(chain):
+            value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    except _NO_VIEW:
+        return False
     return _layout(value) == _layout(plain)
 
 
@@ -74,7 +80,7 @@ def _viewed(origin: fx.Node, like: fx.Node) -> torch.Tensor | None:
         return None
     try:
         return value.view(shape)
-    except (RuntimeError, ValueError):          # only a copy has that shape
+    except _NO_VIEW:
         return None
 
 

@@ -129,6 +129,25 @@ def test_an_output_that_the_loss_leaves_out(view: Callable[[torch.Tensor], torch
         assert_same_step(model, module, Sample(model, (x,), {}, lambda out: out[0]))
 
 
+class Columns(nn.Module):
+    """A weight in columns, taken apart in ways that one in rows cannot be, and put together again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 6).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.weight.t().view(16, 3).unsqueeze(0).view(8, 2, 3)
+        y: torch.Tensor = x @ parts.permute(1, 2, 0).view(6, 8)
+        return y
+
+
+def test_views_that_only_these_strides_have() -> None:
+    model, x = Columns(), torch.randn(5, 6)
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
+    assert_same_step(model, module, Sample(model, (x,), {}, lambda y: (y * y).sum()))
+
+
 class Through(nn.Module):
     """Returns its input as well."""
 
