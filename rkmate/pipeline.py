@@ -41,8 +41,8 @@ from rkmate.progress import Progress
 from rkmate.rotor.chain import Block as ChainBlock
 from rkmate.rotor.chain import Chain
 from rkmate.schedule.reorder import reordered
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import from_order
+from rkmate.schedule.simulate import Simulation, simulate
+from rkmate.schedule.steps import Schedule, from_order
 
 KEEPING_BLOCKS = 40
 """Up to how many blocks the chain's program lets forwards keep something for one another. Its time
@@ -132,6 +132,10 @@ class Prepared:
             sets = solve_options(graphs, self.settings.options,
                                  on_progress=lambda done, total: tick(done))
         return tuple(sets)
+
+    def simulate(self, schedule: Schedule) -> Simulation:
+        """The simulator's verdict on a schedule of this model."""
+        return simulate(self.graph, schedule, held=self.held, reserve_at_loss=self.reserve_at_loss)
 
     @cached_property
     def chain(self) -> Chain:

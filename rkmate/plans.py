@@ -27,7 +27,6 @@ from rkmate.pipeline import Prepared, Settings, held_tensors, prepare
 from rkmate.plan import Plan
 from rkmate.planning_lock import planning_lock
 from rkmate.progress import Progress
-from rkmate.schedule.simulate import Simulation, simulate
 from rkmate.search import Searcher
 from rkmate.signature import Flags, Signature
 from rkmate.warn import warn
@@ -225,7 +224,7 @@ class Plans:
         if plan is None:
             plan = Searcher(prepared).plan(budget, self.planning.planner)
         labels = [b.label for b in plan.blocks]
-        entire = whole_steps(prepared.partition.program, plan.schedule, _simulated(plan, prepared))
+        entire = whole_steps(prepared.partition.program, plan.schedule, prepared.simulate)
         generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1],
                             prepared.graph, entire).emit()
         plan = replace(plan, source=generated.text)
@@ -257,14 +256,9 @@ def _check_plan(plan: Plan, prepared: Prepared) -> None:
         raise PlanError("the plan belongs to another model, or to other input shapes, dtypes or train "
                         "flags: make a plan for this one")
     try:
-        result = _simulated(plan, prepared)
+        result = prepared.simulate(plan.schedule)
     except (ScheduleError, IndexError, KeyError) as error:
         raise PlanError(f"the plan's schedule does not run on this model: {error}") from error
     if result.peak != plan.peak_bytes:
         raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
                         f"says {result.peak:,}: make the plan again")
-
-
-def _simulated(plan: Plan, prepared: Prepared) -> Simulation:
-    return simulate(prepared.graph, plan.schedule, held=prepared.held,
-                    reserve_at_loss=prepared.reserve_at_loss)

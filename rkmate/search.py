@@ -28,7 +28,6 @@ from rkmate.rotor.chain import Backward, Op
 from rkmate.rotor.rk_rotor import Table
 from rkmate.runs import runs_of, runs_of_operations
 from rkmate.schedule.finish import finish, without_waste
-from rkmate.schedule.simulate import Simulation, simulate
 from rkmate.schedule.steps import Schedule, from_order
 from rkmate.summarise import summarise
 
@@ -250,7 +249,7 @@ class Searcher:
                     return None
                 low = middle
             else:
-                best = high = self.simulate(outcome.schedule).peak
+                best = high = self.prepared.simulate(outcome.schedule).peak
             if high - low <= 1:
                 break
         return best
@@ -358,13 +357,8 @@ class Searcher:
         return self._judge(schedule, tuple(ops), "rk-rotor")
 
     def _judge(self, schedule: Schedule, ops: tuple[Op, ...], origin: str) -> Candidate:
-        result = self.simulate(schedule)
+        result = self.prepared.simulate(schedule)
         return Candidate(schedule, ops, result.peak, result.seconds, origin)
-
-    def simulate(self, schedule: Schedule) -> Simulation:
-        """The simulator's verdict on a schedule of this model."""
-        p = self.prepared
-        return simulate(p.graph, schedule, held=p.held, reserve_at_loss=p.reserve_at_loss)
 
     @cached_property
     def summary(self) -> GraphSummary:

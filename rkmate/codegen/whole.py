@@ -6,16 +6,22 @@ a step is far below its peak: there, torch's own kernel may take what it likes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rkmate.graph.by_parts import at_once
 from rkmate.graph.lower import Program
 from rkmate.schedule.simulate import Simulation
 from rkmate.schedule.steps import Compute, Schedule
 
 
-def whole_steps(program: Program, schedule: Schedule, simulation: Simulation) -> frozenset[int]:
+def whole_steps(program: Program, schedule: Schedule,
+                simulate: Callable[[Schedule], Simulation]) -> frozenset[int]:
     """The steps of a schedule whose operation may run whole without raising the simulated peak."""
     calls = {i: at_once(node) for i, node in enumerate(program.operation)}
     more = {i: call.more for i, call in calls.items() if call is not None}
+    if not more:
+        return frozenset()
+    simulation = simulate(schedule)
     return frozenset(
         k for k, step in enumerate(schedule.steps) if isinstance(step, Compute) and step.c in more
         and simulation.timeline[k] + more[step.c] <= simulation.peak)

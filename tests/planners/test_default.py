@@ -89,11 +89,12 @@ def test_auto_shares_its_time_with_the_default(monkeypatch: pytest.MonkeyPatch) 
     asked, kept = Asked(), Asked()
     monkeypatch.setitem(PLANNERS, "auto", asked)
     monkeypatch.setattr(search, "_KEEP", kept)
+    monkeypatch.setattr(search, "KEEP_SECONDS", 0.6)        # more than it is given
     limit = (searcher.smallest.peak + searcher.baseline.peak) // 2
-    found = searcher.attempt(limit, "auto", 0.15)
+    found = searcher.attempt(limit, "auto", 0.25)
     assert found.plan is not None and found.note.startswith("rockmate with its finishing pass; of")
-    assert kept.limits == [0.15]
-    assert asked.limits[0] is not None and 0 <= asked.limits[0] < 0.15
+    assert kept.limits == [0.25]
+    assert asked.limits[0] is not None and 0 <= asked.limits[0] < 0.25
 
 
 def test_the_first_budget_is_looked_at_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
