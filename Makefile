@@ -16,7 +16,15 @@ IMPORT_ALL := import importlib, pkgutil, rkmate; \
 	[importlib.import_module(name) for name in names]; \
 	print(len(names), 'modules imported from', rkmate.__file__)
 
-.PHONY: demo test slow lint wheel bench clean help
+# What a user's `pip install` takes: the newest that pyproject.toml allows, of everything but torch, which
+# would bring gigabytes of another build.
+PLAN_ONE := import torch, rkmate; \
+	model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6))); \
+	wrapped = rkmate.wrap(model, (torch.randn(256, 64),), budget=0.6, progress=False); \
+	wrapped(torch.randn(256, 64)).sum().backward(); \
+	print(wrapped.plan)
+
+.PHONY: demo test slow lint wheel newest bench clean help
 
 help:
 	@echo "make demo    train a small GPT-2 plain and under half its memory, side by side"
@@ -24,6 +32,7 @@ help:
 	@echo "make slow    all tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build the wheel, install it in an empty environment, import all of it"
+	@echo "make newest  install without the constraints, plan and train one model"
 	@echo "make bench   the benchmarks"
 	@echo "make clean   remove what the others made, the environment included"
 
@@ -49,6 +58,16 @@ wheel: $(VENV)/.installed-dev
 	.venv-wheel/bin/rkmate --version
 	rm -rf .venv-wheel
 
+newest:
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
+	.venv-newest/bin/python -m pip install --quiet --no-compile --upgrade --upgrade-strategy eager . \
+		"$$(grep '^torch==' constraints.txt)"
+	.venv-newest/bin/python -m pip list --format freeze
+	cd .venv-newest && bin/python -c "$(PLAN_ONE)"
+	rm -rf .venv-newest
+
 bench: $(VENV)/.installed-bench
 	$(PY) benchmarks/planning.py
 	$(PY) benchmarks/solvers.py
@@ -59,7 +78,7 @@ bench: $(VENV)/.installed-bench
 	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_figures.py out
 
 clean:
-	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv .venv-wheel
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv .venv-wheel .venv-newest
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):

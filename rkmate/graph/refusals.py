@@ -4,6 +4,7 @@ trace means for the user."""
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import traceback
 from pathlib import Path
@@ -18,9 +19,9 @@ from rkmate.graph.library_paths import is_observer, weight_made_by
 from rkmate.graph.structure import objects_in
 from rkmate.warn import warn
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parent.parent) + os.sep
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _RECURRENT = str(Path(torch.nn.modules.rnn.__file__))
 
@@ -128,4 +129,4 @@ def _through(error: Exception, place: str) -> bool:
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith(("<", _TORCH, _HERE)) and "/rkmate/" not in filename
+    return not filename.startswith(("<", _TORCH, _HERE))
