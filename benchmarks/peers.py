@@ -28,9 +28,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rkmate
-from rkmate.demos import UNet
+from rkmate.cli.demos import UNet
 from rkmate.measure.meter import measure_peak
-from rkmate.pipeline import Settings
+from rkmate.pipeline.settings import Settings
 from rkmate.planners.registry import PLANNERS
 
 FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "as checkpoint", "smallest", "loss alone")

@@ -52,13 +52,14 @@ def allocated(layers: int, width: int, length: int) -> None:
     """What planning allocates beside the model, and what the largest block takes to train: one line of
     JSON."""
     from rkmate.budget import Budget
+    from rkmate.ir.schedule import from_order
+    from rkmate.ir.simulate import simulate
     from rkmate.measure import costs
     from rkmate.measure.meter import measure_peak
-    from rkmate.pipeline import Settings, prepare
-    from rkmate.progress import Progress
-    from rkmate.schedule.simulate import simulate
-    from rkmate.schedule.steps import from_order
-    from rkmate.search import Searcher
+    from rkmate.pipeline.prepare import prepare
+    from rkmate.pipeline.search import Searcher
+    from rkmate.pipeline.settings import Settings
+    from rkmate.support.progress import Progress
 
     model, kwargs = gpt(layers, width, length)
     costs.PartsMeter = _Unmetered  # type: ignore[assignment,misc]
@@ -74,7 +75,7 @@ def allocated(layers: int, width: int, length: int) -> None:
     cd = prepared.graph
     for block, graph in zip(prepared.partition.blocks, prepared.block_graphs, strict=True):
         # As torch runs it: nothing is written over what dies, and the model's outputs stay.
-        plain = replace(graph, c=tuple(replace(c, overwritable=()) for c in graph.c))
+        plain = replace(graph, c=tuple(replace(c, donors=()) for c in graph.c))
         returned = {j for i in block.c for j in cd.c[i].outputs} & set(cd.outputs)
         blocks.append(simulate(plain, from_order(plain, range(len(plain.c)), plain.loss)).peak
                       + sum(cd.d[j].size for j in returned))
@@ -85,9 +86,10 @@ def measure(layers: int, width: int, length: int) -> None:
     """One depth; prints one line of JSON."""
     import rkmate
     from rkmate.budget import Budget
-    from rkmate.pipeline import Settings, prepare
-    from rkmate.progress import Progress
-    from rkmate.search import Searcher
+    from rkmate.pipeline.prepare import prepare
+    from rkmate.pipeline.search import Searcher
+    from rkmate.pipeline.settings import Settings
+    from rkmate.support.progress import Progress
 
     model, kwargs = gpt(layers, width, length)
     start = time.perf_counter()

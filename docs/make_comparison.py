@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.compare.comparison import Row
-from rkmate.demos import make_demo
+from rkmate.cli.demos import make_demo
+from rkmate.comparison.table import Row
 from rkmate.show.amounts import size
 
 DOCS = Path(__file__).parent

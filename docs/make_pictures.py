@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.cli import main
-from rkmate.demos import make_demo
+from rkmate.cli.demos import make_demo
+from rkmate.cli.main import main
 
 IMAGES = Path(__file__).parent / "images"
 COSTS = "analytic"

@@ -3,62 +3,74 @@
 import importlib
 import typing
 
-from rkmate.compare import Comparison, compare
-from rkmate.device_memory import BatchSize, auto_budget, max_batch_size
-from rkmate.errors import (
-    ArgumentError,
-    BackwardError,
-    CaptureError,
-    GraphError,
-    InfeasibleBudget,
-    MissingExtra,
-    PlanError,
-    PlanningTimeout,
-    RkmateError,
-    RkmateWarning,
-    ScheduleError,
-    SolverError,
-)
-from rkmate.measure.step import measure_step
-from rkmate.module import PlannedModule
-from rkmate.plan import Plan
-from rkmate.shared_plan import shared_plan
-from rkmate.show.curve import Curve
-from rkmate.wrap import plan, tradeoff, wrap
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "ArgumentError",
-    "BackwardError",
-    "BatchSize",
-    "CaptureError",
-    "Comparison",
-    "Curve",
-    "GraphError",
-    "InfeasibleBudget",
-    "MissingExtra",
-    "Plan",
-    "PlanError",
-    "PlannedModule",
-    "PlanningTimeout",
-    "RkmateError",
-    "RkmateWarning",
-    "ScheduleError",
-    "SolverError",
-    "auto_budget",
-    "compare",
-    "max_batch_size",
-    "measure_step",
-    "plan",
-    "shared_plan",
-    "tradeoff",
-    "wrap",
-]
+_PLACES = {
+    "rkmate.comparison.run": ("compare",),
+    "rkmate.comparison.table": ("Comparison",),
+    "rkmate.errors": (
+        "ArgumentError", "BackwardError", "CaptureError", "GraphError", "InfeasibleBudget", "MissingExtra",
+        "PlanError", "PlanningTimeout", "RkmateError", "RkmateWarning", "ScheduleError", "SolverError"),
+    "rkmate.graph.blocks.cut": ("CutSettings",),
+    "rkmate.ilp.settings": ("OptionSettings",),
+    "rkmate.measure.settings": ("MeasureSettings",),
+    "rkmate.measure.step": ("measure_step",),
+    "rkmate.pipeline.device_budget": ("BatchSize", "auto_budget", "max_batch_size"),
+    "rkmate.pipeline.settings": ("Settings",),
+    "rkmate.public": ("plan", "tradeoff", "wrap"),
+    "rkmate.runtime.module": ("PlannedModule",),
+    "rkmate.sharing": ("shared_plan",),
+    "rkmate.show.curve": ("Curve",),
+    "rkmate.show.plan": ("Plan",),
+}
+"""Where each public name is defined: it is loaded when it is first used, and torch with it where it
+needs torch. No module is called as a public function is, so none can take its place."""
+_HOME = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = [*sorted(_HOME)]
+
+if typing.TYPE_CHECKING:
+    from rkmate.comparison.run import compare as compare
+    from rkmate.comparison.table import Comparison as Comparison
+    from rkmate.errors import ArgumentError as ArgumentError
+    from rkmate.errors import BackwardError as BackwardError
+    from rkmate.errors import CaptureError as CaptureError
+    from rkmate.errors import GraphError as GraphError
+    from rkmate.errors import InfeasibleBudget as InfeasibleBudget
+    from rkmate.errors import MissingExtra as MissingExtra
+    from rkmate.errors import PlanError as PlanError
+    from rkmate.errors import PlanningTimeout as PlanningTimeout
+    from rkmate.errors import RkmateError as RkmateError
+    from rkmate.errors import RkmateWarning as RkmateWarning
+    from rkmate.errors import ScheduleError as ScheduleError
+    from rkmate.errors import SolverError as SolverError
+    from rkmate.graph.blocks.cut import CutSettings as CutSettings
+    from rkmate.ilp.settings import OptionSettings as OptionSettings
+    from rkmate.measure.settings import MeasureSettings as MeasureSettings
+    from rkmate.measure.step import measure_step as measure_step
+    from rkmate.pipeline.device_budget import BatchSize as BatchSize
+    from rkmate.pipeline.device_budget import auto_budget as auto_budget
+    from rkmate.pipeline.device_budget import max_batch_size as max_batch_size
+    from rkmate.pipeline.settings import Settings as Settings
+    from rkmate.public import plan as plan
+    from rkmate.public import tradeoff as tradeoff
+    from rkmate.public import wrap as wrap
+    from rkmate.runtime.module import PlannedModule as PlannedModule
+    from rkmate.sharing import shared_plan as shared_plan
+    from rkmate.show.curve import Curve as Curve
+    from rkmate.show.plan import Plan as Plan
 
 
 def __getattr__(name: str) -> typing.Any:
-    # Most programs have a plan: the dynamic runtime is loaded when it is first named.
-    if name == "dtr":
+    if name in _HOME:
+        found = getattr(importlib.import_module(_HOME[name]), name)
+    elif name == "dtr":
         return importlib.import_module("rkmate.dtr")
-    raise AttributeError(f"module 'rkmate' has no attribute {name!r}")
+    else:
+        raise AttributeError(f"module 'rkmate' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "dtr"})

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.module import PlannedModule
+from rkmate.runtime.module import PlannedModule
 
 _OPTIONS = ("budget", "planner", "costs", "on_new_shape")
 
@@ -51,7 +51,7 @@ class _Planned:
                 isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
             return self._graph(*inputs)
         if self._module is None:
-            from rkmate.wrap import wrap
+            from rkmate.public import wrap
 
             self._module = wrap(self._graph, inputs, progress=False, **self._options)
         return self._module(*inputs)

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from rkmate import pipeline
-from rkmate.graph.capture import Capture, capture
+from rkmate.graph.capture.capture import Capture, capture
+from rkmate.pipeline import prepare as pipeline
 
 _HERE = threading.local()
 """What the blocks of this thread have captured."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rkmate import search
+from rkmate.pipeline import search
 
 _MADE: list[Path] = []
 

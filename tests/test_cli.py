@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import rkmate
-from rkmate.cli import load_target, main
-from rkmate.demos import DEMOS, Demo
+from rkmate.cli.demos import DEMOS, Demo
+from rkmate.cli.main import load_target, main
 from rkmate.show.draw import has_dot
 
 TARGET = "tests.show.targets:sample"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.collector import collector_rests
+from rkmate.support.gc_pause import gc_pause
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +33,8 @@ def test_as_it_was_after_planning(on: bool) -> None:
 
 
 def test_errors_pass_and_nesting_counts_once() -> None:
-    with pytest.raises(KeyError), collector_rests():
-        with collector_rests():
+    with pytest.raises(KeyError), gc_pause():
+        with gc_pause():
             assert not gc.isenabled()
         assert not gc.isenabled()
         raise KeyError

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.device_memory import _largest, training_bytes
+from rkmate.pipeline.device_budget import _largest, training_bytes
 
 
 class Net(nn.Module):

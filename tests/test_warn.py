@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.graph import operators
+from rkmate.graph.passes import operators
 
 X = torch.randn(4, 8)
 

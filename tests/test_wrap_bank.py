@@ -11,7 +11,7 @@ from torch import nn
 
 import rkmate
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline import Settings
+from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, assert_same_trace, measured_peak, trace_step
 from tests.models import BANK, WITH_DROPOUT, Sample

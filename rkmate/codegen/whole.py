@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rkmate.graph.by_parts import at_once
-from rkmate.graph.lower import Program
-from rkmate.schedule.simulate import Simulation
-from rkmate.schedule.steps import Compute, Schedule
+from rkmate.graph.blocks.lower import Program
+from rkmate.graph.passes.chunked_kernels import at_once
+from rkmate.ir.schedule import Compute, Schedule
+from rkmate.ir.simulate import Simulation
 
 
 def whole_steps(program: Program, schedule: Schedule,

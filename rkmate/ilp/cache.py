@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from rkmate.errors import ScheduleError
-from rkmate.graph.cd import CDGraph
-from rkmate.ilp.front import undominated
+from rkmate.ilp.evaluate_option import judge
 from rkmate.ilp.grid import OptionSet
-from rkmate.ilp.judge import judge
+from rkmate.ilp.pareto_front import undominated
 from rkmate.ilp.settings import OptionSettings
-from rkmate.warn import warn
+from rkmate.ir.cd import CDGraph
+from rkmate.support.warn import warn
 
 FORMAT = 1
 """Grows when the content of an entry changes its meaning."""
@@ -63,9 +63,9 @@ def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:
     content = [
         FORMAT, package, sorted(asdict(settings).items()), data,
         [(c.phase, labels(c.inputs), labels(c.outputs), c.overhead, c.random,
-          [label[j] for j in c.overwritable]) for c in graph.c],
+          [label[j] for j in c.donors]) for c in graph.c],
         graph.loss, labels(graph.inputs), labels(graph.outputs), labels(graph.output_grads),
-        labels(graph.input_grads), sorted((label[j], i) for j, i in graph.exits.items()),
+        labels(graph.input_grads), sorted((label[j], i) for j, i in graph.releases.items()),
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -82,7 +82,7 @@ def _labels(graph: CDGraph) -> list[int]:
     def description(j: int) -> tuple[Any, ...]:
         d = graph.d[j]
         return (d.size, d.kind, graph.readers[j], *(j in g for g in groups),
-                graph.exits.get(j, -1))
+                graph.releases.get(j, -1))
 
     outside = sorted(set(range(len(graph.d))).difference(made), key=description)
     label = [0] * len(graph.d)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from rkmate.ilp.heuristic import greedy_sets, missing_nodes, recompute_missing
 from rkmate.ilp.stages import Stages
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import Compute, Forget, Loss, from_order
+from rkmate.ir.schedule import Compute, Free, Loss, from_order
+from rkmate.ir.simulate import simulate
 
 PATIENCE = 12
 """How many evictions in a row may fail to lower the peak."""
@@ -109,7 +109,7 @@ def _peak(stages: Stages, order: tuple[int, ...]) -> tuple[int, int | None, set[
     alive: set[int] = set()
     computed = -graph.loss
     for k, step in enumerate(schedule.steps):
-        if isinstance(step, Forget):
+        if isinstance(step, Free):
             alive.discard(step.d)
         elif isinstance(step, Compute):
             node = graph.c[step.c]

@@ -10,16 +10,16 @@ import threading
 import time
 from dataclasses import dataclass
 
-from rkmate.graph.cd import CDGraph
+from rkmate.ilp.evaluate_option import judge, without_waste
 from rkmate.ilp.eviction import candidates
-from rkmate.ilp.front import Front, peak, seconds, undominated
 from rkmate.ilp.heuristic import keep_nothing
-from rkmate.ilp.judge import judge, without_waste
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
+from rkmate.ilp.pareto_front import Front, peak, seconds, undominated
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.solver import Solver, Status, make_solver
 from rkmate.ilp.stages import Stages, split_stages
-from rkmate.rotor.chain import Option
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.chain import Option
 
 HEURISTIC_SHARE = 0.4
 """Part of a block's time that the heuristics may take at most."""

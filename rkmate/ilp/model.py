@@ -24,8 +24,8 @@ from typing import Any
 
 import pulp
 
-from rkmate.graph.cd import CDGraph
 from rkmate.ilp.stages import Stages
+from rkmate.ir.cd import CDGraph
 
 TIME_SCALE = 1000.0
 """The block's own time in units of the objective: keeps the coefficients near 1."""
@@ -245,7 +245,7 @@ class BlockModel:
     def _places(self, t: int, k: int) -> tuple[int, ...]:
         """The inputs whose place the output of k takes when they die in step k of stage t."""
         need = self.stages.stages[t].need
-        return tuple(j for j in self.graph.c[k].overwritable
+        return tuple(j for j in self.graph.c[k].donors
                      if j not in self.stages.free and j not in need)
 
     def _taken(self, name: str, places: Sequence[int], alive_after: Sequence[Any],

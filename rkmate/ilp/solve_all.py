@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.cd import CDGraph
 from rkmate.ilp.cache import OptionCache, cache_folder, fingerprint
 from rkmate.ilp.grid import OptionSet, block_options
 from rkmate.ilp.settings import OptionSettings
+from rkmate.ir.cd import CDGraph
 
 _Finished = tuple[int, OptionSet | BaseException]
 

@@ -16,7 +16,7 @@ import pulp
 
 from rkmate.errors import ArgumentError, SolverError
 from rkmate.ilp.model import TIME_SCALE, BlockModel
-from rkmate.ilp.side import run_on_the_side
+from rkmate.support.side_process import run_on_the_side
 
 
 class Status(Enum):

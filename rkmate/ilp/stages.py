@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rkmate.graph.cd import CDGraph
+from rkmate.ir.cd import CDGraph
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _close(graph: CDGraph, producer: tuple[int | None, ...], need: Iterable[int]
 
 def _overwrites(graph: CDGraph, b: int, need: tuple[int, ...],
                 taking: set[int]) -> tuple[int, ...]:
-    return () if b in taking else tuple(j for j in graph.c[b].overwritable if j in need)
+    return () if b in taking else tuple(j for j in graph.c[b].donors if j in need)
 
 
 def _gradient_bytes(graph: CDGraph, made_forward: set[int]) -> tuple[
@@ -134,7 +134,7 @@ def _gradient_bytes(graph: CDGraph, made_forward: set[int]) -> tuple[
     for b in graph.backward:
         for j in graph.c[b].inputs:
             last[j] = b
-    for j, i in graph.exits.items():
+    for j, i in graph.releases.items():
         last[j] = max(last.get(j, -1), i)
     stay = set(graph.input_grads)
     skip = made_forward | set(graph.inputs)
@@ -155,7 +155,7 @@ def _gradient_bytes(graph: CDGraph, made_forward: set[int]) -> tuple[
         gone = dies.get(b, []) + [j for j in created if j not in last and j not in stay]
         useless = any(j in gone for j in created)
         # Of several places, the smallest: which one is taken may depend on what is carried.
-        places = [] if useless else [graph.d[j].size for j in graph.c[b].overwritable if j in gone]
+        places = [] if useless else [graph.d[j].size for j in graph.c[b].donors if j in gone]
         if places or useless:
             taking.add(b)
         during[b] = live + graph.c[b].overhead - min(places, default=0)
@@ -185,9 +185,9 @@ def _forward_bytes(graph: CDGraph, candidates: set[int]) -> tuple[
         for j in node.outputs:
             alive.add(j)
             live += graph.d[j].size
-        gone = [j for j in dict.fromkeys((*node.overwritable, *node.inputs, *node.outputs))
+        gone = [j for j in dict.fromkeys((*node.donors, *node.inputs, *node.outputs))
                 if j in alive and last[j] == i and j not in outputs and j not in fixed]
-        places = [j for j in node.overwritable if j in gone]
+        places = [j for j in node.donors if j in gone]
         certain = [j for j in places if j not in candidates]
         taken = certain[:1] or (places if len(places) == 1 else [])
         if places and node.outputs[0] in gone:

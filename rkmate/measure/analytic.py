@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from rkmate.graph.partition import Partition
+from rkmate.graph.blocks.partition import Partition
 
 FLOPS_PER_SECOND = 1e11
 BYTES_PER_SECOND = 2e10

@@ -10,34 +10,20 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from rkmate.graph.capture import Source
-from rkmate.graph.cd import CDGraph
-from rkmate.graph.cut import PRELUDE
-from rkmate.graph.eager_kernels import LONGEST_AT_ZERO
-from rkmate.graph.partition import Block, Partition
-from rkmate.graph.simplify import is_view
+from rkmate.graph.blocks.partition import Block, Partition
+from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
+from rkmate.graph.passes.simplify import is_view
+from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.measure.meter import PartsMeter
 from rkmate.measure.remembered import CostMemory
-
-
-@dataclass(frozen=True)
-class MeasureSettings:
-    """How long to measure. The fastest run of an operation counts: what else a machine does only adds."""
-
-    passes: int = 2
-    """Times that the blocks are run, one after the other: what disturbs the machine for a second or two
-    then disturbs one of the runs of an operation only."""
-    repeats: int = 3
-    """Timed runs of an operation in each pass."""
-    enough_seconds: float = 0.1
-    """An operation that has been timed for this long is not repeated further in a pass."""
-
+from rkmate.measure.settings import MeasureSettings
 
 _GENERATOR_STATE = torch.get_rng_state().numel()
 """Bytes of the generator's state, which is read before and after a random operation."""
@@ -64,7 +50,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     """
     device = next((t.device for t in sources.values() if t.device.type != "cpu"),
                   torch.device("cpu"))
-    prelude = tuple(i for i, b in enumerate(partition.block_of) if b == PRELUDE)
+    prelude = tuple(i for i, b in enumerate(partition.block_of) if b == HOISTED)
     # The prelude depends on the whole graph: its key is the text of all blocks.
     beginning = f"prelude of {len(prelude)} before\n" + "\n".join(texts)
     costs: Costs = {}
@@ -191,7 +177,7 @@ class _Runner:
     def _ours(self, j: int) -> bool:
         """Whether a storage belongs to a block, and not to the prelude."""
         made = self.cd.producer[j]
-        return made is None or self.partition.block_of[made] != PRELUDE
+        return made is None or self.partition.block_of[made] != HOISTED
 
     def _gradient(self, j: int) -> torch.Tensor:
         like = self.program.owner[j].meta["val"]

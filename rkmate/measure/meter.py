@@ -19,36 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import profiler
 
 from rkmate.errors import ArgumentError, RkmateError
+from rkmate.ir.peak import Peak
 
 T = TypeVar("T")
 
 
 class MeterError(RkmateError, RuntimeError):
     """Memory cannot be measured now: another profiler or measurement is running."""
-
-
-@dataclass(frozen=True)
-class Peak(Generic[T]):
-    """What a call allocated, in bytes over the level at its entry."""
-
-    peak: int
-    """Highest level. Never negative: at entry it is zero."""
-    net: int
-    """Level at exit; the result, which is held, included."""
-    seconds: float
-    """Time of the call. On CPU the profiler's own work is in it."""
-    result: T
-    """What the call returned."""
-    timeline: tuple[tuple[float, int], ...] = ()
-    """(seconds since entry, level) after each allocation and each free, when asked for."""
 
 
 def measure_peak(fn: Callable[[], T], device: torch.device | str | None = None, *,

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.measure.meter import Peak, measure_peak
+from rkmate.ir.peak import Peak
+from rkmate.measure.meter import measure_peak
 
 T = TypeVar("T")
 

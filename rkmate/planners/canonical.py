@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rkmate.graph.cd import CDGraph
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.schedule import Compute, Free, Schedule, Step, from_order
+from rkmate.ir.simulate import simulate
 from rkmate.planners.dag import Dag, members
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import Compute, Forget, Schedule, Step, from_order
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
     return Canonical(tuple(order), graph.loss, tuple(part))
 
 
-def without_liveness(graph: CDGraph, strategy: Canonical, held: Iterable[int] = ()) -> Schedule:
+def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] = ()) -> Schedule:
     """The schedule that forgets at the end of each block's forward and backward only."""
     steps: list[Step] = []
     waiting: list[Step] = []
     k = 0
-    for step in from_order(graph, strategy.order, strategy.loss_at, held).steps:
-        if isinstance(step, Forget):
+    for step in from_order(graph, strategy.order, strategy.loss_at, pinned).steps:
+        if isinstance(step, Free):
             waiting.append(step)
             continue
         if isinstance(step, Compute):

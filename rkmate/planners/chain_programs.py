@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rkmate.ir.chain import Chain, Op
 from rkmate.planners.protocol import Candidate, Outcome, Problem, expand, infeasible, judged
-from rkmate.rotor.chain import Chain, Op
 from rkmate.rotor.rk_rotor import Table, solve
 
 SLACK = 1.1

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rkmate.errors import ScheduleError
-from rkmate.graph.cd import CDGraph, CNode, DNode
+from rkmate.ir.cd import CDGraph, CNode, DNode
+from rkmate.ir.schedule import Schedule, from_order
+from rkmate.ir.simulate import simulate
 from rkmate.planners.checkmate_model import CheckmateModel, Recompute, rerunnable
 from rkmate.planners.highs import Answer, Highs
 from rkmate.planners.protocol import Candidate, Outcome, Planner, Problem, best
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import Schedule, from_order
 
 SMALL = 48
 """Up to this many C nodes, forward nodes may run again before the loss, too."""
@@ -54,12 +54,12 @@ class Solution:
 class Checkmate:
     """The program of one graph, for any budget in bytes."""
 
-    def __init__(self, graph: CDGraph, recompute: Recompute = "any", held: Iterable[int] = (),
+    def __init__(self, graph: CDGraph, recompute: Recompute = "any", pinned: Iterable[int] = (),
                  reserve_at_loss: int = 0) -> None:
         with warnings.catch_warnings():
             # PuLP 3.3 announces a new way to make variables that its older versions lack.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.model = CheckmateModel(graph, recompute, held, reserve_at_loss)
+            self.model = CheckmateModel(graph, recompute, pinned, reserve_at_loss)
             self.highs = Highs(self.model.program)
 
     def solve(self, budget: int, *, time_limit: float = TIME_LIMIT, gap: float = 0.0,
@@ -80,8 +80,8 @@ class Checkmate:
             if answer.status in ("infeasible", "timeout"):
                 return Solution(None, answer.status, math.inf, bound)
             order, loss_at = model.order(answer.values)
-            schedule = from_order(model.graph, order, loss_at, model.held)
-            result = simulate(model.graph, schedule, held=model.held,
+            schedule = from_order(model.graph, order, loss_at, model.pinned)
+            result = simulate(model.graph, schedule, pinned=model.pinned,
                               reserve_at_loss=model.reserve)
             if result.peak <= budget:
                 return Solution(schedule, answer.status, result.seconds, bound)
@@ -119,7 +119,7 @@ def recompute_of(graph: CDGraph) -> Recompute:
 def program_of(problem: Problem) -> Checkmate:
     """The one program of a captured model; it serves every budget."""
     return problem.once("checkmate program", lambda: Checkmate(
-        problem.graph, recompute_of(problem.graph), problem.held, problem.reserve_at_loss))
+        problem.graph, recompute_of(problem.graph), problem.pinned, problem.reserve_at_loss))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _runs(wanted: tuple[int, ...], there: set[int], model: CheckmateModel,
     while todo:
         j = todo.pop()
         made = graph.producer[j]
-        if (made is None or made >= graph.loss or made == last or j in there or j in model.held
+        if (made is None or made >= graph.loss or made == last or j in there or j in model.pinned
                 or made in runs):
             continue
         runs.add(made)

@@ -17,8 +17,8 @@ from typing import Literal
 
 import pulp
 
-from rkmate.graph.cd import CDGraph
-from rkmate.schedule.steps import Schedule
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.schedule import Schedule
 
 Recompute = Literal["any", "after-loss"]
 
@@ -49,10 +49,10 @@ class CheckmateModel:
     """The program; the budget is a variable with equal bounds, so one model serves all budgets."""
 
     def __init__(self, graph: CDGraph, recompute: Recompute = "any",
-                 held: Iterable[int] = (), reserve_at_loss: int = 0) -> None:
+                 pinned: Iterable[int] = (), reserve_at_loss: int = 0) -> None:
         self.graph = graph
         self.reserve = reserve_at_loss
-        self.held = set(held)
+        self.pinned = set(pinned)
         n = len(graph.c)
         self.base_seconds = sum(c.time for c in graph.c)
         self.second = (self.base_seconds or 1.0) / UNITS
@@ -69,7 +69,7 @@ class CheckmateModel:
         top = sum(d.size for d in graph.d) * 2 + sum(c.overhead for c in graph.c)
         self.budget = pulp.LpVariable("budget", 0, top / self.byte + 1)
         self._fixed = self._gradients()
-        self._free = [made is not None and made < graph.loss and j not in self.held
+        self._free = [made is not None and made < graph.loss and j not in self.pinned
                       and j not in graph.inputs for j, made in enumerate(graph.producer)]
         self._now: dict[int, pulp.LpVariable | int] = {}      # retention of each value, so far
         self._used = pulp.LpAffineExpression()                # U of the paper, so far
@@ -92,12 +92,12 @@ class CheckmateModel:
             elif made is None:
                 continue
             elif made >= graph.loss:
-                first, last = made + 1, max([*graph.readers[j], graph.exits.get(j, -1)], default=-1)
-            elif j in self.held:
+                first, last = made + 1, max([*graph.readers[j], graph.releases.get(j, -1)], default=-1)
+            elif j in self.pinned:
                 first, last = made + 1, n
             else:
                 continue
-            if j in graph.input_grads or j in self.held:
+            if j in graph.input_grads or j in self.pinned:
                 last = n
             for t in range(first, min(last, n) + 1):
                 result[t] += node.size
@@ -128,9 +128,9 @@ class CheckmateModel:
             if self._free[j]:
                 self._require(pulp.LpAffineExpression({}, 1) - self._now[j], "loss")
         extra = max(graph.bytes(graph.output_grads), self.reserve)
-        held = sum(graph.d[j].size for j in self.held
+        pinned = sum(graph.d[j].size for j in self.pinned
                    if (made := graph.producer[j]) is not None and made < graph.loss)
-        self._require(self._used + (extra + held) / self.byte - self.budget, "loss_memory")
+        self._require(self._used + (extra + pinned) / self.byte - self.budget, "loss_memory")
 
     def _stage(self, t: int) -> None:
         graph = self.graph
@@ -190,12 +190,12 @@ class CheckmateModel:
         node = graph.c[i]
         saving = pulp.LpAffineExpression()
         chosen = pulp.LpAffineExpression()
-        for j in node.overwritable:
+        for j in node.donors:
             made = graph.producer[j]
             if self._free[j]:
                 dies = after.get(j, 0)
             elif (made is not None and made >= graph.loss and j not in graph.input_grads
-                    and graph.exits.get(j, -1) <= t and max(graph.readers[j]) == t):
+                    and graph.releases.get(j, -1) <= t and max(graph.readers[j]) == t):
                 dies = 0
             else:
                 continue

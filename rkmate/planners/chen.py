@@ -47,12 +47,12 @@ def memory_segments(dag: Dag, limit: int) -> list[int]:
     """Algorithm 3: a segment ends at the first split point where it holds `limit` bytes."""
     points = set(split_points(dag))
     ends = []
-    held = 0
+    pinned = 0
     for v in range(len(dag)):
-        held += dag.sizes[v]
-        if v in points and held >= limit:
+        pinned += dag.sizes[v]
+        if v in points and pinned >= limit:
             ends.append(v)
-            held = 0
+            pinned = 0
     return _prefixes(dag, ends)
 
 
@@ -71,7 +71,7 @@ class Chen:
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
         def make() -> list[Candidate]:
-            forward = trained_forward(problem.graph, problem.block_c, problem.held)
+            forward = trained_forward(problem.graph, problem.block_c, problem.pinned)
             dag = forward.dag
             whole = (1 << len(dag)) - 1
             total = dag.bytes(whole)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rkmate.errors import GraphError
-from rkmate.graph.cd import CDGraph, CNode, DNode
+from rkmate.ir.cd import CDGraph, CNode, DNode
 
 
 @dataclass(frozen=True)
@@ -108,16 +108,16 @@ def members(nodes: int) -> list[int]:
     return result
 
 
-def forward_dag(graph: CDGraph, held: Iterable[int] = ()) -> Dag:
+def forward_dag(graph: CDGraph, pinned: Iterable[int] = ()) -> Dag:
     """The forward of a CD graph: one node a computation, as large as its outputs.
 
     What the user holds counts 0 bytes: no strategy can forget it.
     """
-    held = set(held)
+    pinned = set(pinned)
     edges = sorted({(p, i) for i in graph.forward for j in graph.c[i].inputs
                     if (p := graph.producer[j]) is not None})
     return Dag(tuple(graph.c[i].time for i in graph.forward),
-               tuple(graph.bytes(j for j in graph.c[i].outputs if j not in held)
+               tuple(graph.bytes(j for j in graph.c[i].outputs if j not in pinned)
                      for i in graph.forward), tuple(edges))
 
 
@@ -145,9 +145,9 @@ class TrainedForward:
 
 
 def trained_forward(graph: CDGraph, block_c: Iterable[Iterable[int]],
-                    held: Iterable[int] = ()) -> TrainedForward:
+                    pinned: Iterable[int] = ()) -> TrainedForward:
     """Leave out of the forward the C nodes that belong to no block: they depend on no block's."""
-    whole = forward_dag(graph, held)
+    whole = forward_dag(graph, pinned)
     nodes = sorted({c for block in block_c for c in block if c < graph.loss})
     place = {c: v for v, c in enumerate(nodes)}
     edges = tuple((place[v], place[w]) for v, w in whole.edges if v in place and w in place)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rkmate.graph.cd import CDGraph
+from rkmate.ir.cd import CDGraph
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged
 
 LEVELS = 16
@@ -26,10 +26,10 @@ LIMIT = 8.0
 class Replay:
     """One run of the policy."""
 
-    def __init__(self, graph: CDGraph, limit: int, held: Iterable[int] = ()) -> None:
+    def __init__(self, graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> None:
         self.graph = graph
         self.limit = limit
-        self.held = set(held)
+        self.pinned = set(pinned)
         self.order: list[int] = []
         self.loss_at = len(graph.c)
         self._there: set[int] = set()
@@ -39,13 +39,13 @@ class Replay:
         self._uses = [len(r) for r in graph.readers]
         for j in (*graph.outputs, *graph.input_grads):
             self._uses[j] += 1        # the loss, or the caller, reads it
-        for j in graph.exits:
+        for j in graph.releases:
             self._uses[j] += 1
         self._locks = [0] * len(graph.d)
         self._class = list(range(len(graph.d)))
         self._cost = [0.0] * len(graph.d)
         self._leaves: dict[int, list[int]] = {}
-        for j, i in graph.exits.items():
+        for j, i in graph.releases.items():
             self._leaves.setdefault(i, []).append(j)
 
     def run(self) -> bool:
@@ -84,7 +84,7 @@ class Replay:
 
     def _release(self, j: int) -> None:
         self._uses[j] -= 1
-        if not self._uses[j] and j in self._there and j not in self.held and not self._locks[j]:
+        if not self._uses[j] and j in self._there and j not in self.pinned and not self._locks[j]:
             self._drop(j)
 
     def _compute(self, c: int) -> bool:
@@ -119,7 +119,7 @@ class Replay:
             for j in (*node.inputs, *node.outputs):
                 # Made again for another value's sake, or never read at all.
                 if (not self._uses[j] and not self._locks[j] and j in self._there
-                        and j not in self.held):
+                        and j not in self.pinned):
                     self._drop(j)
         return True
 
@@ -135,7 +135,7 @@ class Replay:
             for j in sorted(self._there):
                 made = graph.producer[j]
                 size = graph.d[j].size
-                if (made is None or made >= graph.loss or self._locks[j] or j in self.held
+                if (made is None or made >= graph.loss or self._locks[j] or j in self.pinned
                         or not size):
                     continue
                 h = self._projected(j) / (size * max(self._clock - self._access[j], 1e-12))
@@ -194,10 +194,10 @@ class Replay:
         return j
 
 
-def dtr_order(graph: CDGraph, limit: int, held: Iterable[int] = ()) -> tuple[list[int], int] | None:
+def dtr_order(graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> tuple[list[int], int] | None:
     """The order of C nodes that the policy makes within `limit` bytes, and where the loss stands;
     None when something does not fit or when it computes more than `LIMIT` times the step."""
-    replay = Replay(graph, limit, held)
+    replay = Replay(graph, limit, pinned)
     return (replay.order, replay.loss_at) if replay.run() else None
 
 
@@ -241,7 +241,7 @@ class DtrOffline:
         top = state.found[0].peak
         while state.levels and time.perf_counter() - start < limit:
             memory = top * state.levels.pop(0) // LEVELS
-            found = dtr_order(problem.graph, memory, problem.held)
+            found = dtr_order(problem.graph, memory, problem.pinned)
             if found is not None:
                 state.found.append(judged(problem, *found, f"policy at {memory} bytes"))
                 continue

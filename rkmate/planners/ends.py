@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rkmate.ir.chain import Backward, Chain, Forward, ForwardPlain, Op
 from rkmate.planners.protocol import Outcome, Problem, best, expand, judged
-from rkmate.rotor.chain import Backward, Chain, Forward, ForwardPlain, Op
 from rkmate.rotor.rk_rotor import fastest
 
 

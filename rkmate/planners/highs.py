@@ -15,7 +15,7 @@ import numpy as np
 import pulp
 
 from rkmate.errors import ArgumentError, SolverError
-from rkmate.ilp.side import run_on_the_side
+from rkmate.support.side_process import run_on_the_side
 
 Status = Literal["optimal", "feasible", "infeasible", "timeout"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rkmate.graph.cd import CDGraph
+from rkmate.ir.cd import CDGraph
 from rkmate.planners.canonical import Canonical, canonical, without_liveness
 from rkmate.planners.dag import trained_forward
 from rkmate.planners.lower_sets import (
@@ -48,7 +48,7 @@ class LowerSetPlanner:
 
     def _candidates(self, problem: Problem) -> list[Candidate]:
         graph = problem.graph
-        forward = trained_forward(graph, problem.block_c, problem.held)
+        forward = trained_forward(graph, problem.block_c, problem.pinned)
         dag = forward.dag
         if not len(dag):
             return [judged(problem, range(len(graph.c)), graph.loss)]
@@ -68,7 +68,7 @@ class LowerSetPlanner:
                 if self.liveness:
                     result.append(judged(problem, strategy.order, strategy.loss_at, note))
                 elif _draws_in_order(graph, strategy):
-                    schedule = without_liveness(graph, strategy, problem.held)
+                    schedule = without_liveness(graph, strategy, problem.pinned)
                     seen = problem.simulate(schedule)
                     result.append(Candidate(schedule, seen.peak, seen.seconds, note))
         return result

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 
 from rkmate.errors import ArgumentError, RkmateError
+from rkmate.ir.chain import Floats, Ints
 from rkmate.planners.dag import Dag, members
-from rkmate.rotor.chain import Floats, Ints
 
 Family = Literal["exact", "pruned"]
 Centric = Literal["time", "memory"]

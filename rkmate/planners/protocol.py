@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 from rkmate.errors import GraphError
-from rkmate.graph.cd import CDGraph
-from rkmate.rotor.chain import Backward, Chain, Op
-from rkmate.schedule.simulate import Simulation, simulate
-from rkmate.schedule.steps import Schedule, from_order
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.chain import Backward, Chain, Op
+from rkmate.ir.schedule import Schedule, from_order
+from rkmate.ir.simulate import Simulation, simulate
 
 T = TypeVar("T")
 Stages = tuple[Chain, tuple[tuple[int, ...], ...]]
@@ -27,7 +27,7 @@ class Problem:
     """Blocks with their options; local C node indices."""
     block_c: tuple[tuple[int, ...], ...]
     """For each block: the C node of `graph` that each of its local C nodes is."""
-    held: tuple[int, ...] = ()
+    pinned: tuple[int, ...] = ()
     """D nodes that the user holds (outputs of the model): never forgotten."""
     reserve_at_loss: int = 0
     """Bytes that the loss, computed outside of the graph, allocates for itself."""
@@ -43,12 +43,12 @@ class Problem:
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """The judge's word on a schedule."""
-        return simulate(self.graph, schedule, held=self.held,
+        return simulate(self.graph, schedule, pinned=self.pinned,
                         reserve_at_loss=self.reserve_at_loss)
 
     def schedule(self, order: Sequence[int], loss_at: int) -> Schedule:
         """The schedule that runs an order and forgets as early as possible."""
-        return from_order(self.graph, order, loss_at, self.held)
+        return from_order(self.graph, order, loss_at, self.pinned)
 
 
 @dataclass(frozen=True)

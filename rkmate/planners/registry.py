@@ -10,9 +10,9 @@ from rkmate.planners.checkmate_lp import CheckmateRounded
 from rkmate.planners.chen import Chen
 from rkmate.planners.dtr_offline import DtrOffline
 from rkmate.planners.ends import RecomputeAll, SaveAll
-from rkmate.planners.keep_set import KeepSet
 from rkmate.planners.lower_set_planner import LowerSetPlanner
 from rkmate.planners.protocol import Planner
+from rkmate.planners.save_set import KeepSet
 from rkmate.planners.sequential import Sequential
 
 _ROCKMATE, _DTR, _LOWER_SETS = ChainProgram("rockmate"), DtrOffline(), LowerSetPlanner("lower-sets")

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rkmate.errors import ArgumentError
+from rkmate.ir.chain import Backward, Forward, ForwardPlain, Op
 from rkmate.planners.chain_programs import by_stages
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, expand, judged
-from rkmate.rotor.chain import Backward, Forward, ForwardPlain, Op
 
 
 def segments(blocks: int, count: int) -> list[range]:

@@ -1,6 +1,6 @@
 """The dynamic programs over a chain of blocks: rk-Rotor and Rotor. No torch."""
 
-from rkmate.rotor.chain import (
+from rkmate.ir.chain import (
     Backward,
     Block,
     Chain,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rkmate.errors import ScheduleError
-from rkmate.rotor.chain import Backward, Chain, ForwardKeeping, ForwardPlain, Op
+from rkmate.ir.chain import Backward, Chain, ForwardKeeping, ForwardPlain, Op
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Rockmate (ICML 2023), section 3.4 and appendix C.2, equations (1) to (3), in O(L^2 M (L + B)) for L
 blocks, M memory slots and B options a block, with NumPy over slots and sub-problems. Where blocks
-have levels (`rkmate.rotor.levels`), a third case keeps some data of forwards that run again.
+have levels (`rkmate.rotor.partial_saves`), a third case keeps some data of forwards that run again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from rkmate.errors import ArgumentError
-from rkmate.rotor.chain import Backward, Chain, Forward, Op
-from rkmate.rotor.fill import fill
-from rkmate.rotor.levels import levels_of
-from rkmate.rotor.needs import Needs
-from rkmate.rotor.rebuild import Layer, Rebuild
+from rkmate.ir.chain import Backward, Chain, Forward, Op
+from rkmate.rotor.backtrack import Layer, Rebuild
+from rkmate.rotor.fill_table import fill
+from rkmate.rotor.memory_requirements import Needs
+from rkmate.rotor.partial_saves import levels_of
 from rkmate.rotor.replay import Cost, replay
 from rkmate.rotor.smallest import Smallest, smallest
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rkmate.errors import GraphError
-from rkmate.rotor.chain import Block, Chain, Forward, ForwardPlain, Op, Option
+from rkmate.ir.chain import Block, Chain, Forward, ForwardPlain, Op, Option
 from rkmate.rotor.replay import deaths
 from rkmate.rotor.rk_rotor import Table, solve
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rkmate.rotor.chain import Chain, Floats, Ints
-from rkmate.rotor.needs import Needs
+from rkmate.ir.chain import Chain, Floats, Ints
+from rkmate.rotor.memory_requirements import Needs
 
 NEVER = np.int64(2**62)
 """More bytes than any chain needs (sums of two of them still fit an int64)."""

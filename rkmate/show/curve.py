@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, overload
 
-from rkmate.plan import Plan
 from rkmate.show import styles
 from rkmate.show.amounts import duration, size
+from rkmate.show.plan import Plan
 
 _MIB = float(1 << 20)
 _STEEP = 6

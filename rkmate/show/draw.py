@@ -9,8 +9,8 @@ from pathlib import Path
 import graphviz
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.cut import PRELUDE
-from rkmate.plan import Drawable, Plan
+from rkmate.ir.cd import HOISTED
+from rkmate.ir.plan import Drawable, PlanData
 from rkmate.show.graphs import (
     Link,
     block_graph,
@@ -21,7 +21,7 @@ from rkmate.show.graphs import (
     simplified_graph,
 )
 from rkmate.show.replay import Replay, replay
-from rkmate.warn import warn
+from rkmate.support.warn import warn
 
 WHAT: tuple[Drawable, ...] = ("chain", "forward", "simplified", "block", "schedule")
 _TEXT = (".dot", ".gv")
@@ -32,7 +32,7 @@ NO_DOT = ("the program 'dot' was not found: install Graphviz (apt-get install gr
           "graphviz, conda install graphviz, or https://graphviz.org/download)")
 
 
-def draw(plan: Plan, path: str | Path, what: Drawable, block: int | str | None,
+def draw(plan: PlanData, path: str | Path, what: Drawable, block: int | str | None,
          legible: int = LEGIBLE) -> Path:
     """Draw into a file; see `rkmate.Plan.draw`. Returns the path of what was written."""
     path = check(path, what, block)
@@ -52,7 +52,7 @@ def draw(plan: Plan, path: str | Path, what: Drawable, block: int | str | None,
     if nodes <= legible:
         return write(make(plan), path)
     return _with_pages(path, pages_of(plan, None), lambda link: collapsed_graph(plan, what, link),
-                       lambda b: make(plan, [b]), start=PRELUDE in plan.graph.block_c)
+                       lambda b: make(plan, [b]), start=HOISTED in plan.graph.block_c)
 
 
 def check(path: str | Path, what: str, block: int | str | None) -> Path:
@@ -70,7 +70,7 @@ def check(path: str | Path, what: str, block: int | str | None) -> Path:
     return path
 
 
-def block_number(plan: Plan, block: int | str | None) -> int:
+def block_number(plan: PlanData, block: int | str | None) -> int:
     """A block by number or by the label of its class (the first of them). Raises `ArgumentError`."""
     labels = [b.label for b in plan.blocks]
     if isinstance(block, str) and block in labels:
@@ -83,7 +83,7 @@ def block_number(plan: Plan, block: int | str | None) -> int:
                         f"one of the classes {', '.join(dict.fromkeys(labels))}")
 
 
-def pages_of(plan: Plan, replayed: Replay | None) -> list[int]:
+def pages_of(plan: PlanData, replayed: Replay | None) -> list[int]:
     """Per block, the block whose page it shares: the first of its class that is run in the same way.
     Without a replay, the first of its class."""
     first: dict[object, int] = {}
@@ -108,12 +108,12 @@ def _with_pages(path: Path, shared: list[int], main: Callable[[Link], graphviz.D
     folder = path.with_name(f"{path.stem}_blocks")
 
     def name(block: int) -> str:
-        return f"start{path.suffix}" if block == PRELUDE else f"block_{shared[block]}{path.suffix}"
+        return f"start{path.suffix}" if block == HOISTED else f"block_{shared[block]}{path.suffix}"
 
     written = write(main(lambda b: f"{folder.name}/{name(b)}"), path)
     if written == path:
         folder.mkdir(exist_ok=True)
-        for b in {*shared, *([PRELUDE] if start else [])}:
+        for b in {*shared, *([HOISTED] if start else [])}:
             write(page(b), folder / name(b))
     return written
 

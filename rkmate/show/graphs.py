@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 import graphviz
 
-from rkmate.graph.cut import PRELUDE
-from rkmate.plan import Plan
+from rkmate.ir.cd import HOISTED
+from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import count, duration, size
 from rkmate.show.replay import Replay
@@ -30,9 +30,9 @@ def no_links(block: int) -> str | None:
     return None
 
 
-def block_name(plan: Plan, block: int) -> str:
+def block_name(plan: PlanData, block: int) -> str:
     """``block 3 (B)``."""
-    return "at the start" if block == PRELUDE else f"block {block} ({plan.blocks[block].label})"
+    return "at the start" if block == HOISTED else f"block {block} ({plan.blocks[block].label})"
 
 
 def short_path(path: str, within: str) -> str:
@@ -42,15 +42,15 @@ def short_path(path: str, within: str) -> str:
     return path.removeprefix(f"{within}.") if within else path
 
 
-def chain_graph(plan: Plan, replayed: Replay, link: Link = no_links) -> graphviz.Digraph:
+def chain_graph(plan: PlanData, replayed: Replay, link: Link = no_links) -> graphviz.Digraph:
     """The chain of blocks, identical ones in one colour, with what each carries and keeps."""
     graph = _graph("chain", rankdir="TB")
     colours = styles.class_colours([b.label for b in plan.blocks])
     counts = Counter(b.label for b in plan.blocks)
     kept, whole = block_memory(plan, replayed)
-    if PRELUDE in plan.graph.block_c:
+    if HOISTED in plan.graph.block_c:
         graph.node("prelude", _lines("computed once, kept",
-                                     count(len(plan.graph.block_c[PRELUDE]), "operation")),
+                                     count(len(plan.graph.block_c[HOISTED]), "operation")),
                    shape="hexagon", fillcolor=styles.CONSTANT)
     for b, info in enumerate(plan.blocks):
         again = plan_recomputed(replayed, b)
@@ -91,18 +91,18 @@ def _columns(graph: graphviz.Digraph, blocks: int) -> None:
                 line.edge(a, b, style="invis")
 
 
-def _cut_label(plan: Plan, b: int) -> str:
+def _cut_label(plan: PlanData, b: int) -> str:
     cut = plan.graph.cuts[b] if b < len(plan.graph.cuts) else ()
     total = sum(plan.graph.storages[j].size for j in cut)
     return f"{count(len(cut), 'tensor')}, {size(total)}" if len(cut) != 1 else size(total)
 
 
-def block_memory(plan: Plan, replayed: Replay) -> tuple[dict[int, int], dict[int, int]]:
+def block_memory(plan: PlanData, replayed: Replay) -> tuple[dict[int, int], dict[int, int]]:
     """Per block: bytes of its forward storages kept for the backward, and of all that could be."""
     g = plan.graph
     kept: dict[int, int] = dict.fromkeys(g.block_c, 0)
     whole: dict[int, int] = dict.fromkeys(g.block_c, 0)
-    needed = {j for c in g.computations[g.loss:] for j in c.inputs} | set(g.held)
+    needed = {j for c in g.computations[g.loss:] for j in c.inputs} | set(g.pinned)
     for j, storage in enumerate(g.storages):
         maker = g.maker[j]
         if maker is None or maker >= g.loss:
@@ -121,7 +121,7 @@ def plan_recomputed(replayed: Replay, block: int) -> float:
                if replayed.graph.computations[c].block == block)
 
 
-def captured_graph(plan: Plan, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
+def captured_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
     """The forward as captured: operations, and in white what simplification takes away."""
     graph = _graph("captured")
     colours = styles.class_colours([b.label for b in plan.blocks])
@@ -130,9 +130,9 @@ def captured_graph(plan: Plan, blocks: Iterable[int] | None = None) -> graphviz.
     inside = {k for k, n in enumerate(nodes) if wanted is None or n.block in wanted}
     for k in sorted(inside):
         n = nodes[k]
-        fill = styles.CONSTANT if n.block == PRELUDE else colours[plan.blocks[n.block].label]
+        fill = styles.CONSTANT if n.block == HOISTED else colours[plan.blocks[n.block].label]
         style = {"operation": "filled,rounded", "view": "rounded,dashed", "dropped": "dotted"}[n.kind]
-        within = "" if n.block == PRELUDE else plan.blocks[n.block].path
+        within = "" if n.block == HOISTED else plan.blocks[n.block].path
         graph.node(f"n{k}", _lines(n.operation, short_path(n.path, within)), style=style,
                    fillcolor=fill if n.kind == "operation" else styles.VIEW,
                    tooltip=f"{n.name}: {n.kind}, {n.path or 'the model'}")
@@ -140,7 +140,7 @@ def captured_graph(plan: Plan, blocks: Iterable[int] | None = None) -> graphviz.
     return graph
 
 
-def simplified_graph(plan: Plan, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
+def simplified_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
     """The forward after simplification: one node for each computation, one frame for each block."""
     graph = _graph("simplified")
     g = plan.graph
@@ -148,7 +148,7 @@ def simplified_graph(plan: Plan, blocks: Iterable[int] | None = None) -> graphvi
     wanted = sorted(g.block_c if blocks is None else set(blocks))
     inside: set[int] = set()
     for b in wanted:
-        label = "computed once, kept" if b == PRELUDE else \
+        label = "computed once, kept" if b == HOISTED else \
             f"{block_name(plan, b)}  {plan.blocks[b].path}"
         with graph.subgraph(name=f"cluster_{b + 1}") as frame:
             frame.attr(label=label, color=styles.FAINT, style="rounded", fontcolor=styles.FAINT,
@@ -159,8 +159,8 @@ def simplified_graph(plan: Plan, blocks: Iterable[int] | None = None) -> graphvi
                 inside.add(i)
                 c = g.computations[i]
                 total = sum(g.storages[j].size for j in c.outputs)
-                constant = c.constant or b == PRELUDE
-                frame.node(f"n{i}", _lines(c.operation, short_path(c.path, "" if b == PRELUDE else
+                constant = c.constant or b == HOISTED
+                frame.node(f"n{i}", _lines(c.operation, short_path(c.path, "" if b == HOISTED else
                                                                    plan.blocks[b].path), size(total)),
                            fillcolor=styles.CONSTANT if constant else colours[plan.blocks[b].label],
                            shape="hexagon" if constant else "box",
@@ -171,7 +171,7 @@ def simplified_graph(plan: Plan, blocks: Iterable[int] | None = None) -> graphvi
     return graph
 
 
-def collapsed_graph(plan: Plan, what: str, link: Link) -> graphviz.Digraph:
+def collapsed_graph(plan: PlanData, what: str, link: Link) -> graphviz.Digraph:
     """One node for each block, with the edges between them; each node links to its own page."""
     graph = _graph(what)
     g = plan.graph
@@ -186,19 +186,19 @@ def collapsed_graph(plan: Plan, what: str, link: Link) -> graphviz.Digraph:
     number = Counter(where)
     for b in sorted(number):
         name, path, fill = ("at the start", "computed once, kept", styles.CONSTANT) \
-            if b == PRELUDE else (block_name(plan, b), plan.blocks[b].path,
+            if b == HOISTED else (block_name(plan, b), plan.blocks[b].path,
                                   colours[plan.blocks[b].label])
         graph.node(f"b{b}", _lines(name, path, count(number[b], "operation")), fillcolor=fill,
                    URL=link(b), tooltip=f"open {name}")
     for a, b in sorted(pairs):
         # What every block reads from the start would only hide the chain.
-        if a != b and a != PRELUDE:
+        if a != b and a != HOISTED:
             graph.edge(f"b{a}", f"b{b}", constraint=_within(a, b, len(plan.blocks)))
     _columns(graph, len(plan.blocks))
     return graph
 
 
-def block_graph(plan: Plan, block: int, replayed: Replay) -> graphviz.Digraph:
+def block_graph(plan: PlanData, block: int, replayed: Replay) -> graphviz.Digraph:
     """One block's computations and data, forward and backward, as the plan runs them."""
     g, info = plan.graph, plan.blocks[block]
     graph = _graph("block")
@@ -232,13 +232,13 @@ def block_graph(plan: Plan, block: int, replayed: Replay) -> graphviz.Digraph:
     return graph
 
 
-def _data_node(graph: graphviz.Digraph, plan: Plan, j: int, replayed: Replay,
+def _data_node(graph: graphviz.Digraph, plan: PlanData, j: int, replayed: Replay,
                members: set[int]) -> None:
     g = plan.graph
     d, maker = g.storages[j], g.maker[j]
     outside = maker is None or maker not in members
     kept = d.kind != "grad" and j in replayed.alive_at_loss
-    constant = maker is not None and g.computations[maker].block == PRELUDE
+    constant = maker is not None and g.computations[maker].block == HOISTED
     lines = [d.name, size(d.size)]
     if outside:
         lines.append("from the start" if constant else "from outside")
@@ -254,7 +254,7 @@ def _data_node(graph: graphviz.Digraph, plan: Plan, j: int, replayed: Replay,
                tooltip=f"{d.name} {d.shape}: {'kept' if kept else d.kind}")
 
 
-def _loss_node(graph: graphviz.Digraph, plan: Plan, block: int, touched: list[int]) -> None:
+def _loss_node(graph: graphviz.Digraph, plan: PlanData, block: int, touched: list[int]) -> None:
     """Between what leaves the block's forward and the gradients that come back."""
     g = plan.graph
     made = {j for i in g.block_c[block] if i < g.loss for j in g.computations[i].outputs}

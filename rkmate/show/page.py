@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from rkmate.plan import Plan
+from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.replay import replay
 from rkmate.show.words import HEAD, block_rows, facts
@@ -147,7 +147,7 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[
            f"{''.join(row(r, 'td') for r in rows)}</tbody></table>"
 
 
-def summary_html(plan: Plan) -> str:
+def summary_html(plan: PlanData) -> str:
     """What a notebook shows for a plan."""
     figures = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in facts(plan))
     return (f"<div><b>rkmate plan</b><table>{figures}</table>"

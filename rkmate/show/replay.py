@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Literal
 
 from rkmate.errors import ScheduleError
-from rkmate.graph.summary import GraphSummary
-from rkmate.plan import Plan
-from rkmate.schedule.simulate import LOSS_SCALARS, simulate
-from rkmate.schedule.steps import Compute, Forget, Schedule, from_order, overwritten
+from rkmate.ir.plan import PlanData
+from rkmate.ir.schedule import Compute, Free, Schedule, from_order, in_place_donor
+from rkmate.ir.simulate import LOSS_SCALARS, simulate
+from rkmate.ir.summary import GraphSummary
 
 Kind = Literal["kept", "recomputed", "gradients", "temporaries", "loss"]
 KINDS: tuple[Kind, ...] = ("kept", "recomputed", "gradients", "temporaries", "loss")
@@ -138,25 +138,25 @@ class Replay:
         return levels
 
 
-def replay(plan: Plan) -> Replay:
+def replay(plan: PlanData) -> Replay:
     """The schedule of a plan. Raises `ScheduleError` when it does not run."""
     return replay_schedule(plan.graph, plan.schedule)
 
 
-def replay_baseline(plan: Plan) -> Replay:
+def replay_baseline(plan: PlanData) -> Replay:
     """The same model without rematerialization."""
     cd = plan.graph.cd
-    return replay_schedule(plan.graph, from_order(cd, range(len(cd.c)), cd.loss, plan.graph.held))
+    return replay_schedule(plan.graph, from_order(cd, range(len(cd.c)), cd.loss, plan.graph.pinned))
 
 
 def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Replay:
     """Replay one schedule. Raises `ScheduleError` when it does not run."""
-    result = simulate(graph.cd, schedule, held=graph.held, reserve_at_loss=graph.reserve_at_loss)
+    result = simulate(graph.cd, schedule, pinned=graph.pinned, reserve_at_loss=graph.reserve_at_loss)
     walk = _Walk(graph)
     for k, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
-            walk.compute(k, step.c, overwritten(graph.cd, schedule.steps, k))
-        elif isinstance(step, Forget):
+            walk.compute(k, step.c, in_place_donor(graph.cd, schedule.steps, k))
+        elif isinstance(step, Free):
             walk.forget(k, step.d)
         else:
             walk.loss(k)

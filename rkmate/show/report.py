@@ -9,8 +9,8 @@ from typing import Any
 
 import graphviz
 
-from rkmate.measure.meter import Peak
-from rkmate.plan import Plan
+from rkmate.ir.peak import Peak
+from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.curve import Curve
@@ -26,7 +26,7 @@ from rkmate.show.words import explain, facts
 _MOST_TENSORS = 40
 
 
-def report(plan: Plan, path: str | Path, curve: Sequence[Plan], measured: Peak[Any] | None) -> Path:
+def report(plan: PlanData, path: str | Path, curve: Sequence[Any], measured: Peak[Any] | None) -> Path:
     """See `rkmate.Plan.report`."""
     path = Path(path)
     replayed, baseline = replay(plan), replay_baseline(plan)
@@ -36,7 +36,7 @@ def report(plan: Plan, path: str | Path, curve: Sequence[Plan], measured: Peak[A
     return path
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def _head(plan: PlanData) -> Iterator[str]:
     yield "<header><h1>Training step inside a memory budget</h1>"
     yield f'<p class="faint">rkmate, planner {escape(plan.planner)}, ' \
           f"{count(len(plan.blocks), 'block')}, " \
@@ -70,7 +70,7 @@ def _head(plan: Plan) -> Iterator[str]:
           f"{html_table(('what', 'value'), figures, set())}</details>"
 
 
-def _curve(plan: Plan, curve: Sequence[Plan]) -> Iterator[str]:
+def _curve(plan: Any, curve: Sequence[Any]) -> Iterator[str]:
     yield '<h2 id="curve">Time against memory</h2>'
     if not curve:
         yield ('<p class="faint">The plans for other budgets were not given to the report: '
@@ -84,7 +84,7 @@ def _curve(plan: Plan, curve: Sequence[Plan]) -> Iterator[str]:
         ("budget", "peak", "extra time", "time of a step"), rows, {0, 1, 2, 3}) + "</details>"
 
 
-def _timeline(plan: Plan, measured: Peak[Any] | None) -> Iterator[str]:
+def _timeline(plan: PlanData, measured: Peak[Any] | None) -> Iterator[str]:
     yield '<h2 id="timeline">Memory over time</h2>'
     yield _figure(svg_text(plot_timeline(plan, None, measured, "")), "time")
 
@@ -113,7 +113,7 @@ def _modules(replayed: Replay, baseline: Replay) -> Iterator[str]:
         ("module", "keeps", "forgets", "redoes", "what runs again"), rows, {1, 2, 3}) + "</div>"
 
 
-def _graphs(plan: Plan, replayed: Replay) -> Iterator[str]:
+def _graphs(plan: PlanData, replayed: Replay) -> Iterator[str]:
     yield '<h2 id="chain">Blocks</h2>'
     dot = has_dot()
     if not dot:
@@ -140,7 +140,7 @@ def _graphs(plan: Plan, replayed: Replay) -> Iterator[str]:
     yield "</div>"
 
 
-def _source(plan: Plan) -> Iterator[str]:
+def _source(plan: PlanData) -> Iterator[str]:
     yield '<h2 id="source">Generated source</h2>'
     if not plan.source:
         yield ('<p class="faint">This plan was made without generating code: '

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rkmate.measure.meter import Peak
-from rkmate.plan import Plan
+from rkmate.ir.peak import Peak
+from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import size
 from rkmate.show.graphs import block_memory, block_name
@@ -24,7 +24,7 @@ _HIGHEST_OUTLINE = 5
 """Over the budget: a plain step that is still drawn. A higher one would press the rest flat."""
 
 
-def plot_timeline(plan: Plan, path: str | Path | None, measured: Peak[Any] | None,
+def plot_timeline(plan: PlanData, path: str | Path | None, measured: Peak[Any] | None,
                   title: str) -> Any:
     """See `rkmate.Plan.plot`."""
     replayed = replay(plan)
@@ -42,7 +42,7 @@ def plot_timeline(plan: Plan, path: str | Path | None, measured: Peak[Any] | Non
     return made
 
 
-def draw_memory(axes: Any, plan: Plan, replayed: Replay, measured: Peak[Any] | None) -> None:
+def draw_memory(axes: Any, plan: PlanData, replayed: Replay, measured: Peak[Any] | None) -> None:
     """Stacked levels by kind, the step without rematerialization, the budget and the peak."""
     scale, unit = _time_unit(replayed.seconds)
     edges, levels = _steps(replayed)
@@ -84,7 +84,7 @@ def draw_memory(axes: Any, plan: Plan, replayed: Replay, measured: Peak[Any] | N
                 "in memory (the measured step is\nscaled to the predicted time)")
 
 
-def draw_blocks(axes: Any, plan: Plan, replayed: Replay, rows: list[int]) -> None:
+def draw_blocks(axes: Any, plan: PlanData, replayed: Replay, rows: list[int]) -> None:
     """Per block: when it runs, and how much of what its backward may need is in memory."""
     scale, unit = _time_unit(replayed.seconds)
     whole = block_memory(plan, replayed)[1]
@@ -129,7 +129,7 @@ def draw_blocks(axes: Any, plan: Plan, replayed: Replay, rows: list[int]) -> Non
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
 
 
-def draw_block_schedule(plan: Plan, block: int, path: Path) -> Path:
+def draw_block_schedule(plan: PlanData, block: int, path: Path) -> Path:
     """Rows: a block's tensors. Columns: the steps that touch the block, in order."""
     replayed = replay(plan)
     made = block_schedule(plan, block, replayed)
@@ -137,7 +137,7 @@ def draw_block_schedule(plan: Plan, block: int, path: Path) -> Path:
     return path
 
 
-def block_schedule(plan: Plan, block: int, replayed: Replay) -> Any:
+def block_schedule(plan: PlanData, block: int, replayed: Replay) -> Any:
     """The figure of `draw_block_schedule`."""
     g = plan.graph
     columns = [k for k, m in enumerate(replayed.moments) if m.computation is not None
@@ -211,7 +211,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
 
 
-def _row_name(plan: Plan, block: int) -> str:
+def _row_name(plan: PlanData, block: int) -> str:
     info = plan.blocks[block]
     path = info.path or "(the model)"
     return f"{path if len(path) <= 28 else f'...{path[-25:]}'}  {info.label}{block}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rkmate.plan import Plan
+from rkmate.ir.plan import PlanData
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.graphs import block_memory, plan_recomputed
 from rkmate.show.modules import ModuleRow, alike, by_module
@@ -13,7 +13,7 @@ from rkmate.show.replay import KIND_NAMES, KINDS, Replay, Tensor, replay, replay
 _MOST_ROWS = 40
 
 
-def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
+def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
     """The figures above the table: (what, value)."""
     smallest = "not searched" if plan.minimum_bytes is None else \
         f"{size(plan.minimum_bytes)} ({share(plan.minimum_bytes, plan.baseline_peak_bytes)})"
@@ -35,7 +35,7 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     return tuple(result)
 
 
-def block_rows(plan: Plan, replayed: Replay) -> list[tuple[str, ...]]:
+def block_rows(plan: PlanData, replayed: Replay) -> list[tuple[str, ...]]:
     """Per block: number, class, module, operations, what it keeps, of what, and what it redoes."""
     kept, whole = block_memory(plan, replayed)
     rows: list[tuple[str, ...]] = []
@@ -50,7 +50,7 @@ def block_rows(plan: Plan, replayed: Replay) -> list[tuple[str, ...]]:
 HEAD = ("block", "class", "module", "operations", "keeps", "of", "redoes")
 
 
-def table(plan: Plan) -> str:
+def table(plan: PlanData) -> str:
     """The plan as a few figures and one row for each block."""
     lines = ["rkmate plan"]
     figures = facts(plan)
@@ -74,7 +74,7 @@ def _columns(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     return lines
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: PlanData) -> str:
     """Sentences about a plan's memory: where it goes, what the peak is, what less would cost."""
     replayed, baseline = replay(plan), replay_baseline(plan)
     parts = [_outcome(plan), _recomputed(plan, replayed, baseline), _peak(replayed),
@@ -82,7 +82,7 @@ def explain(plan: Plan) -> str:
     return "\n\n".join(p for p in parts if p)
 
 
-def _outcome(plan: Plan) -> str:
+def _outcome(plan: PlanData) -> str:
     text = (f"A training step allocates at most {size(plan.peak_bytes)} above what stands before it, "
             f"parameter gradients left out; the budget is {size(plan.budget_bytes)}. Without "
             f"rematerialization it would be {size(plan.baseline_peak_bytes)}.")
@@ -93,7 +93,7 @@ def _outcome(plan: Plan) -> str:
     return f"{text} Nothing is computed twice."
 
 
-def _bound(plan: Plan) -> str:
+def _bound(plan: PlanData) -> str:
     if plan.gap is None:
         return ""
     others = "No other schedule within the budget that runs the backward once, in order,"
@@ -102,7 +102,7 @@ def _bound(plan: Plan) -> str:
     return f" {others} could save more than {plan.gap:.1%} of the step."
 
 
-def _recomputed(plan: Plan, replayed: Replay, baseline: Replay) -> str:
+def _recomputed(plan: PlanData, replayed: Replay, baseline: Replay) -> str:
     rows = by_module(replayed, baseline)
     kept = sum(r.kept_bytes for r in rows)
     forgotten = sum(r.forgotten_bytes for r in rows)
@@ -146,7 +146,7 @@ def _named(row: ModuleRow) -> str:
     return f"the {row.modules} modules {row.path}" if row.modules > 1 else row.path or "the model itself"
 
 
-def _less(plan: Plan, replayed: Replay) -> str:
+def _less(plan: PlanData, replayed: Replay) -> str:
     if plan.minimum_bytes is not None and plan.peak_bytes <= plan.minimum_bytes:
         return "This is the smallest budget that the planner can meet."
     text = ""
@@ -155,7 +155,7 @@ def _less(plan: Plan, replayed: Replay) -> str:
     costs = []
     for j, kind in replayed.alive_at_peak:
         maker = g.maker[j]
-        if maker is None or kind != "kept" or j in g.held or not g.storages[j].size:
+        if maker is None or kind != "kept" or j in g.pinned or not g.storages[j].size:
             continue
         c = g.computations[maker]
         if there.issuperset(c.inputs):              # else more than this one would run again

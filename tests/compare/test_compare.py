@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.cli import main
-from rkmate.compare.comparison import Row
+from rkmate.cli.main import main
+from rkmate.comparison.table import Row
 from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.pipeline.search import Searcher
 from rkmate.planners.protocol import Outcome, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
-from rkmate.search import Searcher
 from tests.compare.models import residual
 
 BUDGETS: list[int | float | str] = [1.0, "80%", 0.6, 1]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.compare.comparison import Row
-from rkmate.compare.measured import Bench
-from rkmate.compare.worker import interleaved, loss_of
+from rkmate.comparison.measured import Bench
+from rkmate.comparison.table import Row
+from rkmate.comparison.worker import interleaved, loss_of
 from rkmate.errors import ArgumentError
 from tests.compare.models import residual, stack
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rkmate.dtr.cli import main
+from rkmate.cli.simulate import main
 
 LOGS = Path(__file__).parent / "data" / "logs"
 FEATURES = str(LOGS / "features.log")

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import rkmate
-from rkmate import pipeline
-from rkmate.graph import operators
-from rkmate.graph.simplify import simplify
+from rkmate.graph.passes import operators
+from rkmate.graph.passes.simplify import simplify
 from rkmate.measure.meter import measure_peak
+from rkmate.pipeline import prepare as pipeline
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models import Sample

@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.graph.capture import capture
-from rkmate.graph.cd import CDGraph
-from rkmate.graph.lower import lower
-from rkmate.graph.partition import partition
-from rkmate.graph.simplify import simplify
-from rkmate.schedule.reorder import better_order, reordered
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import from_order
+from rkmate.graph.blocks.lower import lower
+from rkmate.graph.blocks.order import better_order, reordered
+from rkmate.graph.blocks.partition import partition
+from rkmate.graph.capture.capture import capture
+from rkmate.graph.passes.simplify import simplify
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.schedule import from_order
+from rkmate.ir.simulate import simulate
 from tests.ilp.bank import random_graph
 
 
 def _at_once(graph: CDGraph) -> CDGraph:
     """The graph with parameter gradients that leave when they are made."""
-    return replace(graph, exits={j: i if graph.producer[j] is None else graph.producer[j]
-                                 for j, i in graph.exits.items()})
+    return replace(graph, releases={j: i if graph.producer[j] is None else graph.producer[j]
+                                 for j, i in graph.releases.items()})
 
 
 @pytest.mark.parametrize("seed", range(120))

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import rkmate
-from rkmate.graph import operators
-from rkmate.graph.capture import capture
-from rkmate.graph.simplify import simplify
+from rkmate.graph.capture.capture import capture
+from rkmate.graph.passes import operators
+from rkmate.graph.passes.simplify import simplify
 from rkmate.measure.meter import measure_peak
-from rkmate.pipeline import Settings
+from rkmate.pipeline.settings import Settings
 from tests.equality import measured_peak
 from tests.models import Sample
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import rkmate
-from rkmate.graph.capture import capture
-from rkmate.graph.simplify import is_view, simplify
+from rkmate.graph.capture.capture import capture
+from rkmate.graph.passes.simplify import is_view, simplify
 from tests.equality import assert_same_step
 from tests.models import Sample
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rkmate.graph.cd import CDGraph, CNode, DNode
+from rkmate.ir.cd import CDGraph, CNode, DNode
 
 
 @dataclass
@@ -90,7 +90,7 @@ def differentiate(ops: Sequence[Op], inputs: dict[str, int], outputs: Sequence[s
         outputs=tuple(index[n] for n in outputs), output_grads=output_grads,
         input_grads=tuple(current[n] for n in inputs if n in current and current[n]
                           not in output_grads),
-        exits=dict.fromkeys(leaving, len(c) - 1)).verify()
+        releases=dict.fromkeys(leaving, len(c) - 1)).verify()
 
 
 KB = 1024
@@ -209,7 +209,7 @@ def random_graph(rng: random.Random, forward: int = 4, backward: int = 4) -> CDG
             d.append(DNode(f"d{len(d)}", rng.choice([0, 1, 2, 4, 4, 4, 8])))
         reads = tuple(sorted(rng.sample(there, min(len(there), rng.choice([1, 1, 2])))))
         c.append(CNode(f"f{i}", "forward", reads, tuple(made), float(rng.choice([0, 1, 2, 5, 9])),
-                       rng.choice([0, 0, 3]), overwritable=places(reads, made)))
+                       rng.choice([0, 0, 3]), donors=places(reads, made)))
         there += made
     data = [j for j in there if j]
     outputs = tuple(sorted({data[-1], rng.choice(data)})) if data and rng.random() < 0.9 else ()
@@ -219,7 +219,7 @@ def random_graph(rng: random.Random, forward: int = 4, backward: int = 4) -> CDG
         d.append(DNode(f"g{j}", d[j].size, "grad"))
     grads = list(output_grads)
     stay: list[int] = []
-    exits: dict[int, int] = {}
+    releases: dict[int, int] = {}
     for i in range(backward):
         reads = set(rng.sample(there, min(len(there), rng.choice([0, 1, 1, 2]))))
         if grads:
@@ -232,10 +232,10 @@ def random_graph(rng: random.Random, forward: int = 4, backward: int = 4) -> CDG
             if kind < 0.2:
                 stay.append(made[-1])
             elif kind < 0.4:
-                exits[made[-1]] = rng.randint(forward + i, forward + backward - 1)
+                releases[made[-1]] = rng.randint(forward + i, forward + backward - 1)
         c.append(CNode(f"b{i}", "backward", tuple(sorted(reads)), tuple(made),
                        float(rng.choice([1, 2, 3])), rng.choice([0, 0, 2]),
-                       overwritable=places(tuple(sorted(reads)), made)))
+                       donors=places(tuple(sorted(reads)), made)))
         grads += made
     return CDGraph(tuple(d), tuple(c), forward, inputs=(0,), outputs=outputs,
-                   output_grads=tuple(output_grads), input_grads=tuple(stay), exits=exits).verify()
+                   output_grads=tuple(output_grads), input_grads=tuple(stay), releases=releases).verify()

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator
 
 from rkmate.errors import ScheduleError
-from rkmate.graph.cd import CDGraph
-from rkmate.ilp.front import peak, seconds
-from rkmate.ilp.judge import judge
-from rkmate.rotor.chain import Option
+from rkmate.ilp.evaluate_option import judge
+from rkmate.ilp.pareto_front import peak, seconds
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.chain import Option
 
 
 def all_options(graph: CDGraph) -> Iterator[Option]:

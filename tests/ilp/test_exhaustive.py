@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkmate.graph.cd import CDGraph, CNode, DNode
 from rkmate.ilp import OptionSettings, Status, block_options, solve_block
-from rkmate.ilp.front import peak, seconds
+from rkmate.ilp.evaluate_option import judge
 from rkmate.ilp.grid import budgets
-from rkmate.ilp.judge import judge
 from rkmate.ilp.model import BlockModel
+from rkmate.ilp.pareto_front import peak, seconds
 from rkmate.ilp.stages import split_stages
+from rkmate.ir.cd import CDGraph, CNode, DNode
 from tests.ilp.bank import random_graph
 from tests.ilp.exhaustive import all_options, fastest
 

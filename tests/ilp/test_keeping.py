@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.ilp import OptionSettings, block_options
-from rkmate.ilp.keeping import keep, levels
+from rkmate.ilp.partial_saves import keep, levels
 from tests.ilp.bank import attention_half, mlp_half, random_graph
 
 QUICK = OptionSettings(grid=(3, 3), time_limit=0.5)

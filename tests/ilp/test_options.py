@@ -7,16 +7,16 @@ import itertools
 import pytest
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.cd import CDGraph, CNode, DNode
 from rkmate.ilp import OptionSet, OptionSettings, Status, block_options, solve_block
+from rkmate.ilp.evaluate_option import judge, without_waste
 from rkmate.ilp.eviction import candidates, evictions
-from rkmate.ilp.front import peak, seconds, undominated
 from rkmate.ilp.heuristic import greedy_sets, keep_nothing, recompute_missing
-from rkmate.ilp.judge import judge, without_waste
+from rkmate.ilp.pareto_front import peak, seconds, undominated
 from rkmate.ilp.stages import split_stages
-from rkmate.rotor.chain import Option
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import Loss, from_order
+from rkmate.ir.cd import CDGraph, CNode, DNode
+from rkmate.ir.chain import Option
+from rkmate.ir.schedule import Loss, from_order
+from rkmate.ir.simulate import simulate
 from tests.ilp.bank import Op, attention_half, chain, differentiate, mlp_half
 
 

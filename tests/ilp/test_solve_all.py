@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from rkmate.errors import ArgumentError, RkmateWarning
-from rkmate.graph.cd import CDGraph
 from rkmate.ilp import (
     OptionCache,
     OptionSettings,
@@ -23,6 +22,7 @@ from rkmate.ilp import (
 )
 from rkmate.ilp.cache import fingerprint
 from rkmate.ilp.grid import OptionSet
+from rkmate.ir.cd import CDGraph
 from tests.ilp.bank import chain, mlp_half
 
 SMALL = OptionSettings(grid=(3, 3), time_limit=30, block_limit=60)
@@ -46,7 +46,7 @@ def renumbered(graph: CDGraph) -> CDGraph:
         tuple(replace(c, inputs=moved(c.inputs), outputs=tuple(new[j] for j in c.outputs))
               for c in graph.c),
         graph.loss, moved(graph.inputs), moved(graph.outputs), moved(graph.output_grads),
-        moved(graph.input_grads), {new[j]: i for j, i in graph.exits.items()}).verify()
+        moved(graph.input_grads), {new[j]: i for j, i in graph.releases.items()}).verify()
 
 
 def slower(graph: CDGraph, factor: float) -> CDGraph:
@@ -87,7 +87,7 @@ def test_other_settings_sizes_or_wiring_are_other_entries() -> None:
     graph = mlp_half()
     keys = {fingerprint(graph, SMALL), fingerprint(graph, replace(SMALL, grid=(3, 4))),
             fingerprint(mlp_half(width=512), SMALL), fingerprint(chain(8), SMALL),
-            fingerprint(replace(graph, exits={}), SMALL)}
+            fingerprint(replace(graph, releases={}), SMALL)}
     assert len(keys) == 5
     assert fingerprint(renamed(graph), SMALL) in keys
     assert fingerprint(renumbered(graph), SMALL) in keys

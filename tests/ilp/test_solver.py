@@ -7,9 +7,9 @@ import pytest
 
 from rkmate.errors import ArgumentError
 from rkmate.ilp import OptionSettings, Status, solve_block
-from rkmate.ilp.front import peak, seconds
+from rkmate.ilp.evaluate_option import judge
 from rkmate.ilp.grid import _Block
-from rkmate.ilp.judge import judge
+from rkmate.ilp.pareto_front import peak, seconds
 from tests.ilp.bank import chain, mlp_half
 
 # PuLP's bundled CBC is on its way out of PuLP; it serves here as the second opinion.

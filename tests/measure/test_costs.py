@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from rkmate.measure import costs
-from rkmate.measure.costs import MeasureSettings
-from rkmate.pipeline import Settings, prepare
-from rkmate.progress import Progress
+from rkmate.measure.settings import MeasureSettings
+from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.settings import Settings
+from rkmate.support.progress import Progress
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: Callable[[int], float],

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.measure.first_step import FirstStep
+from rkmate.runtime.first_step import FirstStep
 
 
 class Told:
@@ -52,7 +52,7 @@ def test_a_wrapped_module_measures_its_first_step_only(monkeypatch: pytest.Monke
         told.append(Told(1 << 40))
         return told[-1]
 
-    monkeypatch.setattr("rkmate.module.statistics_of", statistics)
+    monkeypatch.setattr("rkmate.runtime.module.statistics_of", statistics)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     x = torch.randn(3, 4)
     wrapped = rkmate.wrap(model, (x,), budget=1.0, progress=False)

@@ -10,8 +10,9 @@ from torch import nn
 
 from rkmate.measure import costs
 from rkmate.measure.meter import PartsMeter, measure_peak
-from rkmate.pipeline import Prepared, Settings, prepare
-from rkmate.progress import Progress
+from rkmate.pipeline.prepare import Prepared, prepare
+from rkmate.pipeline.settings import Settings
+from rkmate.support.progress import Progress
 
 
 class _Classifier(nn.Module):

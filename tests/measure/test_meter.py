@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.measure.meter import MeterError, PartsMeter, Peak, measure_peak, tracking
+from rkmate.ir.peak import Peak
+from rkmate.measure.meter import MeterError, PartsMeter, measure_peak, tracking
 
 KB = 1024
 
@@ -95,15 +96,15 @@ def test_tracking_nests_and_ends() -> None:
 def test_an_address_used_again_after_a_measurement() -> None:
     """The allocator remembers sizes from one measurement to the next, when they may be wrong."""
     for _ in range(100):
-        held = [measure_peak(lambda: zeros(20)).result]
-        address = held[0].data_ptr()
-        held.clear()                         # not seen by the allocator's book-keeping
-        held = [zeros(19)]
-        if held[0].data_ptr() == address:
+        pinned = [measure_peak(lambda: zeros(20)).result]
+        address = pinned[0].data_ptr()
+        pinned.clear()                         # not seen by the allocator's book-keeping
+        pinned = [zeros(19)]
+        if pinned[0].data_ptr() == address:
             break
     else:
         pytest.skip("this allocator used no address again")
-    assert measure_peak(lambda: (held.clear(), zeros(1))[1]).net == KB
+    assert measure_peak(lambda: (pinned.clear(), zeros(1))[1]).net == KB
 
 
 def test_backward_is_included() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from rkmate.graph.cd import CDGraph, CNode, DNode
-from rkmate.ilp.judge import judge, without_waste
+from rkmate.ilp.evaluate_option import judge, without_waste
+from rkmate.ir.cd import CDGraph, CNode, DNode
+from rkmate.ir.chain import Block, Chain, Option
 from rkmate.planners.protocol import Problem
-from rkmate.rotor.chain import Block, Chain, Option
 
 
 def training_graph(reads: Sequence[Sequence[int]], sizes: Sequence[int], times: Sequence[int],
@@ -42,7 +42,7 @@ def training_graph(reads: Sequence[Sequence[int]], sizes: Sequence[int], times: 
         inputs = tuple(1 + j for j in reads[i]) or (0,)
         outputs = (1 + i, extra[i]) if i in extra else (1 + i,)
         c.append(CNode(f"f{i}", "forward", inputs, outputs, float(times[i]), overheads[i]))
-    exits = {}
+    releases = {}
     for i in range(n - 1, -1, -1):
         inputs = [gradient[r, i] for r in readers[i]] or [arriving[i]]
         inputs += [1 + j for j in reads[i]] or [0]
@@ -56,13 +56,13 @@ def training_graph(reads: Sequence[Sequence[int]], sizes: Sequence[int], times: 
             outputs.append(len(d))
             d.append(DNode(f"d{j}_{i}", sizes[j], "grad"))
         if not outputs or sizes[i] % 2:
-            exits[len(d)] = len(c)
+            releases[len(d)] = len(c)
             outputs.append(len(d))
             d.append(DNode(f"w{i}", 1, "grad"))
         c.append(CNode(f"b{i}", "backward", tuple(dict.fromkeys(inputs)), tuple(outputs),
                        float(2 * times[i]), overheads[i]))
     return CDGraph(tuple(d), tuple(c), n, (0,), tuple(1 + j for j in arriving),
-                   tuple(arriving.values()), (), exits).verify()
+                   tuple(arriving.values()), (), releases).verify()
 
 
 def problem_of(graph: CDGraph, edges: Sequence[int]) -> Problem:
@@ -71,7 +71,7 @@ def problem_of(graph: CDGraph, edges: Sequence[int]) -> Problem:
     of = [sum(e <= i for e in edges) for i in range(n)]
     of += [of[2 * n - 1 - k] for k in range(n, 2 * n)]
     count = of[n - 1] + 1
-    held = frozenset(graph.outputs)
+    pinned = frozenset(graph.outputs)
     cuts: list[set[int]] = [set() for _ in range(count + 1)]
     grads: list[set[int]] = [set() for _ in range(count + 1)]
     for j in range(len(graph.d)):
@@ -83,29 +83,29 @@ def problem_of(graph: CDGraph, edges: Sequence[int]) -> Problem:
                 grads[b].add(j)
         elif made is not None:
             last = max([of[made], *(of[r] for r in graph.readers[j] if r < n)])
-            for b in range(of[made] + 1, (count if j in held else last) + 1):
+            for b in range(of[made] + 1, (count if j in pinned else last) + 1):
                 cuts[b].add(j)
     blocks, block_c = [], []
     for b in range(count):
         c = tuple(i for i in range(2 * n) if of[i] == b)
-        local_graph = _local(graph, c, cuts, grads, b, held)
+        local_graph = _local(graph, c, cuts, grads, b, pinned)
         blocks.append(_options(local_graph))
         block_c.append(c)
-    sizes = {j: 0 if j in held else graph.d[j].size for j in range(len(graph.d))}
-    total = sum(graph.d[j].size for j in held)
+    sizes = {j: 0 if j in pinned else graph.d[j].size for j in range(len(graph.d))}
+    total = sum(graph.d[j].size for j in pinned)
     chain = Chain(tuple(blocks), tuple(map(frozenset, cuts)), sizes,
                   tuple(sum(graph.d[j].size for j in g) for g in grads), (total,) * count)
-    return Problem(graph, chain.verify(), tuple(block_c), tuple(sorted(held)))
+    return Problem(graph, chain.verify(), tuple(block_c), tuple(sorted(pinned)))
 
 
 def _local(graph: CDGraph, c: Sequence[int], cuts: Sequence[set[int]], grads: Sequence[set[int]],
-           b: int, held: frozenset[int]) -> CDGraph:
+           b: int, pinned: frozenset[int]) -> CDGraph:
     made = {j for i in c for j in graph.c[i].outputs}
     arriving = sorted(grads[b + 1])
     touched = [j for i in c for j in (*graph.c[i].inputs, *graph.c[i].outputs)]
     d = list(dict.fromkeys([*sorted(cuts[b]), *touched, *arriving, *sorted(grads[b])]))
     place = {j: k for k, j in enumerate(d)}
-    nodes = tuple(DNode(graph.d[j].name, 0 if j in held else graph.d[j].size, graph.d[j].kind)
+    nodes = tuple(DNode(graph.d[j].name, 0 if j in pinned else graph.d[j].size, graph.d[j].kind)
                   for j in d)
     computations = tuple(
         CNode(graph.c[i].name, graph.c[i].phase, tuple(place[j] for j in graph.c[i].inputs),
@@ -115,7 +115,7 @@ def _local(graph: CDGraph, c: Sequence[int], cuts: Sequence[set[int]], grads: Se
                    tuple(place[j] for j in d if j not in made and j not in arriving),
                    tuple(place[j] for j in sorted(cuts[b + 1]) if j in made),
                    tuple(place[j] for j in arriving), tuple(place[j] for j in sorted(grads[b])),
-                   {place[j]: c.index(i) for j, i in graph.exits.items() if j in made}).verify()
+                   {place[j]: c.index(i) for j, i in graph.releases.items() if j in made}).verify()
 
 
 def _options(graph: CDGraph) -> Block:

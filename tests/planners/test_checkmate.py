@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rkmate.graph.cd import CDGraph
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.schedule import save_all
+from rkmate.ir.simulate import simulate
 from rkmate.planners.checkmate import Checkmate, plain_graph
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import save_all
 
 DATA = Path(__file__).parent / "data"
 KNOWN = json.loads((DATA / "bruteforce_vs_ilp.json").read_text())
@@ -50,7 +50,7 @@ def test_time_limit_is_a_value() -> None:
 def test_an_output_in_a_dying_inputs_place() -> None:
     """Three steps of one size, each over its input: one place is enough."""
     plain = plain_graph([[], [0], [1]], [1, 1, 1], [10, 10, 10])
-    nodes = tuple(replace(c, overwritable=c.inputs) for c in plain.c)
+    nodes = tuple(replace(c, donors=c.inputs) for c in plain.c)
     graph = replace(plain, c=nodes, outputs=(2,)).verify()
     assert simulate(graph, save_all(graph)).peak == 10
     solution = Checkmate(graph).solve(10)
@@ -60,7 +60,7 @@ def test_an_output_in_a_dying_inputs_place() -> None:
 
 def test_a_value_that_is_read_again_is_not_overwritten() -> None:
     plain = plain_graph([[], [0], [0, 1]], [1, 1, 1], [10, 10, 10])
-    nodes = tuple(replace(c, overwritable=c.inputs[:1]) for c in plain.c)
+    nodes = tuple(replace(c, donors=c.inputs[:1]) for c in plain.c)
     graph = replace(plain, c=nodes, outputs=(2,)).verify()
     assert simulate(graph, save_all(graph)).peak == 20
     assert Checkmate(graph).solve(20).seconds == 3

@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 import rkmate
-from rkmate import search
 from rkmate.budget import Budget
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline import Settings, prepare
+from rkmate.pipeline import search
+from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.search import NEAR, Searcher
+from rkmate.pipeline.settings import Settings
 from rkmate.planners.protocol import Outcome, Problem, infeasible
 from rkmate.planners.registry import PLANNERS
-from rkmate.progress import Progress
-from rkmate.search import NEAR, Searcher
+from rkmate.support.progress import Progress
 from tests.compare.models import residual
 from tests.models import BANK
 from tests.random_modules.programs import Program, Recipe, recipes

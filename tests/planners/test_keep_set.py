@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import rkmate
-from rkmate.planners.keep_program import KeepProgram, add_moment, gradient_bytes
-from rkmate.planners.keep_set import KeepSet
+from rkmate.ir.schedule import Compute, save_all
+from rkmate.ir.simulate import simulate
+from rkmate.pipeline.runs import runs_of
 from rkmate.planners.protocol import Problem
-from rkmate.runs import runs_of
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import Compute, save_all
+from rkmate.planners.save_set import KeepSet
+from rkmate.planners.save_set_program import KeepProgram, add_moment, gradient_bytes
 from tests.models import BANK
 from tests.planners.problems import problem_of, stack, training_graph
 
@@ -114,7 +114,7 @@ def test_runs_of_a_schedule() -> None:
 
 def test_what_one_node_needs_alone_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = stack(4)
-    least = KeepProgram(problem.graph, problem.held, problem.reserve_at_loss).least_bytes
+    least = KeepProgram(problem.graph, problem.pinned, problem.reserve_at_loss).least_bytes
     assert 0 < least <= simulate(problem.graph, save_all(problem.graph)).peak
 
     def never(*_: object, **__: object) -> None:

@@ -11,10 +11,11 @@ from torch import nn
 
 import rkmate
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline import Settings, prepare
-from rkmate.progress import Progress
+from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.search import Searcher
+from rkmate.pipeline.settings import Settings
 from rkmate.rotor import Backward, ForwardKeeping
-from rkmate.search import Searcher
+from rkmate.support.progress import Progress
 from tests.capturing import captured_once
 from tests.equality import assert_same_step
 from tests.models import Sample

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from rkmate.errors import ArgumentError
+from rkmate.ir.schedule import save_all
+from rkmate.ir.simulate import simulate
 from rkmate.planners.protocol import Outcome, Problem
 from rkmate.planners.registry import PLANNERS, planner
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import save_all
 from tests.planners.problems import problems, stack
 
 FRACTIONS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -22,7 +22,7 @@ def check(problem: Problem, outcome: Outcome, budget: int) -> None:
     if outcome.schedule is None:
         assert outcome.status != "ok" and outcome.seconds == math.inf
         return
-    result = simulate(problem.graph, outcome.schedule, held=problem.held)
+    result = simulate(problem.graph, outcome.schedule, pinned=problem.pinned)
     assert outcome.status == "ok"
     assert result.peak <= budget
     assert result.seconds == pytest.approx(outcome.seconds)
@@ -34,7 +34,7 @@ def check(problem: Problem, outcome: Outcome, budget: int) -> None:
 @given(problems())
 def test_all_planners_on_random_models(problem: Problem) -> None:
     graph = problem.graph
-    top = simulate(graph, save_all(graph), held=()).peak
+    top = simulate(graph, save_all(graph), pinned=()).peak
     before = dict.fromkeys(PLANNERS, math.inf)
     for fraction in reversed(FRACTIONS):
         budget = math.ceil(top * fraction)
@@ -54,7 +54,7 @@ def test_all_planners_on_random_models(problem: Problem) -> None:
 @pytest.mark.parametrize("name", PLANNERS)
 def test_residual_stack(name: str) -> None:
     problem = stack({"checkmate": 2, "auto": 2, "keep-set": 3}.get(name, 5))
-    top = simulate(problem.graph, save_all(problem.graph), held=()).peak
+    top = simulate(problem.graph, save_all(problem.graph), pinned=()).peak
     before = math.inf
     tightest: Outcome | None = None
     for fraction in reversed(FRACTIONS):
@@ -81,7 +81,7 @@ def test_registry_names_its_planners() -> None:
 
 def test_auto_says_what_it_took() -> None:
     problem = stack(3)
-    top = simulate(problem.graph, save_all(problem.graph), held=()).peak
+    top = simulate(problem.graph, save_all(problem.graph), pinned=()).peak
     roomy = planner("auto").plan(problem, 2 * top)
     assert roomy.note.startswith("save-all: 1.000")
     tight = planner("auto").plan(problem, int(top * 0.7), time_limit=20)

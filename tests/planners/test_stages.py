@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.graph.cd import CDGraph, CNode, DNode
-from rkmate.graph.cut import cut
+from rkmate.graph.blocks.cut import cut
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline import Settings, prepare
+from rkmate.ir.cd import CDGraph, CNode, DNode
+from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.search import Searcher
+from rkmate.pipeline.settings import Settings
 from rkmate.planners.chain_programs import by_stages
 from rkmate.planners.ends import save_all
 from rkmate.planners.protocol import Problem, expand
 from rkmate.planners.sequential import Sequential
-from rkmate.progress import Progress
 from rkmate.rotor import replay
-from rkmate.search import Searcher
+from rkmate.support.progress import Progress
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample, weighted_mean

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from rkmate.errors import ArgumentError, GraphError
-from rkmate.graph.cd import CNode, DNode
+from rkmate.ir.cd import CNode, DNode
+from rkmate.ir.chain import Backward, Forward, ForwardPlain
+from rkmate.ir.schedule import Loss, from_order
+from rkmate.ir.simulate import simulate
 from rkmate.planners.canonical import cached, canonical, plain_peak, without_liveness
 from rkmate.planners.chain_programs import one_option, revolve, rotor
 from rkmate.planners.checkmate import Checkmate, plain_graph
@@ -22,10 +25,7 @@ from rkmate.planners.lower_sets import LowerSetProgram
 from rkmate.planners.protocol import Problem, expand
 from rkmate.planners.registry import planner
 from rkmate.planners.sequential import segments, sequential
-from rkmate.rotor.chain import Backward, Forward, ForwardPlain
 from rkmate.rotor.replay import replay
-from rkmate.schedule.simulate import simulate
-from rkmate.schedule.steps import Loss, from_order
 from tests.planners.problems import problem_of, stack, training_graph
 
 LOWER_SETS = json.loads((Path(__file__).parent / "data" / "lower_sets.json").read_text())
@@ -100,7 +100,7 @@ def test_canonical_strategies_run(name: str) -> None:
 
 def test_forward_of_a_captured_graph() -> None:
     problem = stack(1)
-    dag = forward_dag(problem.graph, problem.held)
+    dag = forward_dag(problem.graph, problem.pinned)
     assert dag.edges == ((0, 1), (0, 4), (1, 2), (2, 3), (3, 4))
     # Nodes 1 and 3 save a byte for their backward; the user holds the value of the last one.
     assert dag.sizes == (4, 6 + 1, 8, 5 + 1, 0)
@@ -136,9 +136,9 @@ def test_expand_puts_constants_first_and_the_loss_before_the_first_backward() ->
     d = (*graph.d, DNode("mask", 3))
     constant = CNode("mask", "forward", (), (len(graph.d),))
     moved = replace(graph, d=d, c=(constant, *graph.c), loss=graph.loss + 1,
-                    exits={j: i + 1 for j, i in graph.exits.items()})
+                    releases={j: i + 1 for j, i in graph.releases.items()})
     later = tuple(tuple(c + 1 for c in block) for block in problem.block_c)
-    wider = Problem(moved.verify(), problem.chain, later, problem.held)
+    wider = Problem(moved.verify(), problem.chain, later, problem.pinned)
     order, loss_at = expand(wider, ops)
     assert (order, loss_at) == ([0, 1, 2, 3, 4, 5, 6], 4)
     steps = wider.schedule(order, loss_at).steps
@@ -178,11 +178,11 @@ def test_constants_are_no_nodes_of_the_trained_forward() -> None:
     moved = [replace(c, inputs=(*c.inputs, mask)) if c.phase == "forward" else c for c in graph.c]
     wider = replace(graph, d=(*graph.d, DNode("mask", 3)), loss=graph.loss + 1,
                     c=(CNode("mask", "forward", (), (mask,)), *moved),
-                    exits={j: i + 1 for j, i in graph.exits.items()}).verify()
+                    releases={j: i + 1 for j, i in graph.releases.items()}).verify()
     blocks = tuple(tuple(c + 1 for c in block) for block in problem.block_c)
-    assert split_points(forward_dag(wider, problem.held)) == [0]
-    forward = trained_forward(wider, blocks, problem.held)
+    assert split_points(forward_dag(wider, problem.pinned)) == [0]
+    forward = trained_forward(wider, blocks, problem.pinned)
     assert forward.nodes == (1, 2, 3) and split_points(forward.dag) == [0, 1]
     assert forward.lift([0b1, 0b111]) == (0b11, 0b1111)
-    outcome = planner("chen").plan(Problem(wider, problem.chain, blocks, problem.held), 10**6)
+    outcome = planner("chen").plan(Problem(wider, problem.chain, blocks, problem.pinned), 10**6)
     assert outcome.seconds == sum(c.time for c in wider.c)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import rkmate
 from rkmate.ilp import OptionSettings
-from rkmate.measure.costs import MeasureSettings
-from rkmate.pipeline import Settings
+from rkmate.measure.settings import MeasureSettings
+from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample

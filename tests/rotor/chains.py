@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from rkmate.rotor.chain import Backward, Block, Chain, Forward, ForwardPlain, Op, Option
+from rkmate.ir.chain import Backward, Block, Chain, Forward, ForwardPlain, Op, Option
 
 small = st.integers(0, 4)
 
@@ -34,9 +34,9 @@ def chains(draw: st.DrawFn, longest: int = 4) -> Chain:
             cuts[i].add(tensor)
         sizes[tensor] = draw(small)
     grads = tuple(draw(small) for _ in range(n + 1))
-    held = sorted(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
+    pinned = sorted(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
     return Chain(blocks, tuple(map(frozenset, cuts)), sizes, grads,
-                 tuple(held) if draw(st.booleans()) else (),
+                 tuple(pinned) if draw(st.booleans()) else (),
                  draw(st.integers(0, 2))).verify()
 
 

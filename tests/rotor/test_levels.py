@@ -25,8 +25,8 @@ from rkmate.rotor import (
     replay,
     solve,
 )
-from rkmate.rotor.levels import Level
-from rkmate.rotor.needs import Needs
+from rkmate.rotor.memory_requirements import Needs
+from rkmate.rotor.partial_saves import Level
 from tests.rotor.chains import chains, options, small
 
 

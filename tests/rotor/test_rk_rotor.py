@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.errors import ArgumentError, GraphError, ScheduleError
-from rkmate.rotor import fill
-from rkmate.rotor.chain import Backward, Block, Chain, Forward, ForwardPlain, Option
-from rkmate.rotor.needs import Needs
+from rkmate.ir.chain import Backward, Block, Chain, Forward, ForwardPlain, Option
+from rkmate.rotor import fill_table as fill
+from rkmate.rotor.memory_requirements import Needs
 from rkmate.rotor.replay import replay
 from rkmate.rotor.rk_rotor import minimum, solve
 from tests.rotor.chains import best_time, chains

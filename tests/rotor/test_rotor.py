@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rkmate.errors import GraphError
-from rkmate.rotor.chain import Backward, Forward, ForwardPlain
+from rkmate.ir.chain import Backward, Forward, ForwardPlain
 from rkmate.rotor.replay import replay
 from rkmate.rotor.rotor import RotorChain, paper_names, rotor
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.codegen.segments import Call
+from rkmate.runtime.segments import Call
 from tests.capturing import captured_once
 
 Loss = Callable[[Callable[..., Any]], torch.Tensor]

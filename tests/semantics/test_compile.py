@@ -13,7 +13,7 @@ from torch import nn
 
 import rkmate
 import rkmate.compile
-from rkmate.codegen.compiled import Compiled
+from rkmate.runtime.executable import Compiled
 from tests.semantics.steps import Tower, assert_same_gradients, planned
 
 pytestmark = [
@@ -84,7 +84,7 @@ def test_the_backend_plans_within_its_budget(monkeypatch: pytest.MonkeyPatch) ->
         made.append(plain(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(importlib.import_module("rkmate.wrap"), "wrap", wrap)
+    monkeypatch.setattr(importlib.import_module("rkmate.public"), "wrap", wrap)
     model, x = Tower(depth=6), torch.randn(64, 16)
     _compiled(model, 0.8)(x).sum().backward()
     assert len(made) == 1

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline import Settings
-from rkmate.plan import Plan
+from rkmate.pipeline.settings import Settings
+from rkmate.show.plan import Plan
 
 # A small grid: how good the options are does not matter here, and a time limit would hide growth.
 QUICK = Settings(options=OptionSettings(grid=(3, 3)))

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.codegen.compiled import Compiled
-from rkmate.codegen.segments import Call
+from rkmate.runtime.executable import Compiled
+from rkmate.runtime.segments import Call
 from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned, tightest
 
 # -- where it runs ------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class _Custom(nn.Module):
 
 
 def test_two_threads_that_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rkmate.pipeline import capture
+    from rkmate.pipeline.prepare import capture
 
     models, x = [_Custom(2), _Custom(3)], torch.randn(4, 8)
     inside: list[int] = []
@@ -99,7 +99,7 @@ def test_two_threads_that_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     alone = [make(m) for m in models]
     code = torch.autograd.Function.apply.__func__.__code__
-    monkeypatch.setattr("rkmate.pipeline.capture", watched)
+    monkeypatch.setattr("rkmate.pipeline.prepare.capture", watched)
     with ThreadPoolExecutor(2) as threads:
         together = list(threads.map(make, models))
     assert most == 1

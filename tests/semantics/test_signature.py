@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.search import Searcher
-from rkmate.signature import Watch, signature
+from rkmate.pipeline.search import Searcher
+from rkmate.runtime.guards import Watch, signature
 from tests.semantics.steps import Tower, assert_same_gradients, planned
 
 

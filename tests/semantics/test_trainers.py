@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rkmate
-from rkmate.codegen.compiled import Compiled
+from rkmate.runtime.executable import Compiled
 from tests.semantics.steps import Tower, planned
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning",

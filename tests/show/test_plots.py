@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rkmate
-from rkmate.measure.meter import Peak
+from rkmate.ir.peak import Peak
 from rkmate.show.replay import KIND_NAMES, KINDS, replay
 from rkmate.show.timeline import block_schedule
 from tests.show.models import curve, scores_plan, tower, wrapped

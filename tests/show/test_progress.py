@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import rkmate
-from rkmate.progress import Progress
+from rkmate.support.progress import Progress
 from tests.show.models import Tower, tower
 
 
@@ -31,7 +31,7 @@ def plan(model: Tower, ids: torch.Tensor, costs: str = "analytic", progress: boo
 def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("rkmate.progress.DELAY", 0.0)
+    monkeypatch.setattr("rkmate.support.progress.DELAY", 0.0)
     model, (ids,) = tower(2)
     plan(model, ids, "measured")
     text = terminal.getvalue()
@@ -51,7 +51,7 @@ def test_a_stage_that_reports_nothing_is_shown_all_the_same(monkeypatch: pytest.
 
 
 def test_a_file_and_progress_false_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rkmate.progress.DELAY", 0.0)
+    monkeypatch.setattr("rkmate.support.progress.DELAY", 0.0)
     model, (ids,) = tower(2)
     for stream, progress in ((io.StringIO(), True), (Terminal(), False)):
         monkeypatch.setattr(sys, "stderr", stream)

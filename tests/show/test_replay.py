@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rkmate.plan import Plan
-from rkmate.schedule.simulate import simulate
+from rkmate.ir.simulate import simulate
 from rkmate.show.graphs import block_memory
 from rkmate.show.modules import by_module
+from rkmate.show.plan import Plan
 from rkmate.show.replay import KINDS, replay, replay_baseline
 from tests.show.models import curve, scores_plan, wrapped
 
@@ -17,7 +17,7 @@ NAMES = ["half", "loss outside", "smallest", "all kept"]
 
 @pytest.mark.parametrize("plan", PLANS, ids=NAMES)
 def test_kinds_add_up_to_the_simulator(plan: Plan) -> None:
-    judged = simulate(plan.graph.cd, plan.schedule, held=plan.graph.held,
+    judged = simulate(plan.graph.cd, plan.schedule, pinned=plan.graph.pinned,
                       reserve_at_loss=plan.graph.reserve_at_loss)
     replayed = replay(plan)
     assert tuple(m.total for m in replayed.moments) == judged.timeline

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import rkmate
-from rkmate.pipeline import Settings, prepare
-from rkmate.plan import Plan
-from rkmate.progress import Progress
-from rkmate.schedule.simulate import simulate
-from rkmate.summarise import summarise
+from rkmate.ir.simulate import simulate
+from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.summarise import summarise
+from rkmate.show.plan import Plan
+from rkmate.support.progress import Progress
 from tests.show.models import scores_plan, tower, wrapped
 
 
@@ -53,7 +54,7 @@ def test_a_saved_plan_brings_its_graph_back(plan: Plan, tmp_path: Path) -> None:
     assert loaded == plan
     assert loaded.graph == plan.graph
     assert loaded.source == plan.source
-    again = simulate(loaded.graph.cd, loaded.schedule, held=loaded.graph.held,
+    again = simulate(loaded.graph.cd, loaded.schedule, pinned=loaded.graph.pinned,
                      reserve_at_loss=loaded.graph.reserve_at_loss)
     assert again.peak == plan.peak_bytes
 

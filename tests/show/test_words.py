@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rkmate.plan import Plan
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.modules import ModuleRow, alike
+from rkmate.show.plan import Plan
 from tests.show.models import curve, long_plan, scores_plan, the_long_plan, wrapped
 
 

@@ -1,0 +1,154 @@
+"""Run every planner on one model at the same budgets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+
+from rkmate.budget import Budget, parse_budget
+from rkmate.comparison.measured import Bench
+from rkmate.comparison.table import Comparison, Row
+from rkmate.errors import ArgumentError, ScheduleError, SolverError
+from rkmate.pipeline.device_budget import auto_budget
+from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.search import Searcher
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.registry import PLANNERS
+from rkmate.planners.registry import planner as find_planner
+from rkmate.public import checked_sample
+from rkmate.show.plan import Plan
+from rkmate.support.progress import Progress
+
+BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
+"""Fractions of the model's own peak."""
+TIME_LIMIT = 20.0
+"""Seconds that a planner has for one budget."""
+_LAST = ("rockmate", "checkmate", "auto")
+"""Planners that ask others come after those, in this order, so that each pays for its own work."""
+
+
+def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+            budgets: Sequence[int | float | str] = BUDGETS, planners: Sequence[str] | None = None,
+            measure: bool = False, time_limit: float = TIME_LIMIT, progress: bool = True,
+            costs: Literal["measured", "analytic"] = "measured",
+            settings: Settings | None = None) -> Comparison:
+    """Every planner on one model at equal budgets.
+
+    The model is captured once, its operations are measured once, and the options of its blocks are
+    solved once. One simulator predicts the peak and the time of each schedule.
+
+    Args:
+        model: with the train flags that it will be trained with.
+        args, kwargs: sample inputs of its forward, of the size that it will be trained with.
+        budgets: each like `rkmate.wrap`'s: bytes, text, a fraction of the model's own peak, or
+            ``"auto"``.
+        planners: names; all but ``auto``, which runs the others, unless given.
+        measure: also train a step under each schedule, in a process of its own, in turns with the
+            original model: peak and time. Adds the original model, and
+            ``torch.utils.checkpoint.checkpoint_sequential`` where the model is an ``nn.Sequential``.
+            A loss is taken from the output: its ``loss``, else its scalars, else the mean of its
+            tanh. A script that asks for it needs an ``if __name__ == "__main__":`` guard.
+        time_limit: seconds that a planner has for one budget, where it can stop early.
+        progress: show progress on a terminal.
+        costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing, and these costs
+            are the same on every machine. What a planner finds within a limit in seconds, as the
+            default's and other integer programs do, need not be.
+        settings: of the stages.
+
+    Returns:
+        Rows that print as a table and draw as a picture. A planner without a schedule is a row that
+        says so, not an error. A schedule found for one budget counts for the larger ones, too.
+
+    Raises:
+        ArgumentError: an argument is wrong; with `measure`, also a model that cannot be pickled.
+        CaptureError: the model has no static graph.
+    """
+    args, kwargs = checked_sample(model, args, kwargs)
+    if isinstance(budgets, (str, int, float)) or not budgets:
+        raise ArgumentError(f"budgets is {budgets!r}; it should be a list of budgets")
+    wanted = [parse_budget(auto_budget(model) if isinstance(b, str) and b == "auto" else b)
+              for b in budgets]
+    names = [n for n in PLANNERS if n != "auto"] if planners is None else list(planners)
+    for name in names:
+        find_planner(name)
+    if costs not in ("measured", "analytic"):
+        raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
+    if not time_limit > 0:
+        raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
+    shown = Progress(progress)
+    prepared = prepare(model, args, kwargs, replace(settings or Settings(), costs=costs), shown)
+    searcher = Searcher(prepared)
+    _ = searcher.problem                             # the options of the blocks, and the chain
+    shared = {k: v for k, v in prepared.stage_seconds.items() if k != "chain"}
+    found = _planned(searcher, wanted, names, time_limit, shown)
+    rows = [row for row, _ in found]
+    if measure:
+        rows = _measured(Bench(model, args, kwargs), found, shown)
+    return Comparison(tuple(rows), type(model).__name__, costs, searcher.baseline.peak,
+                      searcher.baseline.seconds, shared)
+
+
+def _planned(searcher: Searcher, budgets: Sequence[Budget], names: Sequence[str],
+             time_limit: float, progress: Progress) -> list[tuple[Row, Plan | None]]:
+    """Rows and plans in the caller's order. The planning goes from the smallest budget up, as what
+    was found for one serves those above."""
+    base = searcher.baseline
+    limits = list(dict.fromkeys(budget.of(base.peak) for budget in budgets))
+    turns = sorted(range(len(names)), key=lambda k: _LAST.index(names[k]) if names[k] in _LAST else -1)
+    made: dict[tuple[int, int], tuple[Row, Plan | None]] = {}
+    best: dict[int, Plan] = {}
+    with progress.stage("planning", len(limits) * len(names)) as tick:
+        for limit in sorted(limits):
+            for k in turns:
+                before = best.get(k)
+                row, plan = _at_least(*_row(searcher, limit, names[k], time_limit), before)
+                made[limit, k] = row, plan
+                if plan is not None and (before is None or plan.step_seconds < before.step_seconds):
+                    best[k] = plan
+                tick(len(made))
+    return [made[limit, k] for limit in limits for k in range(len(names))]
+
+
+def _at_least(row: Row, plan: Plan | None, before: Plan | None) -> tuple[Row, Plan | None]:
+    """A planner's row, or where it is slower than its plan of a smaller budget, that plan's."""
+    if before is None or row.status == "failed" or row.budget_bytes is None or (
+            plan is not None and plan.step_seconds <= before.step_seconds):
+        return row, plan
+    kept = replace(before, budget_bytes=row.budget_bytes,
+                   bound_seconds=None if plan is None else plan.bound_seconds)
+    return replace(row, status="ok", peak_bytes=kept.peak_bytes, time_ratio=_ratio(kept),
+                   note=f"as within {before.budget_bytes:,} bytes"), kept
+
+
+def _row(searcher: Searcher, limit: int, name: str,
+         time_limit: float) -> tuple[Row, Plan | None]:
+    start = time.perf_counter()
+    try:
+        attempt = searcher.attempt(limit, name, time_limit)
+    except (SolverError, ScheduleError) as error:
+        return Row(name, limit, "failed", time.perf_counter() - start, note=str(error)), None
+    seconds = time.perf_counter() - start
+    plan = attempt.plan
+    if plan is None:
+        return Row(name, limit, attempt.status, seconds, note=attempt.note), None
+    return Row(name, limit, "ok", seconds, plan.peak_bytes, _ratio(plan), note=attempt.note), plan
+
+
+def _ratio(plan: Plan) -> float:
+    return plan.step_seconds / plan.baseline_seconds if plan.baseline_seconds else 1.0
+
+
+def _measured(bench: Bench, found: Sequence[tuple[Row, Plan | None]],
+              progress: Progress) -> list[Row]:
+    """The rows with what was measured, and those of what people use without this package."""
+    rows: list[Row] = []
+    with bench, progress.stage("measuring steps", len(found) + 1) as tick:
+        for row, plan in found:
+            rows.append(row if plan is None else bench.measured(row, plan))
+            tick(len(rows))
+        rows += bench.today()
+    return rows

@@ -1,0 +1,189 @@
+"""The result of a comparison: rows, a table, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rkmate.show.amounts import duration, size
+
+Status = Literal["ok", "infeasible", "timeout", "failed", "does not apply"]
+DEFAULT = "rockmate"
+"""The planner that `rkmate.wrap` takes unless told otherwise."""
+SAME = 5e-4
+"""Time ratios closer than this are called equal."""
+_COLUMNS = (("method", 26), ("planning", 9), ("predicted peak", 15), ("measured peak", 14),
+            ("predicted time", 15), ("measured time", 14))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one budget."""
+
+    method: str
+    """A planner's name, or what people use without this package."""
+    budget_bytes: int | None
+    """None for a method that takes no budget."""
+    status: Status
+    """``infeasible``: this method has no schedule within the budget. ``timeout``: none was found in
+    the time that it had. ``failed``: the measurement did not end; the note says why."""
+    planning_seconds: float | None
+    """Seconds for this budget. What a planner does once for all budgets counts at the smallest one, and
+    what it asks of others in the same comparison counts for them."""
+    peak_bytes: int | None = None
+    """Predicted peak of a step above what stands before it, in bytes."""
+    time_ratio: float | None = None
+    """Predicted time of a step over that without rematerialization."""
+    measured_peak_bytes: int | None = None
+    measured_ratio: float | None = None
+    """Median of step times over those of the original model, taken in turns."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison(Sequence[Row]):
+    """Rows of all methods at all budgets: a sequence that prints as a table and can be drawn."""
+
+    rows: tuple[Row, ...]
+    """Budget by budget, the methods in the registry's order; methods without a budget at the end."""
+    model: str
+    """Name of the model's class."""
+    costs: str
+    """``measured`` or ``analytic``: what the predictions rest on."""
+    baseline_peak_bytes: int
+    """Predicted peak without rematerialization."""
+    baseline_seconds: float
+    """Predicted time of a step without rematerialization."""
+    shared_seconds: Mapping[str, float]
+    """What was done once for all planners: seconds by stage."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Bytes, in the order asked for."""
+        return tuple(dict.fromkeys(r.budget_bytes for r in self.rows if r.budget_bytes is not None))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names, in the order of the table."""
+        return tuple(dict.fromkeys(r.method for r in self.rows))
+
+    def at(self, budget: int) -> tuple[Row, ...]:
+        """The rows of one budget in bytes."""
+        return tuple(r for r in self.rows if r.budget_bytes == budget)
+
+    def of(self, method: str) -> tuple[Row, ...]:
+        """The rows of one method."""
+        return tuple(r for r in self.rows if r.method == method)
+
+    def best(self, budget: int) -> Row | None:
+        """The row with the least predicted time; None when nothing fits. Of equals, the default
+        planner, then the one that planned quickest."""
+        fits = [(r.time_ratio, r) for r in self.at(budget) if r.time_ratio is not None]
+        if not fits:
+            return None
+        least = min(ratio for ratio, _ in fits)
+        equal = [r for ratio, r in fits if ratio <= least + SAME]
+        return min(equal, key=lambda r: (r.method != DEFAULT, r.planning_seconds or 0.0))
+
+    def beaten(self, method: str = DEFAULT) -> tuple[tuple[Row, Row], ...]:
+        """Where a method is not the best: pairs of its row and the best one, by predicted time."""
+        pairs = []
+        for budget in self.budgets:
+            winner = self.best(budget)
+            own = next((r for r in self.at(budget) if r.method == method), None)
+            if winner is not None and own is not None and (
+                    own.time_ratio is None or own.time_ratio > (winner.time_ratio or 0.0) + SAME):
+                pairs.append((own, winner))
+        return tuple(pairs)
+
+    def __repr__(self) -> str:
+        return (f"<rkmate.Comparison of {self.model}: {len(self.methods)} methods, "
+                f"{len(self.budgets)} budgets>")
+
+    def __str__(self) -> str:
+        measured = any(r.measured_peak_bytes is not None or r.status in ("failed", "does not apply")
+                       for r in self.rows)
+        columns = [c for c in _COLUMNS if measured or not c[0].startswith("measured")]
+        shared = ", ".join(f"{k} {duration(v)}" for k, v in self.shared_seconds.items())
+        lines = [f"{self.model}: without rematerialization {size(self.baseline_peak_bytes)}, "
+                 f"{duration(self.baseline_seconds)} a step ({self.costs} costs)",
+                 f"once for all planners: {shared}", "",
+                 "".join(f"{n:<{w}}" if n == "method" else f"{n:>{w}}" for n, w in columns)]
+        for budget in self.budgets:
+            share = budget / self.baseline_peak_bytes
+            lines += ["", f"budget {size(budget)} ({share:.0%} of the peak without)"]
+            winner = self.best(budget)
+            lines += [_line(r, measured, r is winner) for r in self.at(budget)]
+        others = [r for r in self.rows if r.budget_bytes is None]
+        if others:
+            lines += ["", "without a budget", *(_line(r, measured, False) for r in others)]
+        return "\n".join([*lines, "", "* least predicted time within the budget"])
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def to_json(self) -> str:
+        """The whole result as one JSON object."""
+        return json.dumps({
+            "model": self.model, "costs": self.costs,
+            "baseline_peak_bytes": self.baseline_peak_bytes,
+            "baseline_seconds": self.baseline_seconds, "shared_seconds": dict(self.shared_seconds),
+            "rows": [asdict(r) for r in self.rows]}, indent=1)
+
+    def plot(self, path: str | Path | None = None, *, title: str = "",
+             methods: Sequence[str] | None = None) -> Any:
+        """Draw time against memory, one line a method; crosses are measured.
+
+        Args:
+            path: where to write the picture (.svg, .png, .pdf); without it, nothing is written.
+            title: of the picture; the model's name unless given.
+            methods: which lines; all unless given.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            MissingExtra: matplotlib is not installed (``pip install "rkmate[plots]"``).
+            ArgumentError: the path's suffix is unknown, or a method is not in the comparison.
+        """
+        from rkmate.comparison.picture import plot
+
+        return plot(self, path, title, methods)
+
+
+def _line(row: Row, measured: bool, winner: bool) -> str:
+    cells = [f"{'* ' if winner else '  '}{row.method}",
+             "" if row.planning_seconds is None else duration(row.planning_seconds)]
+    if row.status not in ("ok", "failed"):
+        words = row.status if row.status != "timeout" else "timed out"
+        text = f"{cells[0]:<26}{cells[1]:>9}   {words}"
+        return f"{text}: {row.note}" if row.note else text
+    cells += [_size(row.peak_bytes), _size(row.measured_peak_bytes), _ratio(row.time_ratio),
+              _ratio(row.measured_ratio)]
+    text = "".join(
+        f"{cell:<{w}}" if name == "method" else f"{cell:>{w}}"
+        for cell, (name, w) in zip(cells, _COLUMNS, strict=True)
+        if measured or not name.startswith("measured"))
+    return f"{text}   failed: {row.note}" if row.status == "failed" else text
+
+
+def _size(n: int | None) -> str:
+    return "" if n is None else size(n)
+
+
+def _ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3f}"

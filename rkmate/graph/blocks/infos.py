@@ -1,0 +1,51 @@
+"""What a plan tells about each block: its class, and the module that it comes from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from rkmate.graph.blocks.partition import Partition
+from rkmate.ir.plan import BlockInfo
+
+
+def block_infos(parts: Partition, classes: Sequence[int]) -> tuple[BlockInfo, ...]:
+    """One for each block; `classes`: equal numbers for identical ones."""
+    infos = []
+    for block, k in zip(parts.blocks, classes, strict=True):
+        paths: Counter[str] = Counter()
+        for i in block.c[:block.graph.loss]:
+            paths[module_of(parts.program.operation[i])] += 1
+        named = [p.split(".") for p in paths if p]
+        common: list[str] = []
+        for column in zip(*named, strict=False):
+            if len(set(column)) > 1:
+                break
+            common.append(column[0])
+        path = ".".join(common) or (paths.most_common(1)[0][0] if paths else "")
+        loss = block.graph.loss
+        infos.append(BlockInfo(_label(k), path, loss, len(block.c) - loss, 0))
+    return tuple(infos)
+
+
+def _label(number: int) -> str:
+    """A, B, ..., Z, AA, AB, ..."""
+    text = ""
+    number += 1
+    while number:
+        number, rest = divmod(number - 1, 26)
+        text = chr(65 + rest) + text
+    return text
+
+
+def module_of(node: torch.fx.Node) -> str:
+    """The module of the user's model that a forward operation comes from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return module_path(next((p for p, _ in reversed(list(stack.values())) if p), ""))
+
+
+def module_path(path: str) -> str:
+    """A path inside the user's model, without the tracer's own wrapping."""
+    return path.removeprefix("model.") if path != "model" else ""

@@ -1,0 +1,194 @@
+"""From the simplified joint graph to the CD graph and the statements that its nodes stand for.
+
+Views join their owner's storage (Rockmate, appendix A.3); what an operation saves for its backward
+is an output of its own (the paper's phantoms, appendix A.6).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.errors import CaptureError
+from rkmate.graph.capture.capture import Source
+from rkmate.graph.passes.in_place import overwrites
+from rkmate.graph.passes.simplify import Joint, is_backward, is_random, is_view
+from rkmate.ir.cd import CDGraph, CNode, DNode
+
+
+@dataclass(frozen=True)
+class Program:
+    """A CD graph without costs, and the torch operations behind its nodes."""
+
+    joint: Joint
+    cd: CDGraph
+    operation: tuple[fx.Node, ...]
+    """The torch operation of each C node."""
+    owner: tuple[fx.Node, ...]
+    """The value that holds each D node's storage (a `getitem` where the operation has several
+    outputs, a placeholder for the gradient of an output)."""
+    position: tuple[int | None, ...]
+    """Which output of its operation each D node is; None for the only one."""
+    storage: dict[fx.Node, int | Source]
+    """Where each value lives: in a D node, or in what the caller holds."""
+    param_grads: tuple[tuple[Source, fx.Node], ...]
+    """Gradients handed to autograd, in the order in which they are made; a parameter used in
+    several places has several."""
+    input_grads: tuple[tuple[Source, fx.Node], ...]
+    """Gradients of the module's inputs."""
+    constant: frozenset[int]
+    """C nodes that depend on no trained value."""
+    overwritten: tuple[tuple[Source, fx.Node], ...]
+    """Buffers and inputs to write after the forward, with their new values."""
+    pinned: tuple[int, ...]
+    """D nodes that the module's outputs live in: the user holds them."""
+
+    def d_of(self, node: fx.Node) -> int | None:
+        """The D node that a value lives in; None for what the caller holds."""
+        where = self.storage[node]
+        return where if isinstance(where, int) else None
+
+    def reads(self, c: int) -> Iterator[fx.Node]:
+        """The values that a C node's operation takes."""
+        return iter(self.operation[c].all_input_nodes)
+
+
+_CUDA_ROUNDING = 512
+
+
+def storage_bytes(value: Any) -> int:
+    """Bytes that the allocator hands out for the storage behind a (fake) tensor."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    size = int(value.untyped_storage().nbytes())
+    return -(-size // _CUDA_ROUNDING) * _CUDA_ROUNDING if value.device.type == "cuda" else size
+
+
+def lower(joint: Joint) -> Program:
+    """Build the program of a joint graph. Raises `CaptureError` for operations without a meaning."""
+    builder = _Builder(joint)
+    nodes = [n for n in joint.graph.nodes if n.op == "call_function"]
+    forward = [n for n in nodes if not is_backward(n)]
+    backward = [n for n in nodes if is_backward(n)]
+    for node in forward:
+        builder.add(node, "forward")
+    loss = len(builder.c)
+    for node in backward:
+        builder.add(node, "backward")
+    return builder.finish(loss)
+
+
+class _Builder:
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.c: list[CNode] = []
+        self.d: list[DNode] = []
+        self.operation: list[fx.Node] = []
+        self.owner: list[fx.Node] = []
+        self.position: list[int | None] = []
+        self.storage: dict[fx.Node, int | Source] = {}
+        self.tangents: list[int] = []
+        self.results = {n for n in joint.outputs if n is not None} \
+            | {n for _, n in joint.mutations} | {n for _, n in joint.grads}
+        for node, source in joint.sources.items():
+            if source.kind == "tangent":
+                if (node.users or node in self.results) and joint.wanted[int(source.key)]:
+                    value = node.meta["val"]
+                    size = value.numel() * value.element_size()
+                    self.storage[node] = self._d(node, None, f"grad_output_{source.key}", size, "grad")
+                    self.tangents.append(self.storage[node])  # type: ignore[arg-type]
+            else:
+                self.storage[node] = source
+
+    def _d(self, owner: fx.Node, position: int | None, name: str, size: int, kind: Any) -> int:
+        self.d.append(DNode(name, size, kind))
+        self.owner.append(owner)
+        self.position.append(position)
+        return len(self.d) - 1
+
+    def add(self, node: fx.Node, phase: Any) -> None:
+        if is_view(node):
+            base = node.args[0]
+            while isinstance(base, fx.Node) and base not in self.storage:
+                base = base.args[0]
+            if not isinstance(base, fx.Node):
+                raise CaptureError(f"{node.name}: a view of no tensor")
+            self.storage[node] = self.storage[base]
+            return
+        if node.target is operator.getitem:
+            return                               # made together with its operation
+        kind = "data" if phase == "forward" else "grad"
+        value = node.meta.get("val")
+        outputs: list[int] = []
+        if isinstance(value, (tuple, list)):
+            for user in sorted(node.users, key=lambda u: u.args[1]):  # type: ignore[arg-type, return-value]
+                if user.target is not operator.getitem:
+                    raise CaptureError(f"{node.target} returns several tensors that are used as one "
+                                       "list, which cannot be planned")
+                i = int(user.args[1])  # type: ignore[arg-type]
+                if not user.users and user not in self.results:
+                    continue
+                same = [o for o in outputs if self.position[o] == i]
+                if same:
+                    self.storage[user] = same[0]
+                    continue
+                out = self._d(user, i, f"{node.name}.{i}", storage_bytes(value[i]), kind)
+                self.storage[user] = out
+                outputs.append(out)
+        elif isinstance(value, torch.Tensor):
+            out = self._d(node, None, node.name, storage_bytes(value), kind)
+            self.storage[node] = out
+            outputs.append(out)
+        else:
+            raise CaptureError(f"{node.target} returns {type(value).__name__}: only operations on "
+                               "tensors can be planned; the value depends on data. rkmate.dtr runs "
+                               "such models")
+        inputs = dict.fromkeys(self.storage[n] for n in node.all_input_nodes)
+        ways = overwrites(node, self.storage.__getitem__)
+        places = (self.storage[node.args[w.argument]] for w in ways)  # type: ignore[index]
+        self.c.append(CNode(node.name, phase, tuple(i for i in inputs if isinstance(i, int)),
+                            tuple(outputs), random=is_random(node),
+                            donors=tuple(p for p in places if isinstance(p, int)
+                                               and p not in self.tangents)))
+        self.operation.append(node)
+
+    def finish(self, loss: int) -> Program:
+        joint = self.joint
+        producer = {j: i for i, c in enumerate(self.c) for j in c.outputs}
+        param_grads: list[tuple[Source, fx.Node]] = []
+        input_grads: list[tuple[Source, fx.Node]] = []
+        for source, node in joint.grads:
+            if source.kind == "input":
+                input_grads.append((source, node))
+            else:
+                param_grads.append((source, node))
+
+        def made_at(node: fx.Node) -> int:
+            where = self.storage[node]
+            return producer.get(where, -1) if isinstance(where, int) else -1
+
+        param_grads.sort(key=lambda g: made_at(g[1]))
+        read_in_forward = {j for c in self.c[:loss] for j in c.inputs}
+        outputs = [n for n in joint.outputs if n is not None]
+        # A copy of what the forward overwrites can be made only once: it stays, as outputs do.
+        targets = {s for s, _ in joint.mutations}
+        overwritten = {n for n, s in joint.sources.items() if s in targets}
+        outputs += [n for n in self.operation if n.target is torch.ops.aten.clone.default
+                    and n.args[0] in overwritten]
+        pinned = dict.fromkeys(w for n in outputs if isinstance(w := self.storage[n], int))
+        written = dict.fromkeys(w for _, n in joint.mutations if isinstance(w := self.storage[n], int))
+        for j, d in enumerate(self.d):
+            if d.kind == "data" and j not in read_in_forward and j not in pinned and j not in written:
+                self.d[j] = DNode(d.name, d.size, "saved")
+        last = dict.fromkeys(w for _, n in input_grads if isinstance(w := self.storage[n], int))
+        graph = CDGraph(tuple(self.d), tuple(self.c), loss, (), tuple({**pinned, **written}),
+                        tuple(self.tangents), tuple(last))
+        constant = frozenset(i for i, n in enumerate(self.operation) if n in joint.constant)
+        return Program(joint, graph.verify(), tuple(self.operation), tuple(self.owner),
+                       tuple(self.position), self.storage, tuple(param_grads), tuple(input_grads),
+                       constant, joint.mutations, tuple(pinned))

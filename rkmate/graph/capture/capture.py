@@ -1,0 +1,339 @@
+"""Capture: the joint forward and backward graph of a module, as ATen operations.
+
+The only file that uses private names of torch. Tested with torch 2.13; written for 2.11 to 2.13.
+`torch.export` first (it tells libraries that they are being compiled, so that data-dependent mask
+checks take the traceable path), then AOTAutograd's joint graph with descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._functorch._aot_autograd import descriptors as D
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
+from rkmate.graph.capture.buffers import Registered
+from rkmate.graph.capture.closed_over import Guard, OutsideError, as_buffers
+from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
+from rkmate.graph.capture.eager_kernels import as_eager_computes
+from rkmate.graph.capture.layouts import as_kernels_return_them
+from rkmate.graph.capture.library_paths import paths, without_value_checks
+from rkmate.graph.capture.recurrent import as_eager_runs_them, make_recurrent_layers_whole
+from rkmate.graph.capture.refusals import explained, has_generator
+from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_transient
+from rkmate.graph.capture.structure import Structure, take_apart, tensors_in
+from rkmate.support.warn import warn
+
+SourceKind = Literal["param", "buffer", "input", "constant", "tangent"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a placeholder's value comes from when the graph runs."""
+
+    kind: SourceKind
+    key: str | int
+    """Parameter, buffer or constant: its name. Input: index of the tensor among the arguments.
+    Tangent: index of the output whose gradient it is."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A module's training step on one signature, without the loss outside."""
+
+    graph: torch.fx.Graph
+    sources: dict[torch.fx.Node, Source]
+    outputs: tuple[torch.fx.Node | None, ...]
+    """The module's output tensors."""
+    mutations: tuple[tuple[Source, torch.fx.Node], ...]
+    """Buffers and inputs that the forward writes, with the node of the new value."""
+    grads: tuple[tuple[Source, torch.fx.Node], ...]
+    """Gradients of parameters and inputs."""
+    inputs: Structure
+    result: Structure
+    constants: dict[str, torch.Tensor]
+    """Tensors that the forward creates from Python values (lifted by the tracer)."""
+    differentiable: tuple[bool, ...]
+    """Which outputs carry a gradient."""
+    assigned: tuple[Assigned, ...] = ()
+    """Attributes of objects (not of modules) that the forward has left changed; a trace from either
+    value is the same."""
+
+
+class _Found:
+    """What the traced forward returned; opaque to the tracer, which restores module attributes."""
+
+    structure: Structure | None = None
+    assigned: Sequence[Assigned] = ()
+    """Attributes that the forward has assigned: the tracer takes some of them back."""
+
+
+class _Flat(nn.Module):
+    """The module with a flat list of tensors in and out; non-tensors are baked in."""
+
+    def __init__(self, model: nn.Module, inputs: Structure, before: PythonState) -> None:
+        super().__init__()
+        self.model = model
+        self.found = _Found()
+        self._inputs = inputs
+        self._before = before
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        args, kwargs = self._inputs.fill(list(tensors))
+        before = self._inputs.held_by_objects(args, kwargs)
+        registered = Registered(self.model)
+        with Guard():
+            out = self.model(*args, **kwargs)
+        registered.write_back()
+        for name, ids in self._inputs.held_by_objects(args, kwargs).items():
+            if ids != before[name]:
+                raise CaptureError(
+                    f"{type(self.model).__name__} changes the {name} that it gets as an argument; a "
+                    "captured step would not repeat that. Let the forward return the new values.")
+        flat, structure = take_apart(out, result=True)
+        self.found.structure = structure
+        self.found.assigned = self._before.assigned()
+        # A copy of each output keeps the graph's outputs free of aliases (of inputs, of each
+        # other); simplification drops the copies again.
+        return [t.clone() for t in flat]
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    """The joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
+
+    The model is left as it was: parameters, buffers, gradients, train flags, random state and
+    Python attributes. Only the attributes of the objects that it holds (a configuration, which a
+    library completes in the first forward) are as a forward leaves them.
+    """
+    before = PythonState(model)
+    draws = HostDraws()
+    kept: list[Assigned] = []
+    try:
+        with cumulative_averages_as_tensors(model):
+            result, assigned = _capture(model, args, kwargs, PythonState(model))
+            draws.refuse_change(model)
+            # A second trace from where the first has left the attributes: an equal graph means that
+            # the forward does not read what it keeps.
+            if assigned and not (all_transient(assigned)
+                                 and _is_repeated(result, model, args, kwargs, before, assigned)):
+                names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
+                raise CaptureError(
+                    f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
+                    "repeat that. Keep such state in a buffer (register_buffer), or return it.")
+        kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)]
+        lost = [a.path for a in assigned if a.makes_tensors()]
+        if lost:
+            warn(f"{type(model).__name__}: the forward leaves tensors in the new attributes "
+                 f"{', '.join(lost[:5])}; a planned step does not")
+        return replace(result, assigned=tuple(kept))
+    finally:
+        draws.restore()
+        before.restore()
+        for a in kept:
+            a.repeat()
+
+
+def _is_repeated(first: Capture, *of: Any) -> bool:
+    try:
+        return _text(first) == _text(_again(*of))
+    except CaptureError:
+        return False        # it stumbles over what the first has left
+
+
+def _again(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], before: PythonState,
+           assigned: Sequence[Assigned]) -> Capture:
+    left = PythonState(model)
+    before.restore()
+    left.restore_hooks()              # those that the first trace has installed belong to it
+    for a in assigned:
+        a.repeat()
+    with cumulative_averages_as_tensors(model):
+        return _capture(model, args, kwargs, PythonState(model))[0]
+
+
+def _text(found: Capture) -> str:
+    constants = [(k, v.tolist()) for k, v in sorted(found.constants.items()) if v.numel() < 1000]
+    lines = [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in found.graph.nodes]
+    return "\n".join([*lines, repr(constants)])
+
+
+def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """The exported program, with libraries on eager's path where they can be traced on it."""
+    *ways, last = paths(flat.model)
+    for way in ways:
+        with contextlib.suppress(Exception), way():
+            return _export_once(flat, tensors)
+    with last():
+        return _export_once(flat, tensors)
+
+
+def _export_once(flat: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
+    with kept_whole() as calls:
+        program = torch.export.export(flat, tensors, strict=False).module()
+    run_as_they_are(program, calls)
+    as_eager_runs_them(program)
+    as_buffers(program)
+    return program
+
+
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+             before: PythonState) -> tuple[Capture, Sequence[Assigned]]:
+    given, inputs = take_apart((args, kwargs), result=False)
+    # One tensor passed twice is two inputs: another call may pass two.
+    tensors = [t if all(t is not u for u in given[:k]) else
+               t.detach().requires_grad_(t.requires_grad) for k, t in enumerate(given)]
+    flat = _Flat(model, inputs, before)
+    flat.training = model.training
+    with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
+            torch.enable_grad(), _quiet(), as_eager_computes(), as_kernels_return_them(), \
+                without_value_checks():
+        warnings.simplefilter("ignore")
+        program = None
+        try:
+            program = _export(flat, tuple(tensors))
+            structure = flat.found.structure
+            assert structure is not None
+            with contextlib.ExitStack() as stack:
+                joint = aot_export_joint_with_descriptors(stack, program, tuple(tensors))
+                module = joint.graph_module
+        except OutsideError as error:
+            raise explained(model, args, kwargs, error) from error
+        except (ArgumentError, CaptureError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise explained(model, args, kwargs, error, program) from error
+    make_recurrent_layers_whole(module.graph)
+    _tag_what_needs_the_loss(module.graph)
+    return _read(module, model, program, inputs, structure), flat.found.assigned
+
+
+def _tag_what_needs_the_loss(graph: torch.fx.Graph) -> None:
+    """What depends on a gradient is of the backward, also where a nested graph has lost the tag."""
+    for node in graph.nodes:
+        if node.op == "call_function" and any(
+                n.meta.get("partitioner_tag") == "is_backward"
+                or isinstance(n.meta.get("desc"), D.TangentAOTInput) for n in node.all_input_nodes):
+            node.meta["partitioner_tag"] = "is_backward"
+
+
+def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
+          inputs: Structure, structure: Structure) -> Capture:
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    held = dict(program.named_buffers(remove_duplicate=False))
+    sources: dict[torch.fx.Node, Source] = {}
+    constants: dict[str, torch.Tensor] = {}
+
+    def source(desc: Any) -> Source:
+        if isinstance(desc, (D.ParamAOTInput, D.BufferAOTInput)):
+            name = desc.target.removeprefix("model.")
+            if name in names:
+                return Source("param", name)
+            if name in buffers:
+                return Source("buffer", name)
+            constants[desc.target] = held[desc.target].detach()
+            return Source("constant", desc.target)
+        if isinstance(desc, D.PlainAOTInput):
+            return Source("input", desc.idx)
+        if isinstance(desc, D.TangentAOTInput) and isinstance(desc.output, D.PlainAOTOutput):
+            return Source("tangent", desc.output.idx)
+        written = getattr(getattr(desc, "output", None), "mutated_input", None)
+        if isinstance(written, D.ParamAOTInput):
+            raise CaptureError(f"{type(model).__name__}: the forward changes the parameter "
+                               f"{written.target.removeprefix('model.')!r} in place, which cannot be "
+                               "planned: change it outside of the forward, or keep it in a buffer")
+        if "Token" in type(desc).__name__:
+            raise CaptureError(f"{type(model).__name__} uses an operation that checks its result or acts "
+                               "beside computing (torch.linalg.inv, solve and cholesky do), which a plan "
+                               "cannot order: use the one without the check (torch.linalg.inv_ex, "
+                               "solve_ex, cholesky_ex)")
+        raise CaptureError(f"{type(model).__name__}: the captured graph has an input of a kind that "
+                           f"is not supported: {desc}")
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            sources[node] = source(node.meta["desc"])
+        elif node.op == "get_attr":
+            value = getattr(module, node.target)
+            if not isinstance(value, torch.Tensor) and has_generator(model):
+                raise CaptureError(f"{type(model).__name__} draws from a torch.Generator of its own, "
+                                   "whose state a plan cannot keep: draw from the default generator "
+                                   "(torch.manual_seed seeds it)")
+            if not isinstance(value, torch.Tensor):
+                raise CaptureError(f"{type(model).__name__} uses the higher-order operation "
+                                   f"{node.target}, which cannot be planned statically; "
+                                   "rkmate.dtr runs such models")
+            constants[node.target] = value.detach()
+            sources[node] = Source("constant", node.target)
+    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
+    outputs: list[torch.fx.Node | None] = [None] * structure.count
+    mutations: list[tuple[Source, torch.fx.Node]] = []
+    grads: list[tuple[Source, torch.fx.Node]] = []
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        if desc is None or node is None:
+            continue
+        if isinstance(desc, D.PlainAOTOutput):
+            outputs[desc.idx] = node
+        elif isinstance(desc, D.InputMutationAOTOutput):
+            mutations.append((source(desc.mutated_input), node))
+        elif isinstance(desc, D.GradAOTOutput):
+            of = source(desc.grad_of)
+            if node.meta["val"].layout is not torch.strided:
+                raise CaptureError(
+                    f"{type(model).__name__}: the gradient of {of.key} is sparse, and only dense "
+                    "gradients can be planned (nn.Embedding: sparse=False)")
+            grads.append((of, node))
+        else:
+            raise CaptureError(f"{type(model).__name__}: the captured graph has an output of a kind "
+                               f"that is not supported: {desc}")
+    tangents = {s.key for s in sources.values() if s.kind == "tangent"}
+    return Capture(module.graph, sources, tuple(outputs), tuple(mutations), tuple(grads), inputs,
+                   structure, constants, tuple(i in tangents for i in range(structure.count)))
+
+
+def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
+    """The mode that the graph's fake tensors belong to."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
+            return value.fake_mode  # type: ignore[no-any-return]
+    raise CaptureError("the model has no tensors")
+
+
+def inside_transform() -> bool:
+    """Whether a torch.func transform (vmap, grad, jvp) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What the tracer logs about a failure comes back as its exception."""
+    tracers = [logging.getLogger(name) for name in (
+        "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
+    before = [t.level for t in tracers]
+    for tracer in tracers:
+        tracer.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):     # it prints the graph so far
+            yield
+    finally:
+        for tracer, level in zip(tracers, before, strict=True):
+            tracer.setLevel(level)
+
+
+@contextlib.contextmanager
+def _unchanged_random_state() -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,160 @@
+"""Custom autograd functions, kept whole while a module is exported.
+
+`torch.export` records the operations of a function's forward, and their derivative would take the
+place of the function's own backward: a straight-through estimator would lose its gradient, a reversed
+gradient its sign. So each call is recorded as one operation, and runs as it is when the joint graph
+is traced from the exported program; its backward is then traced as autograd calls it.
+
+Uses private names of torch (the proxies of a trace, the code of `Function.apply`); tested with torch
+2.13.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental import proxy_tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from rkmate.errors import CaptureError
+from rkmate.graph.capture.structure import objects_in
+
+
+class _CustomFunction(HigherOrderOperator):
+    """Stands for one call in an exported program: the call's number, and its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__("rkmate_custom_function")
+
+    def __call__(self, number: int, *tensors: torch.Tensor) -> Any:
+        """Never runs: `run_as_they_are` replaces it."""
+        raise AssertionError("a custom function was left in an exported program")
+
+
+_custom_function = _CustomFunction()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a custom function."""
+
+    function: type[torch.autograd.Function]
+    args: tuple[Any, ...]
+    """Tensors left out (None stands there)."""
+    places: tuple[int, ...]
+    """Where the tensors stand."""
+    kwargs: dict[str, Any]
+
+
+Calls = list[_Call]
+
+
+@contextmanager
+def kept_whole() -> Iterator[Calls]:
+    """While a module is exported. Other threads' calls run as ever.
+
+    Modules keep `F.apply` under names of their own, so it is the method's code that changes.
+    """
+    method: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    code = method.__code__
+    plain = types.FunctionType(code, method.__globals__, method.__name__, method.__defaults__,
+                               method.__closure__)
+    found: Calls = []
+
+    def apply(cls: type[torch.autograd.Function], args: tuple[Any, ...],
+              kwargs: dict[str, Any]) -> Any:
+        mode = proxy_tensor.get_proxy_mode()
+        if mode is None:
+            return plain(cls, *args, **kwargs)
+        if issubclass(cls, CheckpointFunction):
+            # What is checkpointed is the plan's business; without such inputs it takes no gradient.
+            run, _, *rest = args
+            learns = any(isinstance(a, torch.Tensor) and a.requires_grad for a in rest)
+            return run(*rest) if learns else plain(cls, *args, **kwargs)
+        return _recorded(mode, found, plain, cls, args, kwargs)
+
+    globals_ = method.__globals__
+    globals_[_HOOK] = apply
+    method.__code__ = _calling_the_hook(code)
+    try:
+        with mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
+            yield found
+    finally:
+        method.__code__ = code
+        # It stays: another thread's call may have begun with the other code.
+        globals_[_HOOK] = lambda cls, args, kwargs: plain(cls, *args, **kwargs)
+
+
+_HOOK = "_rkmate_apply"
+
+
+def _calling_the_hook(code: types.CodeType) -> types.CodeType:
+    """The code of ``apply(cls, *args, **kwargs)`` that calls the hook; with the cells of `code`."""
+    cells = "".join(f"    {name} = None\n" for name in code.co_freevars)
+    read = "".join(f"        {name}\n" for name in code.co_freevars)
+    space: dict[str, Any] = {}
+    exec(f"def outer():\n{cells}    def apply(cls, *args, **kwargs):\n"
+         f"        return {_HOOK}(cls, args, kwargs)\n{read}    return apply\n", space)
+    made: types.CodeType = space["outer"]().__code__
+    return made
+
+
+def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
+    def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        if proxy_tensor.get_proxy_mode() is None:
+            return register(tensor, hook)
+        raise CaptureError(
+            "the forward registers a gradient hook on a tensor that it has made, which a captured step "
+            "would not call: write what it does to the gradient as a torch.autograd.Function, or "
+            "return the tensor and hook it outside")
+    return register_hook
+
+
+def _recorded(mode: Any, found: Calls, plain: Callable[..., Any],
+              cls: type[torch.autograd.Function], args: tuple[Any, ...],
+              kwargs: dict[str, Any]) -> Any:
+    places = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor))
+    others = tuple(None if i in places else a for i, a in enumerate(args))
+    for value in (*objects_in((others, kwargs)), *others):
+        if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
+            raise CaptureError(
+                f"the custom autograd function {cls.__name__} takes a {type(value).__name__} that may "
+                "hold tensors beside those that it is called with, and a captured step would not see "
+                "their gradients: pass the tensors themselves, or use rkmate.dtr")
+    proxies = [mode.tracer.unwrap_proxy(args[i]) for i in places]
+    with proxy_tensor.disable_proxy_modes_tracing():
+        result = plain(cls, *args, **kwargs)
+    proxy = mode.tracer.create_proxy("call_function", _custom_function, (len(found), *proxies), {},
+                                     name=cls.__name__)
+    found.append(_Call(cls, others, places, kwargs))
+    return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+
+
+def run_as_they_are(program: fx.GraphModule, calls: Calls) -> None:
+    """Let the recorded calls of an exported program be calls of their functions again."""
+    for node in program.graph.nodes:
+        if node.target is _custom_function:
+            number, *tensors = node.args
+            node.target, node.args = _again(calls[number]), tuple(tensors)
+    program.recompile()
+
+
+def _again(call: _Call) -> Callable[..., Any]:
+    def custom_function(*tensors: torch.Tensor) -> Any:
+        args = list(call.args)
+        for place, tensor in zip(call.places, tensors, strict=True):
+            args[place] = tensor
+        result = call.function.apply(*args, **call.kwargs)
+        return tuple(result) if isinstance(result, list) else result
+    return custom_function
+
+
+__all__ = ["Calls", "kept_whole", "run_as_they_are"]

@@ -1,0 +1,191 @@
+"""Operations that torch traces with another arithmetic than eager mode's, put back on eager's.
+
+Torch decomposes some operations in Python while it traces (resampling, shrinking, margin losses:
+rounded otherwise, and one of the losses wrong), and chooses some gradients' formulas by values, which
+a trace has not. While a module is captured, the first take torch's own kernels, and the second become
+operations that ask eager autograd when they run.
+
+Uses private names of torch (the Python kernels of an operation); tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rkmate.graph.capture.recurrent import gates_as_eager_computes
+
+aten = torch.ops.aten
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+_library = torch.library.Library("rkmate", "FRAGMENT")
+_library.define("product(Tensor x, int? dim, bool keepdim) -> Tensor")
+_library.define("product_backward(Tensor grad, Tensor x, int? dim, bool keepdim) -> Tensor")
+_library.define("cumulative_product(Tensor x, int dim) -> Tensor")
+_library.define("cumulative_product_backward(Tensor grad, Tensor x, int dim) -> Tensor")
+
+
+def _product(x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+    return torch.prod(x) if dim is None else torch.prod(x, dim, keepdim)
+
+
+def _cumulative_product(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.cumprod(x, dim)
+
+
+def _layout_of_product(grad: torch.Tensor, x: torch.Tensor, dim: int | None,
+                       keepdim: bool) -> torch.Tensor:
+    """Strides are those of a product with the incoming gradient, by all of eager mode's formulas."""
+    if dim is None or not x.dim():
+        return torch.empty_like(x)
+    return (grad if keepdim else grad.unsqueeze(dim)) * x
+
+
+def _layout_of_cumulative_product(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _define(name: str, forward: Callable[..., torch.Tensor],
+            layout: Callable[..., torch.Tensor]) -> None:
+    """An operation whose gradient is eager autograd's, found when it runs; `layout`: the gradient's
+    shape and strides, on fake tensors."""
+    backward_op = getattr(torch.ops.rkmate, f"{name}_backward").default
+
+    def backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        # In this thread: another one of autograd's may wait for a lock that this one holds.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            leaf = x.detach().requires_grad_()
+            result: torch.Tensor = torch.autograd.grad(forward(leaf, *args), leaf, grad)[0]
+        return result
+
+    def save(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.args = inputs[1:]
+
+    def gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return (backward_op(grad, ctx.saved_tensors[0], *ctx.args), *(None for _ in ctx.args))
+
+    def below_autograd(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return forward(x, *args)
+
+    _library.impl(name, below_autograd, "CompositeExplicitAutograd")
+    _library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rkmate::{name}_backward", layout, lib=_library)
+    torch.library.register_fake(f"rkmate::{name}", below_autograd, lib=_library)
+    torch.library.register_autograd(f"rkmate::{name}", gradient, setup_context=save, lib=_library)
+
+
+_define("product", _product, _layout_of_product)
+_define("cumulative_product", _cumulative_product, _layout_of_cumulative_product)
+
+LONGEST_AT_ZERO: dict[Any, int] = {torch.ops.rkmate.product_backward.default: 1,
+                                   torch.ops.rkmate.cumulative_product_backward.default: 1}
+"""Operations whose formula depends on values -> the argument where zeros, or one zero, need most
+memory."""
+
+
+def _prod_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _multiplied(x, dtype, None, False)
+
+
+def _prod_dim(x: torch.Tensor, dim: int, keepdim: bool = False, *,
+              dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _multiplied(x, dtype, dim, keepdim)
+
+
+def _multiplied(x: torch.Tensor, dtype: torch.dtype | None, dim: int | None,
+                keepdim: bool) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.rkmate.product(_cast(x, dtype), dim, keepdim)
+    return result
+
+
+def _cumprod(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.rkmate.cumulative_product(_cast(x, dtype), dim)
+    return result
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is None and not x.is_floating_point() and not x.is_complex():
+        dtype = torch.int64
+    return x if dtype is None else x.to(dtype)
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout whose gradient is two products, as the CPU's kernel computes it.
+
+    They keep the strides of the gradient that comes in; a trace of the kernel says contiguous.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, p: float) -> torch.Tensor:
+        result: torch.Tensor
+        result, mask = aten.native_dropout(x, p, True)
+        ctx.save_for_backward(mask)
+        ctx.scale = 1 / (1 - p)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.saved_tensors[0] * ctx.scale, None
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """The kernel that keeps a mask of bytes, where its rounding is that of eager mode."""
+    if not train or p == 0:
+        return x.clone()
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    if x.device.type != "cpu":
+        result: torch.Tensor = aten.native_dropout(x, p, True)[0]
+        return result
+    if _same_scale(p, x.dtype):
+        dropped: torch.Tensor = _Dropout.apply(x, p)
+        return dropped
+    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
+def _same_scale(p: float, dtype: torch.dtype) -> bool:
+    with _disable_current_modes():
+        x = torch.linspace(1, 2, 4096, dtype=torch.float64).to(dtype)
+        return torch.equal(x * torch.ones_like(x).div_(1 - p), x.clone().mul_(1 / (1 - p)))
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten.prod.default: _prod_all, aten.prod.dim_int: _prod_dim, aten.cumprod.default: _cumprod,
+    aten.dropout.default: _dropout}
+_DECOMPOSED = ("softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
+               *(f"{exact}{kind}" for exact in ("upsample_", "_upsample_") for kind in (
+                   "nearest1d", "nearest2d", "nearest3d", "nearest_exact1d", "nearest_exact2d",
+                   "nearest_exact3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d",
+                   "bilinear2d_aa", "bicubic2d_aa", "lanczos2d_aa")))
+
+
+def _decomposed() -> list[Any]:
+    packets = [getattr(aten, name) for name in _DECOMPOSED if hasattr(aten, name)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+@contextmanager
+def as_eager_computes() -> Iterator[None]:
+    """While a module is captured. (Other threads that trace meanwhile see the same kernels.)"""
+    changed = {op: dict(op.py_kernels) for op in (*_OWN, *_decomposed())}
+    for op in changed:
+        for key in _KEYS:
+            had = op.py_kernels.pop(key, None) is not None
+            if op in _OWN and (had or key is DispatchKey.Autograd):
+                op.py_kernels[key] = _OWN[op]
+        op._dispatch_cache.clear()
+    try:
+        with gates_as_eager_computes():
+            yield
+    finally:
+        for op, kernels in changed.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()

@@ -1,0 +1,132 @@
+"""Models that have no static training step: what is refused before a trace, and what a failed
+trace means for the user."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo import OptimizedModule
+
+from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.library_paths import is_observer, weight_made_by
+from rkmate.graph.capture.structure import objects_in
+from rkmate.support.warn import PACKAGE, warn
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_HERE = str(PACKAGE) + os.sep
+_DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+_RECURRENT = str(Path(torch.nn.modules.rnn.__file__))
+
+
+def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
+                              kwargs: dict[str, Any]) -> None:
+    """Raise for what a trace would silently lose."""
+    for name, m in model.named_modules():
+        where = f"{type(model).__name__}{'.' + name if name else ''}"
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise CaptureError(f"{where} has module backward hooks, which a planned step cannot run: "
+                               "remove them, or hook the parameters or the module's outputs")
+        hooks = [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+                 if weight_made_by(h) is None and not is_observer(h)]
+        if hooks:
+            warn(f"{where} has forward hooks: what they compute is part of the plan, what "
+                 "else they do happens only while it is traced")
+        if m._compiled_call_impl is not None or isinstance(m, OptimizedModule):
+            raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
+                                'it with backend="rkmate"')
+    for value in objects_in((args, kwargs)):
+        if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
+            raise ArgumentError("an input tensor is nested; only dense tensors can be planned: pad it "
+                                "(torch.nested.to_padded_tensor)" if value.is_nested else
+                                f"an input tensor has the layout {value.layout}; only dense tensors "
+                                "can be planned")
+        if isinstance(value, torch.Generator):
+            raise ArgumentError("a torch.Generator among the arguments cannot be captured: seed the "
+                                "default generator (torch.manual_seed), or draw outside and pass the "
+                                "tensor")
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ArgumentError(f"{tensor_name} has no shape yet (a lazy module): run the model once "
+                                "before wrapping it")
+        if tensor.device.type == "meta":
+            raise ArgumentError(f"{tensor_name} is on the meta device: give the model memory first "
+                                "(model.to_empty)")
+        if type(tensor).__name__ == "DTensor":
+            raise ArgumentError(
+                f"{tensor_name} is a DTensor: a sharded model cannot be captured. Wrap the model "
+                "first, and shard the wrapped module (fully_shard(rkmate.wrap(...)))")
+        if tensor.layout is not torch.strided:
+            raise ArgumentError(f"{tensor_name} has the layout {tensor.layout}; only dense tensors "
+                                "can be planned")
+
+
+def has_generator(model: nn.Module) -> bool:
+    """Whether some submodule keeps a generator of its own."""
+    return any(isinstance(v, torch.Generator) for m in model.modules() for v in vars(m).values())
+
+
+def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+              error: Exception, program: fx.GraphModule | None = None) -> Exception:
+    """The error for a failed trace: it names the operation and the line of the model's source.
+
+    `program`: what was exported, where that went well; it knows the lines that read a value.
+    """
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as mismatch:
+        return ArgumentError(f"the sample inputs do not fit {type(model).__name__}.forward: {mismatch}")
+    text = str(error).strip()
+    reason = text.split("\n")[0] or type(error).__name__
+    data_dependent = any(sign in text for sign in (
+        "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
+        "data dependent", "DataDependent")) or type(error).__name__ in (
+        "DataDependentOutputException", "DynamicOutputShapeException")
+    if data_dependent and _through(error, _DISTRIBUTIONS):
+        reason = "a distribution with validate_args=True checks its arguments' values, which a trace has not"
+        hint = ": leave that out (what it checks by default is left out of a plan)"
+    elif isinstance(error, TypeError) and "FakeTensor" in text and _through(error, _RECURRENT):
+        reason = "the lengths of a packed sequence are values of a tensor, and decide its shapes"
+        hint = (": pad instead, and read the output at the lengths (gather); rkmate.dtr runs such "
+                "models as they are")
+    elif data_dependent:
+        hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
+                "so no static plan exists: rkmate.dtr runs such models.")
+    elif "fake tensor in the exported program constant" in text:
+        reason = ("the forward reads .data or .grad of a tensor, or differentiates by itself "
+                  "(torch.autograd.grad), which a trace cannot follow")
+        hint = ": use .detach(), and compute gradients outside of the module"
+    else:
+        hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
+    return CaptureError(f"{type(model).__name__} cannot be captured{_place(error, program)}: {reason}{hint}")
+
+
+def _place(error: Exception, program: fx.GraphModule | None) -> str:
+    """The innermost line of the user's source that took part."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
+    if frames:
+        return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+    # Errors of a replayed graph carry the trace of the original run as text.
+    reads = [] if program is None else [
+        n.stack_trace or "" for n in program.graph.nodes if n.target in _READS]
+    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', "\n".join([*reads, str(error)]))
+    mine = [m for m in lines if _users(m[0])]
+    if mine:
+        return f" at {mine[-1][0]}:{mine[-1][1]}: {mine[-1][2].strip()}"
+    return ""
+
+
+def _through(error: Exception, place: str) -> bool:
+    """Whether an error came through a file, or a folder of files."""
+    return any(f.filename.startswith(place) for f in traceback.extract_tb(error.__traceback__))
+
+
+def _users(filename: str) -> bool:
+    return not filename.startswith(("<", _TORCH, _HERE))

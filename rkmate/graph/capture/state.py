@@ -1,0 +1,150 @@
+"""What a traced forward does besides computing: attributes it assigns, host random numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rkmate.errors import CaptureError
+from rkmate.graph.capture.library_paths import weight_made_by
+from rkmate.graph.capture.structure import tensors_in
+
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+          "_backward_pre_hooks")
+_REGISTRIES = ("_buffers", "_modules", "_parameters", *_HOOKS)
+MISSING = object()
+"""Stands for an attribute that is not there."""
+_LISTS = ("_all_weights", "_flat_weight_refs", "_flat_weights", "_flat_weights_names")
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """An attribute that a forward has assigned."""
+
+    path: str
+    holder: Any
+    """The module, or an object that a module has as an attribute (its configuration, say)."""
+    name: str
+    old: Any
+    new: Any
+
+    def repeat(self) -> None:
+        """Assign it again; zeros where it was a traced tensor that no attribute was there for."""
+        if self.new is MISSING:
+            self.holder.__dict__.pop(self.name, None)
+        elif not tensors_in(self.new):
+            self.holder.__dict__[self.name] = self.new
+        elif self.makes_tensors():
+            self.holder.__dict__[self.name] = tree_map_only(
+                torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), self.new)
+
+    def makes_tensors(self) -> bool:
+        """Whether it is a new attribute, of tensors in lists, tuples or dictionaries."""
+        leaves = tree_leaves(self.new)
+        return self.old is MISSING and len(tensors_in(self.new)) == sum(
+            isinstance(t, torch.Tensor) for t in leaves) > 0
+
+
+class PythonState:
+    """The attributes of every submodule, and of the objects that they hold, at one moment: to
+    compare with and to go back to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(name, m, dict(m.__dict__),
+                          {f: dict(m.__dict__[f]) for f in _REGISTRIES if f in m.__dict__})
+                         for name, m in model.named_modules()]
+        objects = {id(v): (f"{name + '.' if name else ''}{k}", v) for name, m, d, _ in self._modules
+                   for k, v in d.items() if _is_object(v)}
+        self._holders: list[tuple[str, Any, dict[str, Any]]] = [
+            *((path, m, attributes) for path, m, attributes, _ in self._modules),
+            *((path, v, dict(v.__dict__)) for path, v in objects.values())]
+
+    def restore(self) -> None:
+        """Put every attribute and every registry back."""
+        for _, _, attributes, registries in self._modules:
+            for field, content in registries.items():
+                now = attributes[field]
+                if {k: id(v) for k, v in now.items()} != {k: id(v) for k, v in content.items()}:
+                    now.clear()
+                    now.update(content)
+        for _, holder, attributes in self._holders:
+            for k in {*holder.__dict__, *attributes}:
+                if k not in attributes:
+                    del holder.__dict__[k]
+                elif holder.__dict__.get(k, MISSING) is not attributes[k]:
+                    holder.__dict__[k] = attributes[k]
+
+    def restore_hooks(self) -> None:
+        """Put the hooks back alone."""
+        for _, m, _, registries in self._modules:
+            for field in _HOOKS:
+                m.__dict__[field].clear()
+                m.__dict__[field].update(registries[field])
+
+    def assigned(self) -> list[Assigned]:
+        """The attributes that are other objects now."""
+        found = []
+        for path, holder, attributes in self._holders:
+            for k in sorted({*holder.__dict__, *attributes}):
+                old, new = attributes.get(k, MISSING), holder.__dict__.get(k, MISSING)
+                # A recurrent layer keeps lists of its weights, which the tracer swaps.
+                if old is not new and not (isinstance(holder, nn.RNNBase) and k in _LISTS):
+                    found.append(Assigned(f"{path + '.' if path else ''}{k}", holder, k, old, new))
+        return found
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (
+        nn.Module, torch.Tensor, type, ModuleType, dict, list, set, FunctionType, MethodType,
+        BuiltinFunctionType))
+
+
+def all_transient(assigned: Sequence[Assigned]) -> bool:
+    """Whether a forward may assign these: numbers and other plain values, new attributes, and the
+    weights that torch's own (old) normalisations and pruning assign before each forward."""
+    for a in assigned:
+        known = {id(t) for t in tensors_in(a.old)}
+        fresh = any(id(t) not in known for t in tensors_in(a.new))
+        hooks = a.holder._forward_pre_hooks.values() if isinstance(a.holder, nn.Module) else ()
+        if fresh and not a.makes_tensors() and not any(weight_made_by(h) == a.name for h in hooks):
+            return False
+    return True
+
+
+class HostDraws:
+    """The states of Python's and NumPy's own generators."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        # NumPy's global generator exists only once NumPy is loaded.
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+    def refuse_change(self, model: nn.Module) -> None:
+        """Raise when the forward has drawn from one of them: a captured step would repeat the draw."""
+        drew = []
+        if random.getstate() != self._python:
+            drew.append("random")
+        if self._numpy is not None:
+            now = sys.modules["numpy"].random.get_state()
+            if now[2:] != self._numpy[2:] or (now[1] != self._numpy[1]).any():
+                drew.append("numpy.random")
+        if drew:
+            raise CaptureError(
+                f"{type(model).__name__}: the forward draws from {' and '.join(drew)}; a captured "
+                "step would repeat the draw of its trace. Draw with torch (torch.rand), which is "
+                "part of the step.")
+
+    def restore(self) -> None:
+        """Put both back."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)

@@ -1,0 +1,200 @@
+"""A rewriting pass: the last product of a classifier and its cross entropy, a few rows at a time.
+
+For budgets that nothing else meets: the logits of a language model are often its largest tensors. The
+gradients are exact, but the weight's is added up in another order, so that its last bits differ.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.passes import chunked_loss_operators  # noqa: F401 - defines operators of torch.ops.rkmate
+from rkmate.graph.passes.chunked_kernels import is_wide
+
+aten = torch.ops.aten
+own = torch.ops.rkmate
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+@dataclass
+class Head:
+    """What is recognised: nodes of the forward, then of the backward."""
+
+    product: fx.Node
+    """``mm(x, weight)`` or ``addmm(bias, x, weight)``: [N, V]."""
+    loss: fx.Node
+    """The nll_loss_forward."""
+    gradient: fx.Node
+    """The cross_entropy_backward."""
+    of_x: fx.Node | None = None
+    of_weight: fx.Node | None = None
+    by_columns: bool = False
+    of_bias: fx.Node | None = None
+
+    @property
+    def arguments(self) -> tuple[Any, Any, Any]:
+        """x, weight and bias of the product."""
+        args: tuple[Any, ...] = self.product.args
+        return (args[0], args[1], None) if self.product.target is aten.mm.default \
+            else (args[1], args[2], args[0])
+
+    @property
+    def weight(self) -> fx.Node:
+        """The value whose storage the weight is."""
+        node: fx.Node = self.arguments[1]
+        while node.target in (aten.t.default, aten._to_copy.default):
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+
+def find_heads(graph: fx.Graph) -> list[Head]:
+    """Such products, each followed by a cross entropy that is wide enough to be worth it."""
+    return [h for h in map(_head, graph.nodes) if h is not None]
+
+
+def split_heads(graph: fx.Graph, heads: list[Head], replace: Callable[[fx.Node, fx.Node], None],
+                results: set[fx.Node]) -> None:
+    """Rewrite them. `replace` lets everything read another node; `results` are the values that leave
+    the graph."""
+    for head in heads:
+        _rewrite(graph, head, replace, seen=_is_read_elsewhere(head, results))
+
+
+def _head(node: fx.Node) -> Head | None:
+    """The head whose loss a cross entropy's gradient belongs to; None for what is no such head."""
+    if node.target is not own.cross_entropy_backward.default:
+        return None
+    _, log_probs, _, weight, _, _, total, _ = tuple[Any, ...](node.args)
+    loss = total.args[0]
+    if weight is not None or set(log_probs.users) != {loss, node} \
+            or loss.target is not aten.nll_loss_forward.default or loss.args[0] is not log_probs \
+            or log_probs.target is not aten._log_softmax.default \
+            or log_probs.meta["val"].dim() != 2 or not is_wide(log_probs.meta["val"], 0):
+        return None
+    logits: Any = log_probs.args[0]
+    if isinstance(logits, fx.Node) and _is_conversion(logits):
+        logits = logits.args[0]
+    product: Any = logits
+    while isinstance(product, fx.Node) and product.target in _VIEWS:
+        product = product.args[0]
+    if not isinstance(product, fx.Node) or product.kwargs \
+            or product.target not in (aten.mm.default, aten.addmm.default) \
+            or product.meta["val"].shape != log_probs.meta["val"].shape \
+            or any(not n.meta["val"].is_contiguous() for n in (product, logits)):
+        return None
+    head = Head(product, loss, node)
+    if product.target is aten.addmm.default and head.arguments[2].meta["val"].dim() != 1:
+        return None
+    return head if all(_is_gradient(head, *pair) for pair in _readers(node)) else None
+
+
+def _is_conversion(node: fx.Node) -> bool:
+    """Whether only the dtype changes."""
+    if node.target is not aten._to_copy.default or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    return bool(before.device == after.device and before.stride() == after.stride())
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What reads the gradient of the logits through views and conversions, and the value it reads."""
+    for user in node.users:
+        if user.target in _VIEWS or _is_conversion(user):
+            yield from _readers(user)
+        else:
+            yield node, user
+
+
+def _is_gradient(head: Head, value: fx.Node, user: fx.Node) -> bool:
+    """Whether a reader is one of the three gradients; it is noted in the head."""
+    x = head.arguments[0]
+    if value.meta["val"].shape != head.product.meta["val"].shape \
+            or value.meta["val"].dtype != head.product.meta["val"].dtype:
+        return False
+    if user.target is aten.sum.dim_IntList and user.args[1:] == ([0], True) and not user.kwargs:
+        head.of_bias, found = user, head.of_bias
+        return found is None and head.arguments[2] is not None
+    if user.target is aten.t.default:
+        products = list(user.users)
+        if len(products) != 1 or products[0].target is not aten.mm.default \
+                or products[0].args != (user, x):
+            return False
+        head.of_weight, found = products[0], head.of_weight
+        return found is None
+    if user.target is not aten.mm.default:
+        return False
+    if user.args[0] is value and _is_transposed(user.args[1], head.arguments[1]):
+        head.of_x, found = user, head.of_x
+        return found is None
+    if user.args[1] is value and _is_transposed(user.args[0], x):
+        head.of_weight, found, head.by_columns = user, head.of_weight, True
+        return found is None
+    return False
+
+
+def _is_transposed(node: Any, of: fx.Node) -> bool:
+    """Whether a matrix is another one's transpose: of the same storage, rows and columns changed."""
+    def base(n: fx.Node) -> tuple[fx.Node, int]:
+        turns = 0
+        while n.target is aten.t.default:
+            n, turns = n.args[0], turns + 1  # type: ignore[assignment]
+        return n, turns % 2
+    if not isinstance(node, fx.Node):
+        return False
+    (a, turned_a), (b, turned_b) = base(node), base(of)
+    return a is b and turned_a != turned_b
+
+
+def _is_read_elsewhere(head: Head, results: set[fx.Node]) -> bool:
+    """Whether the logits are there anyway: returned, or read by something beside the loss."""
+    log_probs = head.gradient.args[1]
+    todo = [head.product]
+    while todo:
+        node = todo.pop()
+        if node in results:
+            return True
+        for user in node.users:
+            if user.target in _VIEWS:
+                todo.append(user)
+            elif user is not log_probs and user is not log_probs.args[0]:  # type: ignore[union-attr]
+                return True
+    return False
+
+
+def _rewrite(graph: fx.Graph, head: Head, replace: Callable[[fx.Node, fx.Node], None], *,
+             seen: bool) -> None:
+    x, weight, bias = head.arguments
+    grad, log_probs, target, _, reduction, ignore, total, _ = head.gradient.args
+    dtype = log_probs.meta["val"].dtype  # type: ignore[union-attr]
+    logits: fx.Node | None = None
+    with graph.inserting_before(head.loss):
+        if seen:
+            logits = head.product
+            forward = graph.call_function(own.cross_entropy.default,
+                                          (logits, target, reduction, ignore, dtype))
+        else:
+            forward = graph.call_function(own.linear_cross_entropy.default,
+                                          (x, weight, bias, target, reduction, ignore, dtype))
+    forward.meta = dict(head.loss.meta)
+    replace(head.loss, forward)
+    found = (head.of_x, head.of_weight, head.of_bias)
+    with graph.inserting_before(head.gradient):
+        backward = graph.call_function(own.linear_cross_entropy_backward.default, (
+            grad, logits, x, weight, bias, target, reduction, ignore, total, dtype, head.by_columns,
+            [n is not None for n in found]))
+        empty = x.meta["val"].new_empty
+        with x.meta["val"].fake_mode:
+            values = tuple(empty(0) if n is None else torch.empty_like(n.meta["val"]) for n in found)
+        backward.meta = dict(head.gradient.meta) | {"val": values}
+        for k, old in enumerate(found):
+            if old is not None:
+                new = graph.call_function(operator.getitem, (backward, k))
+                new.meta = dict(old.meta) | {"val": values[k]}
+                replace(old, new)

@@ -1,0 +1,144 @@
+"""Operations that may write their result over an input that dies with them.
+
+Pointwise operations have in-place variants with the same arithmetic; some kernels, and the operators
+that work part by part, take their result's place as an argument. Which of the inputs dies is the
+schedule's business; here it only stands which could be overwritten, and how the call is then written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.passes import operators  # noqa: F401 - defines torch.ops.rkmate
+
+aten = torch.ops.aten
+
+_UNARY = ("relu", "tanh", "sigmoid", "exp", "neg", "sqrt", "rsqrt", "abs", "silu", "gelu", "erf",
+          "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "mish", "log", "log1p", "sin",
+          "cos", "reciprocal", "square", "clamp", "clamp_min", "clamp_max", "bitwise_not",
+          "logical_not")
+_FIRST: dict[Any, Any] = {getattr(aten, n).default: getattr(aten, f"{n}_").default for n in _UNARY}
+_FIRST |= {
+    aten.add.Tensor: aten.add_.Tensor, aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor, aten.div.Tensor: aten.div_.Tensor,
+    aten.add.Scalar: aten.add_.Scalar, aten.sub.Scalar: aten.sub_.Scalar,
+    aten.mul.Scalar: aten.mul_.Scalar, aten.div.Scalar: aten.div_.Scalar,
+    aten.pow.Tensor_Scalar: aten.pow_.Scalar, aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
+    aten.addcmul.default: aten.addcmul_.default, aten.addcdiv.default: aten.addcdiv_.default,
+}
+_COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
+# Each element (or row) of the result depends on the same element (or row) of the gradient only.
+_INTO_GRADIENT: dict[Any, tuple[Any, str, int]] = {
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input", 0),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input", 0),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input", 0),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input", 0),
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input", 0),
+    aten.leaky_relu_backward.default: (aten.leaky_relu_backward.grad_input, "grad_input", 0),
+    aten.elu_backward.default: (aten.elu_backward.grad_input, "grad_input", 0),
+    aten.hardtanh_backward.default: (aten.hardtanh_backward.grad_input, "grad_input", 0),
+}
+_INTO_GRADIENT_BY_ROWS: dict[Any, tuple[Any, str, int]] = {
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out", 0),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input", 0),
+}
+# Kernels that read a whole row before they write any of it.
+_INTO_INPUT_BY_ROWS = {aten._log_softmax.default: aten._log_softmax.out,
+                       aten._softmax.default: aten._softmax.out}
+_BY_PARTS: dict[Any, tuple[Any, int]] = {
+    torch.ops.rkmate.cross_entropy_backward.default: (torch.ops.rkmate.cross_entropy_backward.out, 1),
+    torch.ops.rkmate.batch_norm_backward.default: (torch.ops.rkmate.batch_norm_backward.over, 0),
+}
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """How a call overwrites one of its arguments."""
+
+    argument: int
+    """Position of the argument whose storage takes the result."""
+    target: Any
+    """The operator that does it."""
+    swapped: bool = False
+    """Whether the first two arguments change places (sums and products)."""
+    keyword: str | None = None
+    """The keyword under which the argument is passed once more, as the place of the result."""
+
+
+def overwrites(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[Overwrite]:
+    """The ways in which an operation could overwrite an argument.
+
+    `storage` names where a value lives. An argument qualifies when it has the result's shape,
+    strides and dtype, fills its storage, and no other argument lives there. Its strides must be what
+    the kernel would give the result, too (`_plain`).
+    """
+    target = node.target
+    result = node.meta.get("val")
+    if target in _BY_PARTS and isinstance(result, (tuple, list)):
+        result = result[0]
+    if not isinstance(result, torch.Tensor):
+        return []
+    ways: list[Overwrite] = []
+    if target in _FIRST:
+        ways.append(Overwrite(0, _FIRST[target]))
+        if target in _COMMUTES and "alpha" not in node.kwargs and len(node.args) == 2:
+            ways.append(Overwrite(1, _FIRST[target], swapped=True))
+    elif target in _INTO_GRADIENT:
+        new, keyword, position = _INTO_GRADIENT[target]
+        ways.append(Overwrite(position, new, keyword=keyword))
+    elif target in _INTO_GRADIENT_BY_ROWS and node.args[2] in (-1, result.dim() - 1):
+        new, keyword, _ = _INTO_GRADIENT_BY_ROWS[target]
+        if node.args[3] == result.dtype:
+            ways.append(Overwrite(0, new, keyword=keyword))
+    elif target in _INTO_INPUT_BY_ROWS and node.args[1] in (-1, result.dim() - 1) \
+            and node.args[2] is False:
+        ways.append(Overwrite(0, _INTO_INPUT_BY_ROWS[target], keyword="out"))
+    elif target in _BY_PARTS:
+        over, position = _BY_PARTS[target]
+        ways.append(Overwrite(position, over, keyword="out"))
+    return [w for w in ways if _fits(node, w, result, storage)]
+
+
+def _fits(node: fx.Node, way: Overwrite, result: torch.Tensor,
+          storage: Callable[[fx.Node], object]) -> bool:
+    argument = node.args[way.argument]
+    if not isinstance(argument, fx.Node):
+        return False
+    value = argument.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.shape != result.shape \
+            or value.stride() != result.stride() or not _plain(value) or value.dtype != result.dtype \
+            or value.untyped_storage().nbytes() != value.numel() * value.element_size() \
+            or result.untyped_storage().nbytes() != value.untyped_storage().nbytes():
+        return False
+    if way.swapped and not isinstance(node.args[0], fx.Node):
+        return False
+    place = storage(argument)
+    count = 0
+    for other in (*node.args, *node.kwargs.values()):
+        for n in other if isinstance(other, (list, tuple)) else (other,):
+            count += isinstance(n, fx.Node) and storage(n) == place
+    return count == 1
+
+
+def _plain(value: torch.Tensor) -> bool:
+    """Whether a contiguous tensor has the strides of a new one.
+
+    Along dimensions of size one, any stride is contiguous: a pixel of many channels may have those of
+    channels-last, and a trace says that a pointwise operation keeps them. Kernels return plain ones,
+    and a convolution that reads the result chooses its algorithm, and its memory, by them.
+    """
+    return not value.is_contiguous() or value.stride() == _contiguous_strides(value.shape)
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,180 @@
+"""What a block's first forward may keep to make its later runs cheaper: the levels of a chain.
+
+The sets to keep are found greedily, byte for byte, among what single nodes make, what is alive between
+two nodes, and what options save. One price per byte makes one level: at that price, each block takes
+the set that pays. Seconds and bytes are the simulator's. See `rkmate.rotor.partial_saves`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rkmate.ir.cd import CDGraph, CNode
+from rkmate.ir.chain import Kept, Option
+from rkmate.ir.schedule import Compute, Loss, from_order
+from rkmate.ir.simulate import simulate
+
+_Set = frozenset[int]
+
+
+def levels(graphs: Sequence[CDGraph], options: Sequence[Sequence[Option]],
+           count: int) -> list[tuple[Kept, ...]]:
+    """Per class of blocks, what it keeps at each level: as many for all, `count` at most."""
+    sets = [_worth(g, o) for g, o in zip(graphs, options, strict=True)]
+    prices = sorted({(a[1] - b[1]) / (b[0] - a[0]) for found in sets
+                     for a, b in zip(found, found[1:], strict=False)})
+    if not prices:
+        return [() for _ in graphs]
+    chosen: list[list[_Set]] = []
+    for price in np.quantile(prices, np.linspace(0.1, 0.8, count)):
+        level = [min(found, key=lambda x: x[1] + x[0] * price * (1 - 1e-3))[2] for found in sets]
+        if level not in chosen and any(level):
+            chosen.append(level)
+    made: dict[tuple[int, _Set], Kept] = {}
+    for level in chosen:
+        for k, kept in enumerate(level):
+            if (k, kept) not in made:
+                made[k, kept] = keep(graphs[k], options[k], kept)
+    return [tuple(made[k, level[k]] for level in chosen) for k in range(len(graphs))]
+
+
+def keep(graph: CDGraph, options: Sequence[Option], kept: _Set) -> Kept:
+    """What it costs, and what the block costs from then on, when some forward D nodes stay."""
+    first = _simulated(graph, graph.forward, frozenset(), (*graph.outputs, *kept))[1]
+    later = _forward(graph, kept, graph.outputs)
+    seconds, peak = _simulated(graph, later, kept, graph.outputs)
+    found: list[Option] = []
+    orders = {_order(graph, o, kept) for o in options}
+    for option in sorted((_option(graph, *order, kept) for order in orders),
+                         key=lambda o: (*_figures(o), o.forward, o.backward)):
+        mine = _figures(option)
+        if all(any(a > b for a, b in zip(_figures(o), mine, strict=True)) for o in found):
+            found.append(option)
+    return Kept(graph.bytes(kept), tuple(later), seconds, peak, first, tuple(found))
+
+
+def _figures(o: Option) -> tuple[float, ...]:
+    return (o.forward_seconds + o.backward_seconds, o.saved_bytes, o.forward_peak_bytes,
+            o.backward_peak_bytes)
+
+
+def _worth(graph: CDGraph, options: Sequence[Option]) -> list[tuple[int, float, _Set]]:
+    """Bytes, seconds of two forwards and the frugal option's backward, and set; on a convex hull."""
+    frugal = min(options, key=lambda o: (o.saved_bytes, o.backward_seconds))
+    inner = [j for i in graph.forward for j in graph.c[i].outputs if j not in graph.outputs]
+    moves: set[_Set] = {frozenset([j]) for j in inner}
+    for cut in range(1, graph.loss):
+        moves.add(frozenset(j for j in inner if (graph.producer[j] or 0) < cut
+                            and any(cut <= r < graph.loss for r in graph.readers[j])))
+    for o in options:
+        moves.add(frozenset(_backward(graph, o.backward, frozenset())[1]) & frozenset(inner))
+    moves.discard(frozenset())
+
+    def seconds(kept: _Set) -> float:
+        back, wanted = _backward(graph, frugal.backward, kept)
+        return sum(graph.c[i].time for i in (*_forward(graph, kept, graph.outputs), *back,
+                                             *_forward(graph, kept, {*graph.outputs, *wanted})))
+
+    here: _Set = frozenset()
+    least = seconds(here)
+    hull = [(0, least, here)]
+    seen: dict[_Set, float] = {}
+    while True:
+        steps = []
+        for there in {here | m for m in moves} - {here}:
+            if there not in seen:
+                seen[there] = seconds(there)
+            gain = least - seen[there]
+            if gain > 1e-9 * least:
+                steps.append((-gain / (graph.bytes(there - here) + 1), sorted(there)))
+        if not steps:
+            return hull
+        here = frozenset(min(steps)[1])
+        least = seen[here]
+        size = graph.bytes(here)
+        while hull and (hull[-1][0] >= size or (len(hull) > 1 and (hull[-1][1] - least) * (
+                hull[-1][0] - hull[-2][0]) >= (hull[-2][1] - hull[-1][1]) * (size - hull[-1][0]))):
+            if len(hull) == 1:
+                break
+            hull.pop()
+        if size > hull[-1][0]:
+            hull.append((size, least, here))
+
+
+def _forward(graph: CDGraph, kept: _Set, wanted: Iterable[int]) -> list[int]:
+    """The forward nodes that it takes to have some D nodes, where others are there."""
+    missing = set(wanted) - kept
+    result = []
+    for i in range(graph.loss - 1, -1, -1):
+        if not missing.isdisjoint(graph.c[i].outputs):
+            missing.difference_update(graph.c[i].outputs)
+            missing.update(set(graph.c[i].inputs) - kept)
+            result.append(i)
+    return result[::-1]
+
+
+def _backward(graph: CDGraph, backward: Sequence[int], kept: _Set) -> tuple[list[int], set[int]]:
+    """A backward's nodes less the recomputations that nothing reads then, and what it finds saved."""
+    wanted: set[int] = set()
+    result = []
+    for i in reversed(backward):
+        node = graph.c[i]
+        if i >= graph.loss or not wanted.isdisjoint(node.outputs):
+            wanted.difference_update(node.outputs)
+            wanted.update(set(node.inputs) - kept)
+            result.append(i)
+    return result[::-1], wanted
+
+
+def _without(graph: CDGraph, node: CNode, kept: _Set) -> CNode:
+    """The node, where it makes again what is kept: a temporary."""
+    again = kept.intersection(node.outputs)
+    if not again:
+        return node
+    return replace(node, outputs=tuple(j for j in node.outputs if j not in again), donors=(),
+                   overhead=node.overhead + graph.bytes(again))
+
+
+def _part(graph: CDGraph, nodes: Sequence[int], kept: _Set, outputs: Iterable[int]) -> CDGraph:
+    """The graph of some of its nodes, where what is kept is held outside."""
+    new = {i: k for k, i in enumerate(nodes)}
+    return CDGraph(graph.d, tuple(_without(graph, graph.c[i], kept) for i in nodes),
+                   sum(i < graph.loss for i in nodes), (*graph.inputs, *kept), tuple(outputs),
+                   graph.output_grads, graph.input_grads,
+                   {j: new[i] for j, i in graph.releases.items() if i in new})
+
+
+def _simulated(graph: CDGraph, nodes: Sequence[int], kept: _Set,
+               outputs: Iterable[int]) -> tuple[float, int]:
+    """Seconds and peak of forward nodes alone."""
+    part = _part(graph, nodes, kept, outputs)
+    part = replace(part, inputs=(*part.inputs, *part.output_grads), output_grads=(), input_grads=(),
+                   releases={})
+    result = simulate(part, from_order(part, range(len(nodes)), len(nodes)))
+    return result.seconds, result.peak
+
+
+def _order(graph: CDGraph, option: Option, kept: _Set) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """An option's forward and backward less the nodes that nothing reads where some D nodes are there."""
+    back, wanted = _backward(graph, option.backward, kept)
+    return tuple(_forward(graph, kept, {*graph.outputs, *wanted})), tuple(back)
+
+
+def _option(graph: CDGraph, there: tuple[int, ...], back: tuple[int, ...], kept: _Set) -> Option:
+    """What it costs to run these nodes in the forward and in the backward."""
+    nodes = sorted({*there, *back})
+    new = {i: k for k, i in enumerate(nodes)}
+    part = _part(graph, nodes, kept, graph.outputs)
+    schedule = from_order(part, [new[i] for i in (*there, *back)], len(there))
+    result = simulate(part, schedule)
+    at = next(k for k, step in enumerate(schedule.steps) if isinstance(step, Loss))
+    first = next((k for k in range(at + 1, len(schedule.steps))
+                  if isinstance(schedule.steps[k], Compute)), len(schedule.steps))
+    outside = set(part.inputs) | set(graph.output_grads)
+    return Option(there, back, sum(graph.c[i].time for i in there),
+                  sum(graph.c[i].time for i in back),
+                  result.saved - graph.bytes(set(graph.outputs) - outside),
+                  max(result.timeline[:at], default=0), max(result.timeline[first:], default=0))

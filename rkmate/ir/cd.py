@@ -1,0 +1,135 @@
+"""The CD graph: computations and data, forward and backward, without torch.
+
+Rockmate (ICML 2023), section 3.2 and appendix A.6. Sizes are bytes, times are seconds. Nodes are
+named by their index: ``graph.c[i]`` is a computation, ``graph.d[j]`` a storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from rkmate.errors import GraphError
+
+DKind = Literal["data", "saved", "grad"]
+Phase = Literal["forward", "backward"]
+HOISTED = -1
+"""Block number of the hoisted constants: computed once at the start and kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class DNode:
+    """One storage. Views of it are statements of its users, never nodes."""
+
+    name: str
+    size: int
+    """Bytes that the allocator hands out for it; 0 for what somebody else holds anyway."""
+    kind: DKind = "data"
+    """``data``: a forward value. ``saved``: a forward value that only the backward reads (the
+    paper's phantom). ``grad``: a value of the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class CNode:
+    """One computation."""
+
+    name: str
+    phase: Phase
+    inputs: tuple[int, ...]
+    """D nodes that must be in memory while it runs."""
+    outputs: tuple[int, ...]
+    """D nodes that it creates; all of them, each time it runs."""
+    time: float = 0.0
+    overhead: int = 0
+    """Bytes allocated and freed again while it runs, beyond inputs and outputs."""
+    random: bool = False
+    """Draws from a generator: a recomputation restores the generator's state."""
+    donors: tuple[int, ...] = ()
+    """Inputs that may take the (only) output's place when they die here: no bytes are allocated
+    then."""
+
+
+@dataclass(frozen=True)
+class CDGraph:
+    """C and D nodes of a block (or of a whole model) in one topological order.
+
+    The loss stands between ``c[loss - 1]`` and ``c[loss]``: forward nodes before, backward nodes
+    after it.
+    """
+
+    d: tuple[DNode, ...]
+    c: tuple[CNode, ...]
+    loss: int
+    """Index of the first backward node; ``len(c)`` when there is none."""
+    inputs: tuple[int, ...] = ()
+    """D nodes without a producer that are there from the start and stay: held by somebody else,
+    counted by nobody here."""
+    outputs: tuple[int, ...] = ()
+    """Forward D nodes that the next block reads (or that the user gets). They are there when the
+    backward starts."""
+    output_grads: tuple[int, ...] = ()
+    """Grad D nodes without a producer: they arrive at the loss and are counted from there on,
+    until their last reader has run."""
+    input_grads: tuple[int, ...] = ()
+    """Grad D nodes that outlive the graph: what the block before (or the caller) reads."""
+    releases: Mapping[int, int] = field(default_factory=dict)
+    """Parameter gradients: D node -> index of the C node after which it leaves memory (the end of
+    the autograd function that hands it over)."""
+
+    @cached_property
+    def producer(self) -> tuple[int | None, ...]:
+        """The C node that creates each D node; None for those that come from outside."""
+        result: list[int | None] = [None] * len(self.d)
+        for i, c in enumerate(self.c):
+            for o in c.outputs:
+                result[o] = i
+        return tuple(result)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """The C nodes that read each D node, in order."""
+        result: list[list[int]] = [[] for _ in self.d]
+        for i, c in enumerate(self.c):
+            for j in c.inputs:
+                result[j].append(i)
+        return tuple(tuple(r) for r in result)
+
+    @property
+    def forward(self) -> range:
+        """Indices of the forward C nodes."""
+        return range(self.loss)
+
+    @property
+    def backward(self) -> range:
+        """Indices of the backward C nodes."""
+        return range(self.loss, len(self.c))
+
+    def bytes(self, ds: object) -> int:
+        """Sum of the sizes of some D nodes."""
+        return sum(self.d[j].size for j in ds)  # type: ignore[attr-defined]
+
+    def verify(self) -> CDGraph:
+        """Check the invariants that every later stage relies on; returns the graph itself."""
+        made: dict[int, int] = {}
+        external = set(self.inputs) | set(self.output_grads)
+        for i, c in enumerate(self.c):
+            if (c.phase == "forward") != (i < self.loss):
+                raise GraphError(f"{c.name}: a {c.phase} node on the wrong side of the loss")
+            for j in c.inputs:
+                if j not in made and j not in external:
+                    raise GraphError(f"{c.name} reads {self.d[j].name} before anything creates it")
+                if j in self.output_grads and i < self.loss:
+                    raise GraphError(f"{c.name} reads the gradient {self.d[j].name} in the forward")
+            for j in c.outputs:
+                if j in made or j in external:
+                    raise GraphError(f"{self.d[j].name} has two producers")
+                made[j] = i
+        for j in (*self.outputs, *self.input_grads):
+            if j not in made and j not in external:
+                raise GraphError(f"{self.d[j].name} leaves the graph, but nothing creates it")
+        for j, i in self.releases.items():
+            if made.get(j, len(self.c)) > i and j not in self.output_grads:
+                raise GraphError(f"{self.d[j].name} leaves before it is made")
+        return self

@@ -1,0 +1,188 @@
+"""A plan: what is computed when, what it costs, and how it was found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from rkmate.errors import GraphError, PlanError
+from rkmate.ir.schedule import Compute, Free, Loss, Schedule, Step
+from rkmate.ir.summary import GraphSummary, read_summary
+
+Drawable = Literal["chain", "forward", "simplified", "block", "schedule"]
+"""What `Plan.draw` draws."""
+_FORMAT = 3
+Saved = TypeVar("Saved", bound="PlanData")
+
+
+@dataclass(frozen=True)
+class BlockInfo:
+    """One block of the chain."""
+
+    label: str
+    """Class of the block: identical blocks have the same label."""
+    path: str
+    """The module of the model that most of its operations come from."""
+    forward_nodes: int
+    backward_nodes: int
+    options: int
+    """How many options its class has."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a block in the schedule."""
+
+    block: int
+    phase: str
+    """``forward`` or ``backward``."""
+    option: int | None
+    """Which option of its class; None for a plain forward that keeps nothing, or for a planner
+    that does not work with options."""
+    saved_bytes: int | None = None
+    """What the option keeps between forward and backward."""
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """The result of planning, independent of the model object. Bytes and seconds.
+
+    ``peak_bytes`` is the predicted peak of a training step above what stands before it, as
+    ``budget_bytes`` bounds it.
+    """
+
+    planner: str
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    """Predicted peak without rematerialization."""
+    step_seconds: float
+    baseline_seconds: float
+    bound_seconds: float | None
+    """No schedule within the budget that runs each backward computation once, in order, takes less;
+    None when the planner knows no bound."""
+    minimum_bytes: int | None
+    """Smallest budget that the planner can meet; None when nothing had to be solved to know."""
+    blocks: tuple[BlockInfo, ...]
+    runs: tuple[Run, ...]
+    schedule: Schedule
+    fingerprint: str
+    """Of the model's graph: a plan serves every model with the same one."""
+    costs: tuple[tuple[float, int], ...]
+    """Per C node: seconds, and bytes of temporary memory."""
+    graph: GraphSummary = field(repr=False)
+    """The graph that the schedule runs over, for pictures and tables."""
+    note: str = ""
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each stage of planning took."""
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    """Node counts before and after simplification (Rockmate, figure 9)."""
+    source: str = field(default="", repr=False, compare=False)
+    """The generated Python, of a plan that a wrapped module runs; to be read, never executed."""
+
+    @property
+    def overhead(self) -> float:
+        """Predicted extra time: step / baseline - 1."""
+        return self.step_seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
+
+    @property
+    def gap(self) -> float | None:
+        """How much of the step's time a better schedule that runs each backward computation once, in
+        order, could save at most; None when unknown."""
+        if self.bound_seconds is None or not self.step_seconds:
+            return None
+        return max(0.0, 1 - self.bound_seconds / self.step_seconds)
+
+    def __repr__(self) -> str:
+        return (f"<rkmate.Plan {self.planner}: peak {_mb(self.peak_bytes)} of budget "
+                f"{_mb(self.budget_bytes)} (without: {_mb(self.baseline_peak_bytes)}), "
+                f"time {self.overhead:+.1%}, {len(self.blocks)} blocks>")
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON. Reading it back runs no code."""
+        content = self._content()
+        content["checksum"] = _checksum(content)
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls: type[Saved], path: str | Path) -> Saved:
+        """Read a saved plan. Raises `PlanError` for a file that is no (whole, unedited) plan."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise PlanError(f"{path}: is not a whole plan file ({error})") from error
+        if not isinstance(content, dict) or "checksum" not in content:
+            raise PlanError(f"{path}: is no rkmate plan")
+        if content.get("format") != _FORMAT:
+            raise PlanError(f"{path}: has format {content.get('format')!r}; this version reads "
+                            f"{_FORMAT}. Make the plan again")
+        checksum = content.pop("checksum")
+        if checksum != _checksum(content):
+            raise PlanError(f"{path}: was changed after it was saved. Make the plan again")
+        try:
+            return cls(**_read(content))
+        except (KeyError, TypeError, ValueError, IndexError, GraphError) as error:
+            raise PlanError(f"{path}: is not a whole plan file ({error})") from error
+
+    def _content(self) -> dict[str, Any]:
+        loss_at = self.schedule.loss_at
+        pinned = sorted({s.d for s in self.schedule.steps if isinstance(s, Free)})
+        return {
+            "format": _FORMAT, "planner": self.planner, "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes, "baseline_peak_bytes": self.baseline_peak_bytes,
+            "step_seconds": self.step_seconds, "baseline_seconds": self.baseline_seconds,
+            "bound_seconds": self.bound_seconds, "minimum_bytes": self.minimum_bytes,
+            "note": self.note,
+            "fingerprint": self.fingerprint, "loss_at": loss_at, "forgotten": len(pinned),
+            "blocks": [vars(b) for b in self.blocks], "runs": [vars(r) for r in self.runs],
+            "steps": [_step(s) for s in self.schedule.steps],
+            "costs": [list(c) for c in self.costs], "nodes": dict(self.nodes),
+            "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
+            "source": self.source,
+        }
+
+
+def _read(content: dict[str, Any]) -> dict[str, Any]:
+    steps = tuple(_read_step(s) for s in content["steps"])
+    costs = tuple((float(t), int(o)) for t, o in content["costs"])
+    return dict(  # noqa: C408 - the arguments of a plan
+        planner=str(content["planner"]), budget_bytes=int(content["budget_bytes"]),
+        peak_bytes=int(content["peak_bytes"]),
+        baseline_peak_bytes=int(content["baseline_peak_bytes"]),
+        step_seconds=float(content["step_seconds"]),
+        baseline_seconds=float(content["baseline_seconds"]),
+        bound_seconds=None if content["bound_seconds"] is None else float(content["bound_seconds"]),
+        minimum_bytes=None if content["minimum_bytes"] is None else int(content["minimum_bytes"]),
+        blocks=tuple(BlockInfo(**b) for b in content["blocks"]),
+        runs=tuple(Run(**r) for r in content["runs"]), schedule=Schedule(steps),
+        fingerprint=str(content["fingerprint"]),
+        costs=costs, graph=read_summary(content["graph"], costs), source=str(content["source"]),
+        note=str(content["note"]), stage_seconds=dict(content["stage_seconds"]),
+        nodes=dict(content["nodes"]))
+
+
+def _step(step: Step) -> int | str:
+    """``3``: compute node 3; ``-4``: forget storage 3; ``"loss"``."""
+    if isinstance(step, Compute):
+        return step.c
+    return -step.d - 1 if isinstance(step, Free) else "loss"
+
+
+def _read_step(value: Any) -> Step:
+    if value == "loss":
+        return Loss()
+    return Compute(int(value)) if int(value) >= 0 else Free(-int(value) - 1)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _mb(n: int) -> str:
+    return f"{n / 2**20:.1f} MiB"

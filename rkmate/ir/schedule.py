@@ -1,0 +1,176 @@
+"""A schedule: the flat list of steps that a training step runs.
+
+The order of the computations says it all: a storage is best forgotten right after its last reader
+before the next time it is created. `from_order` derives the forget steps, so a planner only has to
+decide what is computed when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rkmate.errors import ScheduleError
+from rkmate.ir.cd import CDGraph
+
+
+class Compute(NamedTuple):
+    """Run a C node. Outputs that nobody needs (again) are dropped at once."""
+
+    c: int
+
+
+class Free(NamedTuple):
+    """Free a D node's storage."""
+
+    d: int
+
+
+class Loss(NamedTuple):
+    """The forward ends here: outputs go to the user, gradients come back."""
+
+
+Step = Compute | Free | Loss
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps over the nodes of one `CDGraph`."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The computations alone: C node indices, in the order in which they run."""
+        return tuple(s.c for s in self.steps if isinstance(s, Compute))
+
+    @property
+    def loss_at(self) -> int:
+        """How many computations run before the loss."""
+        n = 0
+        for s in self.steps:
+            if isinstance(s, Loss):
+                return n
+            n += isinstance(s, Compute)
+        return n
+
+    def seconds(self, graph: CDGraph) -> float:
+        """Sum of the times of all computations, in seconds."""
+        return sum(graph.c[i].time for i in self.order)
+
+    def recomputed(self) -> dict[int, int]:
+        """How many times each C node runs again (only those that do)."""
+        counts: dict[int, int] = {}
+        for i in self.order:
+            counts[i] = counts.get(i, 0) + 1
+        return {i: n - 1 for i, n in counts.items() if n > 1}
+
+
+def in_place_donor(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
+    """The D node whose storage the computation at step `k` takes for its output, if any.
+
+    It does where an input that may be overwritten is forgotten right after it, and the output is
+    not.
+    """
+    step = steps[k]
+    assert isinstance(step, Compute)
+    node = graph.c[step.c]
+    if not node.donors:
+        return None
+    gone = freed_after(steps, k)
+    if node.outputs[0] in gone:
+        return None
+    return next((j for j in node.donors if j in gone), None)
+
+
+def freed_after(steps: Sequence[Step], k: int) -> set[int]:
+    """The D nodes that are forgotten right after step `k`."""
+    gone: set[int] = set()
+    k += 1
+    while k < len(steps):
+        step = steps[k]
+        if not isinstance(step, Free):
+            break
+        gone.add(step.d)
+        k += 1
+    return gone
+
+
+def save_all(graph: CDGraph) -> Schedule:
+    """Every computation once, in the graph's order: nothing is forgotten that is needed again."""
+    return from_order(graph, range(len(graph.c)), graph.loss)
+
+
+def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: int,
+               pinned: Iterable[int] = ()) -> Schedule:
+    """The schedule that runs `order` and forgets every storage as early as possible.
+
+    `loss_at`: how many of the computations run before the loss. `pinned`: D nodes that are never
+    forgotten (what the user holds). D nodes of `graph.outputs` are kept until the loss, those of
+    `graph.input_grads` to the end, parameter gradients (`graph.releases`) until they exit. Raises
+    `ScheduleError` when a computation reads what is not in memory.
+    """
+    order = list(order)
+    pinned = set(pinned)
+    never = len(order) + 1
+    # Walk backwards: the next use of each D node seen from behind tells where it dies.
+    next_use = [-1] * len(graph.d)       # -1: not needed any more
+    for j in graph.input_grads:
+        next_use[j] = never
+    dies: dict[int, list[int]] = {}      # after computation k
+    dies_at_loss: list[int] = []
+    exit_after: dict[int, list[int]] = {}
+    for j, i in graph.releases.items():
+        exit_after.setdefault(i, []).append(j)
+    fixed = set(graph.inputs)
+    for j in pinned:
+        next_use[j] = never
+    for k in range(len(order) - 1, -1, -1):
+        if k + 1 == loss_at:
+            for j in graph.outputs:
+                if next_use[j] == -1:
+                    next_use[j] = k + 1
+                    dies_at_loss.append(j)
+        i = order[k]
+        node = graph.c[i]
+        for j in exit_after.get(i, ()):
+            if next_use[j] == -1:
+                next_use[j] = k
+                dies.setdefault(k, []).append(j)
+        for j in node.outputs:
+            if next_use[j] == -1:
+                dies.setdefault(k, []).append(j)
+            elif j not in pinned:
+                next_use[j] = -1
+        for j in node.inputs:
+            if next_use[j] == -1 and j not in fixed:
+                next_use[j] = k
+                dies.setdefault(k, []).append(j)
+    available = set(graph.inputs)
+    if loss_at == 0:
+        available |= set(graph.output_grads)
+    steps: list[Step] = []
+    if loss_at == 0:
+        steps.append(Loss())
+    for k, i in enumerate(order):
+        missing = [j for j in graph.c[i].inputs if j not in available]
+        if missing:
+            names = ", ".join(graph.d[j].name for j in missing)
+            raise ScheduleError(f"step {k} ({graph.c[i].name}) reads {names}, which is not in memory")
+        steps.append(Compute(i))
+        available.update(graph.c[i].outputs)
+        for j in dies.get(k, ()):
+            steps.append(Free(j))
+            available.discard(j)
+        if k + 1 == loss_at:
+            steps.append(Loss())
+            available.update(graph.output_grads)
+            for j in dies_at_loss:
+                steps.append(Free(j))
+                available.discard(j)
+            for j in graph.output_grads:
+                if next_use[j] == -1:
+                    steps.append(Free(j))
+                    available.discard(j)
+    return Schedule(tuple(steps))

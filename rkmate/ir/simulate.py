@@ -1,0 +1,107 @@
+"""The simulator: the only judge of a schedule.
+
+It replays the steps, checks that every input is present, and reports time and memory. Planners
+never grade themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rkmate.errors import ScheduleError
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.schedule import Compute, Free, Loss, Schedule, in_place_donor
+
+LOSS_SCALARS = 512
+"""Bytes of what a loss outside keeps to the end: its value, the number its backward starts from."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule costs."""
+
+    peak: int
+    """Greatest number of bytes alive at once, temporaries included."""
+    peak_at: int
+    """Index of the step where the peak stands."""
+    seconds: float
+    """Sum of the times of all computations."""
+    saved: int
+    """Bytes alive at the loss (the paper's M_save), before the output gradients arrive."""
+    timeline: tuple[int, ...]
+    """Per step: bytes alive during a computation (temporaries included), or after another step."""
+
+
+def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
+             pinned: Iterable[int] = ()) -> Simulation:
+    """Replay a schedule. Raises `ScheduleError` when it is not executable or incomplete.
+
+    `reserve_at_loss`: bytes that the loss, computed outside, allocates for itself; of them, a few
+    (the loss itself, the number one that its backward starts from) stay to the end. `pinned`: D nodes
+    that the user holds (forgetting one is an error).
+    """
+    pinned = set(pinned)
+    alive: set[int] = set()
+    fixed = set(graph.inputs)
+    live = peak = peak_at = saved = 0
+    seconds = 0.0
+    taken: set[int] = set()
+    seen_loss = False
+    ran: set[int] = set()
+    timeline: list[int] = []
+    for k, step in enumerate(schedule.steps):
+        now = live
+        if isinstance(step, Compute):
+            node = graph.c[step.c]
+            if node.phase == "backward" and not seen_loss:
+                raise ScheduleError(f"step {k}: {node.name} runs before the loss")
+            for j in node.inputs:
+                if j not in alive and j not in fixed:
+                    raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
+            # A second run creates all of the outputs anew, also those that are still there.
+            again = 0
+            place = in_place_donor(graph, schedule.steps, k)
+            if place is not None:
+                # The output takes the input's storage: when the input is forgotten, nothing is freed.
+                live -= graph.d[place].size
+                taken.add(place)
+            for j in node.outputs:
+                if j in alive:
+                    again += graph.d[j].size
+                else:
+                    alive.add(j)
+                    live += graph.d[j].size
+            now = live + again + node.overhead
+            seconds += node.time
+            ran.add(step.c)
+        elif isinstance(step, Free):
+            if step.d not in alive:
+                raise ScheduleError(f"step {k}: forgets {graph.d[step.d].name}, which is not in memory")
+            if step.d in pinned:
+                raise ScheduleError(f"step {k}: forgets {graph.d[step.d].name}, which the user holds")
+            alive.discard(step.d)
+            if step.d in taken:
+                taken.discard(step.d)
+            else:
+                live -= graph.d[step.d].size
+            now = live
+        elif isinstance(step, Loss):
+            missing = [j for j in graph.outputs if j not in alive and j not in fixed]
+            if seen_loss or missing:
+                names = ", ".join(graph.d[j].name for j in missing)
+                raise ScheduleError(f"step {k}: the loss comes twice or without {names or 'need'}")
+            seen_loss = True
+            saved = live
+            live += min(reserve_at_loss, LOSS_SCALARS)
+            for j in graph.output_grads:
+                alive.add(j)
+                live += graph.d[j].size
+            now = max(live, saved + reserve_at_loss)
+        timeline.append(now)
+        if now > peak:
+            peak, peak_at = now, k
+    left_out = [graph.c[i].name for i in range(len(graph.c)) if i not in ran]
+    if left_out:
+        raise ScheduleError(f"the schedule never runs {', '.join(left_out[:5])}")
+    return Simulation(peak, peak_at, seconds, saved, tuple(timeline))

@@ -1,0 +1,152 @@
+"""A model's graph without the model: what a picture or a table needs, in JSON when saved.
+
+No torch: a plan that was loaded from a file is drawn and explained from this alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from rkmate.ir.cd import CDGraph, CNode, DKind, DNode, Phase
+
+CapturedKind = Literal["operation", "view", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """One C node."""
+
+    name: str
+    operation: str
+    """The operator, without its namespace and overload: ``addmm``."""
+    path: str
+    """The module of the user's model that it comes from; empty for the model itself."""
+    phase: Phase
+    block: int
+    """Its block; -1 for what is computed once at the start."""
+    inputs: tuple[int, ...]
+    """Storages that it reads."""
+    outputs: tuple[int, ...]
+    """Storages that it creates."""
+    seconds: float
+    overhead: int
+    """Bytes of temporary memory."""
+    random: bool = False
+    constant: bool = False
+    """Depends on no trained value."""
+    donors: tuple[int, ...] = ()
+    """Inputs that may take the output's place when they die here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One D node."""
+
+    name: str
+    size: int
+    """Bytes."""
+    kind: DKind
+    shape: str
+    """Of the tensor that owns it: ``float32[8, 128, 64]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One operation of the forward as it was captured, before simplification."""
+
+    name: str
+    operation: str
+    path: str
+    block: int
+    kind: CapturedKind
+    """``operation``: still there after simplification. ``view``: joined its owner's storage.
+    ``dropped``: an alias, a copy that copied nothing, an assertion, or a value computed twice."""
+    inputs: tuple[int, ...]
+    """Captured operations that it reads."""
+
+
+@dataclass(frozen=True)
+class GraphSummary:
+    """The graph that a plan's schedule runs over, with costs. Indices as in the schedule."""
+
+    computations: tuple[Computation, ...]
+    storages: tuple[Storage, ...]
+    loss: int
+    """Index of the first backward computation."""
+    outputs: tuple[int, ...]
+    output_grads: tuple[int, ...]
+    input_grads: tuple[int, ...]
+    releases: Mapping[int, int]
+    """Parameter gradient -> computation after which it leaves memory."""
+    pinned: tuple[int, ...]
+    """Storages that the user holds."""
+    reserve_at_loss: int
+    """Bytes left for a loss that the caller computes."""
+    cuts: tuple[tuple[int, ...], ...] = ()
+    """Storages that the forward carries into block i (one entry more than there are blocks)."""
+    captured: tuple[Captured, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def cd(self) -> CDGraph:
+        """The graph as the simulator takes it."""
+        return CDGraph(
+            tuple(DNode(s.name, s.size, s.kind) for s in self.storages),
+            tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random,
+                        c.donors)
+                  for c in self.computations),
+            self.loss, (), self.outputs, self.output_grads, self.input_grads, self.releases)
+
+    @cached_property
+    def block_c(self) -> Mapping[int, tuple[int, ...]]:
+        """Per block, its computations: forward, then backward. Key -1: the prelude."""
+        result: dict[int, list[int]] = {}
+        for i, c in enumerate(self.computations):
+            result.setdefault(c.block, []).append(i)
+        return {b: tuple(c) for b, c in sorted(result.items())}
+
+    @cached_property
+    def maker(self) -> tuple[int | None, ...]:
+        """The computation that creates each storage; None for gradients that arrive."""
+        return self.cd.producer
+
+    def content(self) -> dict[str, Any]:
+        """As JSON takes it. Times and overheads are left out: the plan has them."""
+        return {
+            "computations": [[c.name, c.operation, c.path, c.block, list(c.inputs), list(c.outputs),
+                              int(c.random), int(c.constant), list(c.donors)]
+                             for c in self.computations],
+            "storages": [[s.name, s.size, s.kind, s.shape] for s in self.storages],
+            "loss": self.loss, "outputs": list(self.outputs),
+            "output_grads": list(self.output_grads), "input_grads": list(self.input_grads),
+            "exits": sorted([j, i] for j, i in self.releases.items()), "held": list(self.pinned),
+            "reserve_at_loss": self.reserve_at_loss, "cuts": [list(c) for c in self.cuts],
+            "captured": [[c.name, c.operation, c.path, c.block, c.kind, list(c.inputs)]
+                         for c in self.captured],
+        }
+
+
+def read_summary(content: Mapping[str, Any], costs: Sequence[tuple[float, int]]) -> GraphSummary:
+    """The opposite of `GraphSummary.content`. Raises `KeyError`, `TypeError` or `ValueError` for
+    what is none, `GraphError` for a graph that breaks an invariant."""
+    loss = int(content["loss"])
+    computations = []
+    for i, (row, (seconds, overhead)) in enumerate(zip(content["computations"], costs, strict=True)):
+        name, operation, path, block, inputs, outputs, random, constant, places = row
+        computations.append(Computation(
+            str(name), str(operation), str(path), "forward" if i < loss else "backward", int(block),
+            tuple(map(int, inputs)), tuple(map(int, outputs)), seconds, overhead, bool(random),
+            bool(constant), tuple(map(int, places))))
+    result = GraphSummary(
+        tuple(computations),
+        tuple(Storage(str(n), int(s), k, str(shape)) for n, s, k, shape in content["storages"]),
+        loss, tuple(map(int, content["outputs"])), tuple(map(int, content["output_grads"])),
+        tuple(map(int, content["input_grads"])), {int(j): int(i) for j, i in content["exits"]},
+        tuple(map(int, content["held"])), int(content["reserve_at_loss"]),
+        tuple(tuple(map(int, c)) for c in content["cuts"]),
+        tuple(Captured(str(n), str(o), str(p), int(b), k, tuple(map(int, r)))
+              for n, o, p, b, k, r in content["captured"]))
+    result.cd.verify()
+    return result

@@ -1,0 +1,18 @@
+"""What a user may set about measuring costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """How long to measure. The fastest run of an operation counts: what else a machine does only adds."""
+
+    passes: int = 2
+    """Times that the blocks are run, one after the other: what disturbs the machine for a second or two
+    then disturbs one of the runs of an operation only."""
+    repeats: int = 3
+    """Timed runs of an operation in each pass."""
+    enough_seconds: float = 0.1
+    """An operation that has been timed for this long is not repeated further in a pass."""

@@ -1,0 +1,226 @@
+"""Budgets from a device's memory, and the largest batch that fits in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.budget import parse_budget
+from rkmate.errors import ArgumentError, InfeasibleBudget
+from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
+from rkmate.pipeline.prepare import check_model, prepare
+from rkmate.pipeline.search import Searcher
+from rkmate.pipeline.settings import Settings
+from rkmate.show.plan import Plan
+from rkmate.support.progress import Progress
+
+ADAM_STATES = 2
+"""Tensors of the size of each parameter that Adam and AdamW keep."""
+_SLACK = 0.04
+"""Share of a device's memory left alone: the allocator's fragments, and math libraries."""
+
+
+def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int:
+    """Bytes that training needs beside the parameters: gradients that do not exist yet, and
+    `optimizer_states` tensors of the size of each trained parameter."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grads = sum(p.nbytes for p in trained if p.grad is None)
+    return grads + optimizer_states * sum(p.nbytes for p in trained)
+
+
+def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int:
+    """The budget that ``budget="auto"`` means, in bytes.
+
+    The memory that is free on the model's CUDA device (what torch's allocator has cached is free
+    too), without the parameter gradients that do not exist yet and without the optimizer's state,
+    and without 4% of the device for fragments. Call it, or `wrap`, before the first step.
+
+    Args:
+        model: on its device already.
+        optimizer_states: tensors of the size of each parameter that the optimizer will keep: 2 for
+            Adam and AdamW, 1 for SGD with momentum, 0 for SGD, or when its state exists already.
+
+    Raises:
+        ArgumentError: the model is not on a CUDA device, or nothing is left for a step.
+    """
+    check_model(model)
+    devices = {p.device for p in model.parameters()}
+    cuda = [d for d in devices if d.type == "cuda"]
+    if len(devices) != 1 or not cuda:
+        where = ", ".join(sorted(map(str, devices))) or "nowhere"
+        raise ArgumentError('budget="auto" asks the CUDA device how much memory is free, and the model '
+                            f'is on {where}: give the budget in bytes ("2GiB"), or as a share of the '
+                            "model's own peak (0.5)")
+    device = cuda[0]
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    needed = training_bytes(model, optimizer_states)
+    result = free + cached - needed - int(_SLACK * total)
+    if result <= 0:
+        raise ArgumentError(f"nothing is left for a training step on {device}: {free + cached:,} bytes "
+                            f"are free, gradients and optimizer need {needed:,}")
+    return result
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The largest batch that fits, and what it costs."""
+
+    size: int
+    plan: Plan
+    """For a step of that batch."""
+    budget_bytes: int
+    """Left for the step beside parameters, buffers, gradients and optimizer state."""
+    size_without: int
+    """The largest batch that fits without rematerialization; 0 when not even one does."""
+    tried: tuple[tuple[int, int | None], ...]
+    """(batch size, smallest peak in bytes that its step can have); None: more than the budget."""
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Predicted."""
+        return self.plan.step_seconds / self.size
+
+    def __str__(self) -> str:
+        from rkmate.show.amounts import duration, size
+
+        return (f"batch of {self.size} in {size(self.budget_bytes)}: peak "
+                f"{size(self.plan.peak_bytes)}, time {self.plan.overhead:+.1%}, "
+                f"{duration(self.seconds_per_sample)} for each sample; without rematerialization "
+                f"{self.size_without or 'not even one sample fits'}")
+
+
+def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
+                   device_memory: int | str | None = None, optimizer_states: int = ADAM_STATES,
+                   most: int = 1 << 16, costs: str = "measured", progress: bool = True) -> BatchSize:
+    """The largest batch whose training step fits in a device, and what it costs.
+
+    Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
+
+    Args:
+        model: the module to train.
+        make_inputs: batch size -> ``args``, or ``(args, kwargs)`` with a tuple and a dict.
+        device_memory: of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
+            and optimizer state are taken off. None: what is free on the model's CUDA device.
+        optimizer_states: see `auto_budget`.
+        most: greatest batch size to try.
+        costs: see `wrap`.
+        progress: show progress on a terminal.
+
+    Raises:
+        InfeasibleBudget: not even a batch of one fits.
+        ArgumentError: an argument is wrong, or the model alone does not fit.
+    """
+    check_model(model)
+    if costs not in ("measured", "analytic"):
+        raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ArgumentError(f"most is {most!r}; it should be a positive number of samples")
+    budget = _left_for_step(model, device_memory, optimizer_states)
+    settings = Settings(costs=costs)  # type: ignore[arg-type]
+    tried: dict[int, int | None] = {}
+    plain: dict[int, int] = {}
+    best: list[Searcher] = []
+
+    def prepared(n: int) -> Searcher:
+        args, kwargs = _inputs(make_inputs(n))
+        refuse_what_cannot_repeat(model, args, kwargs)
+        searcher = Searcher(prepare(model, args, kwargs, settings, Progress(progress)))
+        plain[n] = searcher.baseline.peak       # known without solving anything
+        return searcher
+
+    def smallest_peak(n: int) -> int:
+        searcher = prepared(n)
+        peak = plain[n] if plain[n] <= budget else searcher.smallest.peak
+        tried[n] = peak if peak <= budget else None
+        if peak <= budget:
+            best[:] = [searcher]
+        elif n == 1:
+            raise InfeasibleBudget(
+                f"a batch of one needs {peak:,} bytes for its step, and {budget:,} are left", peak)
+        return peak
+
+    def plain_peak(n: int) -> int:
+        if n not in plain:
+            prepared(n)
+        return plain[n]
+
+    size = _largest(smallest_peak, budget, most)
+    plan = best[0].plan(parse_budget(budget), "rockmate")
+    without = _largest(plain_peak, budget, size) if plain_peak(1) <= budget else 0
+    return BatchSize(size, plan, budget, without, tuple(sorted(tried.items())))
+
+
+def _largest(peak_of: Callable[[int], int], budget: int, most: int) -> int:
+    """The largest number up to `most` whose peak is within the budget; that of one is.
+
+    Doubled until it is not, then narrowed: peaks are almost linear in the batch, so that a straight
+    line between the two ends says where to look; every second look is in the middle, so that a
+    bend costs little. The number returned is the last one that was looked at and fits.
+    """
+    low, high = 0, 1
+    low_peak = high_peak = 0
+    while high <= most:
+        high_peak = peak_of(high)
+        if high_peak > budget:
+            break
+        low, low_peak, high = high, high_peak, 2 * high
+    if high > most:
+        if low == most:
+            return low
+        high = most
+        high_peak = peak_of(high)
+        if high_peak <= budget:
+            return high
+    guess = True
+    while high - low > 1:
+        part = (budget - low_peak) / (high_peak - low_peak) if guess else 0.5
+        at = min(max(low + int(part * (high - low)), low + 1), high - 1)
+        peak = peak_of(at)
+        moved_low = peak <= budget
+        if moved_low:
+            low, low_peak = at, peak
+        else:
+            high, high_peak = at, peak
+        # A good guess stands next to the answer: look there before halving what is left.
+        if high - low > 1 and guess:
+            near = low + 1 if moved_low else high - 1
+            peak = peak_of(near)
+            if peak <= budget:
+                low, low_peak = near, peak
+            else:
+                high, high_peak = near, peak
+        guess = not guess
+    return low
+
+
+def _left_for_step(model: nn.Module, device_memory: int | str | None, optimizer_states: int) -> int:
+    if device_memory is None:
+        return auto_budget(model, optimizer_states=optimizer_states)
+    if isinstance(device_memory, float):
+        raise ArgumentError(f"device_memory is {device_memory}; it should be bytes (an int) or text "
+                            '("24GiB")')
+    whole = parse_budget(device_memory).bytes
+    if whole is None:
+        raise ArgumentError(f"device_memory is {device_memory!r}; a share has no meaning here")
+    pinned = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    pinned += sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    needed = pinned + training_bytes(model, optimizer_states)
+    if needed >= whole:
+        raise ArgumentError(f"device_memory is {whole:,} bytes, and parameters, buffers, gradients and "
+                            f"optimizer state alone need {needed:,}")
+    return whole - needed
+
+
+def _inputs(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], (tuple, list)) \
+            and isinstance(made[1], Mapping):
+        return tuple(made[0]), dict(made[1])
+    if isinstance(made, (tuple, list)):
+        return tuple(made), {}
+    raise ArgumentError(f"make_inputs returned {type(made).__name__}; it should return a tuple with "
+                        "the positional arguments, or (args, kwargs)")

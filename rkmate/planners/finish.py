@@ -1,0 +1,113 @@
+"""The finishing pass: spend the memory that a schedule leaves unused.
+
+A planner's model of memory is coarser than the simulator's (slots, persistence, options), so its
+schedule often has bytes to spare. Each recomputation whose outputs could have stayed since their
+last use is dropped, dearest per byte first. The result only ever gets faster, and stays within the
+budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.schedule import Compute, Loss, Schedule, freed_after, from_order
+from rkmate.ir.simulate import simulate
+
+_ROUNDS = 8
+
+
+def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[int] = (),
+           reserve_at_loss: int = 0) -> Schedule:
+    """A schedule at least as fast as `schedule`, whose simulated peak is within `budget` bytes.
+
+    `schedule` itself must be within the budget.
+    """
+    pinned = tuple(pinned)
+    best = without_waste(graph, schedule, pinned)
+    for _ in range(_ROUNDS):
+        dropped = _keep_more(graph, best, budget, pinned, reserve_at_loss)
+        if not dropped:
+            return best
+        order, loss_at = _drop(best, dropped)
+        shorter = without_waste(graph, from_order(graph, order, loss_at, pinned), pinned)
+        if simulate(graph, shorter, pinned=pinned, reserve_at_loss=reserve_at_loss).peak > budget:
+            return best
+        best = shorter
+    return best
+
+
+def _drop(schedule: Schedule, places: set[int]) -> tuple[list[int], int]:
+    """The order without the computations at some step indices, and where the loss stands then."""
+    order: list[int] = []
+    loss_at = 0
+    for k, step in enumerate(schedule.steps):
+        if isinstance(step, Loss):
+            loss_at = len(order)
+        elif isinstance(step, Compute) and k not in places:
+            order.append(step.c)
+    return order, loss_at
+
+
+def without_waste(graph: CDGraph, schedule: Schedule, pinned: tuple[int, ...]) -> Schedule:
+    """Drop repeated computations none of whose outputs is read before it is made anew.
+
+    What the user holds is never made anew: it is there.
+    """
+    while True:
+        seen: set[int] = set()
+        wasted: set[int] = set()
+        steps = schedule.steps
+        for k, step in enumerate(steps):
+            if not isinstance(step, Compute):
+                continue
+            if step.c in seen:
+                gone = freed_after(steps, k)
+                if all(j in gone or j in pinned for j in graph.c[step.c].outputs):
+                    wasted.add(k)
+            seen.add(step.c)
+        if not wasted:
+            return schedule
+        order, loss_at = _drop(schedule, wasted)
+        schedule = from_order(graph, order, loss_at, pinned)
+
+
+def _keep_more(graph: CDGraph, schedule: Schedule, budget: int, pinned: tuple[int, ...],
+               reserve_at_loss: int) -> set[int]:
+    """Step indices of recomputations that can go together within the budget."""
+    steps = schedule.steps
+    memory = list(simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss).timeline)
+    last_use: dict[int, int] = {}
+    candidates: list[tuple[float, int, list[tuple[int, int, int]]]] = []
+    seen: set[int] = set()
+    for k, step in enumerate(steps):
+        if not isinstance(step, Compute):
+            continue
+        node = graph.c[step.c]
+        if step.c in seen:
+            gone = freed_after(steps, k)
+            gaps = [(last_use[j], k, graph.d[j].size) for j in node.outputs
+                    if j not in gone and j not in pinned]
+            area = sum(size * (b - a) for a, b, size in gaps)
+            candidates.append((-node.time / (area + 1), k, gaps))
+        seen.add(step.c)
+        for j in (*node.inputs, *node.outputs):
+            last_use[j] = k
+    dropped: set[int] = set()
+    room = budget - np.array(memory, dtype=np.int64)
+    for _, k, gaps in sorted(candidates):
+        spent: list[tuple[int, int, int]] = []
+        for a, b, size in gaps:
+            between = room[a + 1:b]
+            if between.size and int(between.min()) < size:
+                break
+            between -= size
+            spent.append((a, b, size))
+        if len(spent) == len(gaps):
+            dropped.add(k)
+        else:
+            for a, b, size in spent:
+                room[a + 1:b] += size
+    return dropped

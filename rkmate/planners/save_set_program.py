@@ -1,0 +1,192 @@
+"""What to keep at a few moments: an integer program on the whole graph, and a lower bound.
+
+A moment is the loss, or a backward node. For each, K says which forward values are in memory when
+it comes; between two moments R says which forward nodes run again. A backward node finds what it
+reads among what was kept or made anew since the last moment, and so does a node that runs again.
+Memory is limited at the moments only, which makes the program a relaxation: no schedule that runs
+each backward node once, in the graph's order, takes less time than its optimum (Checkmate's
+program, Jain et al., MLSys 2020, section 4, has a moment per node). Moments are added where a
+solution turns out to need too much.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.simulate import LOSS_SCALARS
+from rkmate.planners.highs import Highs, Rows
+
+GAP = 0.01
+"""Relative gap, of what runs again, at which a solution is good enough."""
+NODES = 30
+"""Branch-and-bound nodes per program: where this count ends a solve, the result is the same on every
+machine. The limit in seconds comes on top, and where that ends it, the result is the machine's."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A solution."""
+
+    keep: tuple[frozenset[int], ...]
+    """Forward D nodes in memory at each moment."""
+    bound: float
+    """No schedule of the class takes fewer seconds for what runs again."""
+
+
+class KeepProgram:
+    """The program of a graph, for any budget and any moments."""
+
+    def __init__(self, graph: CDGraph, pinned: Iterable[int] = (), reserve_at_loss: int = 0) -> None:
+        self.graph = graph
+        self.pinned = frozenset(pinned)
+        self.reserve_at_loss = reserve_at_loss
+        self.seconds = sum(c.time for c in graph.c)
+        self.made = [-1 if i is None else i for i in graph.producer]
+        """The C node of each D node; -1: what comes from outside."""
+        self.reads = [tuple(j for j in c.inputs if self.forward(j)) for c in graph.c]
+        """The forward values among each C node's inputs."""
+        self._gradients = gradient_bytes(graph, self.pinned)
+        self._programs: dict[tuple[int, ...], _Program] = {}
+        self._writing = 0.0         # seconds that the latest took to write
+
+    def forward(self, j: int) -> bool:
+        """Whether a D node is a value of the forward."""
+        made = self.graph.producer[j]
+        return made is not None and made < self.graph.loss
+
+    def fixed_bytes(self, moment: int | None) -> int:
+        """Memory besides forward values, at a backward node or (None) at the loss: gradients, what
+        the node allocates."""
+        pinned = self.graph.bytes(self.pinned)
+        if moment is not None:
+            return pinned + self._gradients[moment - self.graph.loss]
+        arriving = self.graph.bytes(self.graph.output_grads) + min(LOSS_SCALARS, self.reserve_at_loss)
+        return pinned + max(arriving, self.reserve_at_loss)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """What some backward node needs by itself: nothing fits in less."""
+        graph = self.graph
+        return max((self.fixed_bytes(b) + graph.bytes(
+            j for j in graph.c[b].inputs if self.forward(j) and j not in self.pinned)
+            for b in graph.backward), default=0)
+
+    def solve(self, budget: int, moments: Sequence[int], *, time_limit: float) -> Kept | None:
+        """The least time for what runs again; None when nothing fits or nothing is found.
+
+        `moments`: backward nodes, in order; the loss is one, too.
+        """
+        key = tuple(moments)
+        if key not in self._programs:
+            if self._writing > time_limit:
+                return None         # the time would be over before it is written
+            start = time.perf_counter()
+            self._programs[key] = _Program(self, [self.graph.loss, *moments])
+            self._writing = time.perf_counter() - start
+        return self._programs[key].solve(budget, time_limit)
+
+
+class _Program:
+    def __init__(self, owner: KeepProgram, moments: Sequence[int]) -> None:
+        graph = owner.graph
+        self.byte = max(1, sum(d.size for d in graph.d) // 4096)
+        self.second = owner.seconds / 1000 or 1.0
+        ends = [*moments[1:], len(graph.c)]
+        self.needed = _closures(owner, list(zip(moments, ends, strict=True)))
+        self.highs = Highs(self._write(owner, moments, ends))
+
+    def _write(self, owner: KeepProgram, moments: Sequence[int], ends: Sequence[int]) -> Rows:
+        graph, reads, made = owner.graph, owner.reads, owner.made
+        program = Rows()
+        K = [{j: program.column(f"K_{t}_{j}", int(j in owner.pinned), 1, integer=True) for j in needed}
+             for t, needed in enumerate(self.needed)]
+        R = [{i: program.column(f"R_{t}_{i}", 0, 1, graph.c[i].time / self.second)
+              for i in dict.fromkeys(made[j] for j in needed)} for t, needed in enumerate(self.needed)]
+        budget = program.column("budget", 0)
+        for t, (start, end) in enumerate(zip(moments, ends, strict=True)):
+            keep, again = K[t], R[t]
+            for i, v in again.items():
+                for j in reads[i]:
+                    program.at_least(0, (keep[j], again[made[j]]), (v,))
+            for b in range(start, end):
+                for j in reads[b]:
+                    there = (keep[j],) if t and b == start else (keep[j], again[made[j]])
+                    program.at_least(1, there)
+            if t:
+                before, ran = K[t - 1], R[t - 1]
+                for j, v in keep.items():
+                    program.at_least(0, (before[j], ran[made[j]]), (v,))
+            live = ((v, -graph.d[j].size / self.byte) for j, v in keep.items() if j not in owner.pinned)
+            program.weighted(owner.fixed_bytes(start if t else None) / self.byte, ((budget, 1.0), *live))
+        return program
+
+    def solve(self, budget: int, time_limit: float) -> Kept | None:
+        self.highs.fix("budget", budget / self.byte)
+        answer = self.highs.solve(time_limit, gap=GAP, nodes=NODES)
+        if not answer.values:
+            return None
+        keep = tuple(frozenset(j for j in needed if answer.values.get(f"K_{t}_{j}", 0.0) > 0.5)
+                     for t, needed in enumerate(self.needed))
+        return Kept(keep, max(0.0, answer.bound) * self.second)
+
+
+def _closures(owner: KeepProgram, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Forward D nodes that each span, or a later one, may need: what it reads, and what that takes."""
+    graph, made = owner.graph, owner.graph.producer
+    found: list[list[int]] = []
+    seen: set[int] = set()
+    for start, end in reversed(spans):
+        todo = [j for b in range(start, end) for j in graph.c[b].inputs]
+        while todo:
+            j = todo.pop()
+            if j not in seen and owner.forward(j):
+                seen.add(j)
+                todo += graph.c[made[j]].inputs  # type: ignore[index]
+        found.append(sorted(seen))
+    return found[::-1]
+
+
+def gradient_bytes(graph: CDGraph, pinned: frozenset[int]) -> list[int]:
+    """For each backward node: gradients alive while it runs, its outputs and temporaries included.
+
+    What an output takes over from an input that dies here is not counted.
+    """
+    loss, end = graph.loss, len(graph.c)
+    change = [0] * (end - loss + 1)
+    last = [-1] * len(graph.d)
+    for i, node in enumerate(graph.c):
+        for j in node.inputs:
+            last[j] = i
+    for j, d in enumerate(graph.d):
+        made = graph.producer[j]
+        if (made is None and j not in graph.output_grads) or (made is not None and made < loss):
+            continue
+        first = loss if made is None else made
+        until = max(first if made is not None else loss - 1, last[j], graph.releases.get(j, -1))
+        if j in graph.input_grads:
+            until = end - 1
+        if until >= first:
+            change[first - loss] += d.size
+            change[until + 1 - loss] -= d.size
+    result: list[int] = []
+    alive = 0
+    for i in range(loss, end):
+        alive += change[i - loss]
+        node = graph.c[i]
+        place = max((graph.d[j].size for j in node.donors
+                     if last[j] == i and j not in pinned), default=0)
+        result.append(alive + node.overhead - place)
+    return result
+
+
+def add_moment(moments: Sequence[int], node: int) -> list[int]:
+    """The moments with one more, in order."""
+    result = list(moments)
+    if node not in result:
+        bisect.insort(result, node)
+    return result

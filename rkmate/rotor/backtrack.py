@@ -1,0 +1,122 @@
+"""From tables back to a sequence of operations, with budgets carried in exact bytes.
+
+Rockmate, appendix C, algorithm 3, with two differences. It is a loop, not a recursion: chains have
+hundreds of blocks. And the budget of a sub-problem is a number of bytes: only the look-up of what a
+sub-problem costs rounds (down) to slots, so the losses of rounding do not add up along the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rkmate.ir.chain import Backward, Floats, Forward, ForwardKeeping, ForwardPlain, Ints, Op
+from rkmate.rotor.memory_requirements import Needs
+from rkmate.rotor.partial_saves import Level
+from rkmate.rotor.smallest import Smallest
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is known of all sub-problems: of the chain itself, or of one of its levels."""
+
+    needs: Needs
+    small: Smallest
+    table: tuple[Ints, Floats] = (np.zeros(0, dtype=np.int64), np.zeros((0, 0)))
+    """``row`` and ``time``: ``time[row[s] + t, slot]``, least seconds in a table of slots; or empty."""
+    level: Level | None = None
+
+    def cost(self, s: Ints | int, t: Ints | int, memory: Ints, slot_bytes: int) -> Floats:
+        """Upper bounds of the time of sub-problems (s, t) with some bytes each."""
+        feasible = memory >= self.small.bytes[s, t]
+        result: Floats = np.where(feasible, self.small.seconds[s, t], np.inf)
+        row, time = self.table
+        if len(time):
+            slot = np.minimum(np.maximum(memory // slot_bytes, 0), time.shape[1] - 1)
+            found = time[row[s] + t, slot]
+            result = np.minimum(result, np.where(memory >= 0, found, np.inf))
+        return result
+
+
+class Rebuild:
+    """Builds sequences for any budget from the smallest memories, and tables of slots (if any)."""
+
+    def __init__(self, layers: Sequence[Layer], slot_bytes: int = 1, *, keep: bool = True) -> None:
+        self.layers = layers
+        self.slot_bytes = slot_bytes
+        self.keep = keep
+
+    def ops(self, budget: int) -> list[Op] | None:
+        """A sequence that needs at most `budget` bytes (first cut not included), or None."""
+        n = self.layers[0].needs.blocks
+        if budget < self.layers[0].small.bytes[0, n]:
+            return None
+        result: list[Op] = []
+        todo: list[Op | tuple[int, Layer, int, int]] = [(0, self.layers[0], n, budget)]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, Backward | Forward | ForwardPlain | ForwardKeeping):
+                result.append(item)
+                continue
+            s, layer, t, m = item
+            needs, level = layer.needs, None if layer.level is None else layer.level.number
+            best, seconds = self._option(layer, s, t, m)
+            split, below = None, layer
+            known = float(layer.cost(s, t, np.array(m), self.slot_bytes))
+            for other in (layer,) if level is not None else self.layers:
+                if other is not layer and seconds <= known * (1 + 1e-9):
+                    break           # the third case has nothing to offer
+                i, total = self._split(layer, other, s, t, m)
+                if total < seconds:
+                    split, below, seconds = i, other, total
+            if split is None:
+                assert seconds < np.inf
+                result.append(Forward(s, best, level))
+                todo.append(Backward(s, best, level))
+                if t > s + 1:
+                    todo.append((s + 1, layer, t, m - int(needs.options[s].keep[best])))
+            else:
+                if below is layer:
+                    result.extend(ForwardPlain(j, level) for j in range(s, split))
+                else:
+                    assert below.level is not None
+                    result.extend(ForwardKeeping(j, below.level.number) for j in range(s, split))
+                todo.append((s, below, split, m))
+                todo.append((split, layer, t, m - int(below.needs.between[s, split])))
+        return result
+
+    def _option(self, layer: Layer, s: int, t: int, m: int) -> tuple[int, float]:
+        """The first case: the best option of block s, and the seconds of (s, t) with it."""
+        needs = layer.needs
+        options = needs.options[s]
+        if t == s + 1:
+            rest: Floats | float = 0.0
+        elif self.keep:
+            rest = layer.cost(s + 1, t, m - options.keep, self.slot_bytes)
+        else:
+            rest = np.inf
+        direct = np.where(needs.option(s, t) <= m, options.seconds + rest, np.inf)
+        best = int(np.argmin(direct))
+        return best, float(direct[best])
+
+    def _split(self, layer: Layer, below: Layer, s: int, t: int, m: int) -> tuple[int, float]:
+        """The second case, or (where `below` is another layer) the third: the best cut, the seconds."""
+        end = t - 1
+        if below is not layer:
+            assert below.level is not None
+            need = below.level.first(s, t)
+            end = s + len(need)
+        if end <= s:
+            return t, np.inf
+        if below is layer:
+            need = layer.needs.split(s, t)
+        i = np.arange(s + 1, end + 1)
+        elapsed = layer.needs.elapsed
+        after = m - below.needs.between[s, s + 1:end + 1]
+        total = (elapsed[s + 1:end + 1] - elapsed[s] + layer.cost(i, t, after, self.slot_bytes)
+                 + below.cost(s, i, np.full(end - s, m), self.slot_bytes))
+        total[need > m] = np.inf
+        at = int(np.argmin(total))
+        return s + 1 + at, float(total[at])

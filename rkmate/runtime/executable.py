@@ -1,0 +1,217 @@
+"""A plan's source, compiled, on a model's own parameters and buffers."""
+
+from __future__ import annotations
+
+import linecache
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rkmate.codegen.emit import Generated
+from rkmate.errors import BackwardError
+from rkmate.graph.blocks.partition import Partition
+from rkmate.graph.blocks.text import source_key
+from rkmate.graph.capture.capture import Capture
+from rkmate.runtime.environment import (
+    Environment,
+    Kept,
+    generator_state,
+    generators_at,
+    version,
+)
+from rkmate.runtime.segments import Call, connect, connect_unplanned, without_autocast
+
+_numbers = iter(range(1 << 62))
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Where a module keeps a tensor: looked up at each call, so that ``model.to()`` is followed."""
+
+    registry: Mapping[str, torch.Tensor | None]
+    name: str
+
+    def get(self) -> torch.Tensor:
+        """The tensor that stands there now."""
+        value = self.registry[self.name]
+        assert value is not None
+        return value
+
+
+Gradients = dict[str, torch.Tensor]
+"""By source key."""
+Redo = Callable[[Kept, Mapping[int, torch.Tensor]], Gradients]
+"""Gradients for output gradients (by output number) that this plan does not take."""
+
+
+class Compiled:
+    """Runs the generated source; one instance per signature and set of output gradients."""
+
+    def __init__(self, model: nn.Module, capture: Capture, partition: Partition,
+                 generated: Generated, device: torch.device) -> None:
+        self.capture = capture
+        self.generated = generated
+        self.device = device
+        self.result = capture.result
+        joint = partition.program.joint
+        self.wanted = joint.wanted
+        filename = f"<rkmate plan {next(_numbers)}>"
+        namespace: dict[str, Any] = {}
+        exec(compile(generated.text, filename, "exec"), namespace)
+        # Tracebacks and debuggers show the generated lines, as long as they can run.
+        linecache.cache[filename] = (len(generated.text), None, generated.text.splitlines(True), filename)
+        weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
+        self._forward = namespace["forward"]
+        self._backward = [namespace[s.function] for s in generated.segments]
+        self._slots: dict[str, TensorSlot] = {}
+        self._inputs: dict[str, int] = {}
+        self._fixed: dict[str, torch.Tensor] = {}
+        for source in capture.sources.values():
+            key = source_key(source)
+            if source.kind == "input":
+                self._inputs[key] = int(source.key)
+            elif source.kind == "constant":
+                self._fixed[key] = capture.constants[str(source.key)]
+            elif source.kind != "tangent":
+                self._slots[key] = slot(model, str(source.key), source.kind)
+        self._params = [[slot(model, p, "param") for p in s.params] for s in generated.segments]
+        targets = [[f"param:{p}" for p in s.params] for s in generated.segments]
+        targets[-1] += [f"input:{i}" for i in generated.input_grads]
+        self._targets = targets
+        self._last = max(k for k, t in enumerate(targets) if t)
+        self._fixed_outputs = [i for i, w in enumerate(self.wanted) if not w]
+        self._tangents = [(i, f"grad_output_{i}") for i, w in enumerate(self.wanted) if w]
+        self._unplanned = [i for i, d in enumerate(capture.differentiable)
+                           if d and not self.wanted[i]]
+        self._all_targets = list(dict.fromkeys(source_key(s) for s, _ in capture.grads))
+        meta = [n.meta["val"] if n is not None else None for n in joint.outputs]
+        self._meta = [(tuple(m.shape), m.dtype, tuple(m.stride())) if m is not None else None
+                      for m in meta]
+        written = {s for s, _ in joint.mutations}
+        self._free = {source_key(s) for s in written}
+        # What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second
+        # run may find another value where it leads to new values of such things only (a counter).
+        results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads}
+        self._unrepeatable = [source_key(s) for n, s in joint.sources.items() if s in written and any(
+            u.target is torch.ops.aten.clone.default and _leads_to(u, results) for u in n.users)]
+        cd = partition.program.cd
+        self._output_names = [cd.d[j].name for j in partition.program.pinned]
+        self._draws = any(c.random for c in cd.c)
+
+    def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo,
+                 finished: Callable[[], None] | None = None) -> Any:
+        """The forward of one step; the backward follows through autograd, and calls `finished`."""
+        held: dict[str, torch.Tensor] = {k: s.get() for k, s in self._slots.items()}
+        held.update(self._fixed)
+        for key, i in self._inputs.items():
+            held[key] = tensors[i].detach()                    # detach: the boundary of autograd
+        versions = {k: version(t) for k, t in held.items() if k not in self._free}
+        several = len(self._unplanned) + len(self._tangents) > 1
+        state = generator_state(self.device) if several and self._draws else None
+        env = Environment(held, versions, self.device)
+        with torch.no_grad(), without_autocast(self.device):
+            results = self._forward(env)
+        env.watch(self._output_names)
+        call = Call(env, self._backward, self._last, self._targets)
+        call.kept = Kept(held, versions, state) if several else None
+        call.finished = finished
+        params = [[s.get() for s in slots] for slots in self._params]
+        inputs = [tensors[i] for i in self.generated.input_grads]
+        # Fresh aliases: what the user gets refers to the environment, and must not stand in it.
+        outputs = [o.detach() for o in results]
+        del results
+
+        def receive(call: Call, grads: list[torch.Tensor | None]) -> None:
+            self._receive(call, grads, redo)
+
+        flat = connect(call, receive, outputs, self._fixed_outputs, params, inputs)
+        if self._unplanned:
+            def unplanned(given: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+                found = redo(call.again(), given)
+                return [found.get(k) for k in self._all_targets]
+
+            targets = [tensors[self._inputs[k]] if k in self._inputs else self._slots[k].get()
+                       for k in self._all_targets]
+            connect_unplanned(call, unplanned, flat, self._unplanned, targets)
+        return self.result.fill(flat)
+
+    def _receive(self, call: Call, grads: list[torch.Tensor | None], redo: Redo) -> None:
+        """Move the gradients of the outputs into the environment; empties the list."""
+        given: dict[int, torch.Tensor] = {}
+        for i, _ in self._tangents:
+            grad, grads[i] = grads[i], None
+            if grad is not None:
+                given[i] = grad
+                del grad
+        if len(given) < len(self._tangents) and call.kept is not None:
+            # The gradients of what only the others lead to have to be None, not zeros.
+            call.env.clear()
+            call.ready = redo(call.kept, given)
+            return
+        self._give(call.env, given)
+
+    def _give(self, env: Environment, given: dict[int, torch.Tensor]) -> None:
+        for i, name in self._tangents:
+            env.give((name,), self._as_traced(i, given.pop(i)))
+
+    def again(self, kept: Kept, given: dict[int, torch.Tensor]) -> Gradients:
+        """Gradients by a second run of a forward; nothing is written, nothing is drawn anew.
+
+        `given`: by output number, the gradients of exactly the outputs that this plan takes. The
+        dictionary is emptied.
+        """
+        if self._unrepeatable:
+            name = self._unrepeatable[0].partition(":")[2]
+            raise BackwardError(
+                f"the loss leads to other outputs than this forward was planned for, and the forward "
+                f"cannot be run again, because it has overwritten {name!r}: run this step again; "
+                "from now on the plan expects this loss")
+        env = Environment(kept.held, kept.versions, self.device, dry=True)
+        found: Gradients = {}
+        with torch.no_grad(), without_autocast(self.device):
+            if kept.state is None:
+                self._forward(env)
+            else:
+                with generators_at(self.device, kept.state):
+                    self._forward(env)
+            self._give(env, given)
+            for function, targets in zip(self._backward, self._targets, strict=True):
+                for key, grad in zip(targets, function(env), strict=True):
+                    if grad is not None:
+                        found[key] = found[key] + grad if key in found else grad
+        return found
+
+    def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of output `i` in the layout that the traced backward expects."""
+        shape, dtype, stride = self._meta[i]  # type: ignore[misc]
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        same = grad.dtype is dtype and not grad.is_conj() and not grad.is_neg() and all(
+            n == 1 or a == b for n, a, b in zip(shape, grad.stride(), stride, strict=True))
+        if same:
+            return grad
+        return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device).copy_(grad)
+
+
+def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
+    """Whether one of the results depends on a value."""
+    seen, todo = {node}, [node]
+    while todo:
+        n = todo.pop()
+        if n in results:
+            return True
+        new = [u for u in n.users if u not in seen]
+        seen.update(new)
+        todo += new
+    return False
+
+
+def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
+    """The registry entry behind a dotted name."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return TensorSlot(module._parameters if kind == "param" else module._buffers, leaf)

@@ -1,0 +1,216 @@
+"""How a planned backward hangs in autograd's graph: one function per segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rkmate.errors import BackwardError
+from rkmate.runtime.environment import Environment, Kept
+
+Function = Callable[[Environment], list[Any]]
+
+
+class Call:
+    """One forward and the backward that belongs to it."""
+
+    __slots__ = ("env", "finished", "functions", "kept", "last", "next", "ready", "targets", "token")
+
+    def __init__(self, env: Environment, functions: Sequence[Function], last: int,
+                 targets: Sequence[Sequence[str]]) -> None:
+        """`last`: the last segment that autograd will ask for. `targets`: per segment, what its
+        gradients are of (source keys)."""
+        self.env = env
+        self.functions = functions
+        self.last = last
+        self.targets = targets
+        self.next = 0
+        self.ready: dict[str, torch.Tensor] | None = None
+        """Gradients that were found in another way: the segments only hand them out."""
+        self.finished: Callable[[], None] | None = None
+        """Called when the last segment has run."""
+        self.kept: Kept | None = None
+        """For a second run, where there are outputs that this backward was not planned for."""
+        self.token = token(env.device)
+        """The gradient of every token."""
+
+    def run(self, number: int, receive: Callable[[], None] | None = None) -> list[Any]:
+        """One segment of the backward: parameter gradients, then (last segment) input gradients.
+
+        `receive`: puts the gradients of the module's outputs where the segments find them. Raises
+        `BackwardError` when the backward has begun before.
+        """
+        if self.next != number:
+            raise BackwardError(
+                "this forward has been through a backward already, and its activations are gone; "
+                "run the forward again (retain_graph=True cannot keep them), or take all the "
+                "gradients that share a forward in one backward")
+        self.next = number + 1
+        try:
+            if receive is not None:
+                receive()
+            if self.ready is not None:
+                result: list[Any] = [self.ready.pop(k, None) for k in self.targets[number]]
+            else:
+                with without_autocast(self.env.device):
+                    result = [_alone(g) for g in self.functions[number](self.env)]
+        except BaseException:
+            self.next = -1
+            self.env.clear()
+            self.ready = self.kept = None
+            raise
+        if number == self.last:
+            self.env.clear()
+            self.let_go()
+            if self.ready is None and self.finished is not None:
+                self.finished()
+        return result
+
+    def again(self) -> Kept:
+        """What a second run needs. Raises `BackwardError` when it was let go."""
+        if self.kept is None:
+            raise BackwardError(
+                "this forward has been through a backward already, and its inputs are gone; take all "
+                "the gradients that share a forward in one backward, or give the first one "
+                "retain_graph=True: the forward then runs a second time")
+        return self.kept
+
+    def let_go(self) -> None:
+        """Forget the inputs once the backward is over: the loss may live on. Where the graph is to
+        stay (retain_graph=True) they stay, as autograd's own saved tensors do."""
+        if self.next > self.last and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.kept = None
+
+
+def _alone(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient without a bond to what it is a view of.
+
+    Autograd adds up the gradients of a shared parameter in the first one, but takes memory for a third
+    where something else still refers to its storage.
+    """
+    return grad.detach() if grad is not None and grad._base is not None else grad
+
+
+def token(device: torch.device) -> torch.Tensor:
+    """No elements, on the plan's device whatever the default one is: autograd runs a segment on the
+    stream that its token was made on."""
+    return torch.empty(0, device=device)
+
+
+def without_autocast(device: torch.device) -> Any:
+    """A planned step holds the casts that autocast made while it was traced."""
+    return torch.autocast(device.type, enabled=False) \
+        if torch.is_autocast_enabled(device.type) else _NOTHING
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+class _Segment(torch.autograd.Function):
+    """A slice of the backward. The token orders the segments; its gradient carries nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, number: int, before: torch.Tensor | None,
+                *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.number, ctx.first = call, number, before is None
+        return token(call.env.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        _no_double_backward()
+        result = ctx.call.run(ctx.number)
+        return (None, None, None if ctx.first else ctx.call.token, *result)
+
+
+class _Outputs(torch.autograd.Function):
+    """The first segment of the backward: takes the gradients of the module's outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, receive: Callable[..., None], fixed: Sequence[int],
+                outputs: list[torch.Tensor], before: torch.Tensor | None,
+                *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.receive, ctx.first = call, receive, before is None
+        result = tuple(outputs)
+        outputs.clear()
+        ctx.mark_non_differentiable(*(result[i] for i in fixed))
+        return result
+
+    # The gradients come as one list, which the run time empties: they die inside the backward.
+    boxed_grads_call = True
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        _no_double_backward()
+        box = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
+        del grads
+        result = ctx.call.run(0, lambda: ctx.receive(ctx.call, box))
+        return (None, None, None, None, None if ctx.first else ctx.call.token, *result)
+
+
+Redo = Callable[[Mapping[int, torch.Tensor]], list[torch.Tensor | None]]
+
+
+class _Unplanned(torch.autograd.Function):
+    """Outputs whose gradient no plan expected; its backward runs only when one comes after all."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, redo: Redo, numbers: Sequence[int], count: int,
+                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.redo, ctx.numbers, ctx.count = call, redo, numbers, count
+        # Fresh aliases: autograd takes what comes back unchanged for an input.
+        return tuple(t.detach() for t in tensors[:len(numbers)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        _no_double_backward()
+        given = {n: g for n, g in zip(ctx.numbers, grads, strict=True) if g is not None}
+        nothing = (None,) * len(ctx.numbers)
+        results = ctx.redo(given) if given else [None] * ctx.count
+        ctx.call.let_go()
+        return (None, None, None, None, *nothing, *results)
+
+
+def _no_double_backward() -> None:
+    if torch.is_grad_enabled():
+        raise BackwardError("a planned module has no double backward (create_graph=True): compute "
+                            "higher-order gradients on the original module, or with rkmate.dtr")
+
+
+def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], None],
+            outputs: list[torch.Tensor], fixed: Sequence[int],
+            params: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+            ) -> list[torch.Tensor]:
+    """Hang the segments of the backward into autograd's graph; returns the module's outputs.
+
+    `fixed`: outputs without a gradient. `params`: per segment, in the order of the backward.
+    `inputs`: the inputs whose gradients the last segment returns.
+    """
+    before: torch.Tensor | None = None
+    last = len(params) - 1
+    for number in range(last, 0, -1):
+        extra = inputs if number == last else ()
+        before = _Segment.apply(call, number, before, *params[number], *extra)
+    extra = inputs if last == 0 else ()
+    return list(_Outputs.apply(call, receive, fixed, outputs, before, *params[0], *extra))
+
+
+def connect_unplanned(call: Call, redo: Redo, outputs: list[torch.Tensor], numbers: Sequence[int],
+                      targets: Sequence[torch.Tensor]) -> None:
+    """Replace the outputs of these numbers, in place, by ones whose gradient `redo` turns into
+    gradients of `targets`."""
+    found = _Unplanned.apply(call, redo, numbers, len(targets), *(outputs[n] for n in numbers), *targets)
+    for n, t in zip(numbers, found, strict=True):
+        outputs[n] = t
