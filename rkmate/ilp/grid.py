@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from rkmate.ilp.evaluate_option import judge, without_waste
 from rkmate.ilp.eviction import candidates
 from rkmate.ilp.heuristic import keep_nothing
+from rkmate.ilp.highs import Status
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
 from rkmate.ilp.pareto_front import Front, peak, seconds, undominated
 from rkmate.ilp.settings import OptionSettings
-from rkmate.ilp.solver import Solver, Status, make_solver
+from rkmate.ilp.solver import Solver, make_solver
 from rkmate.ilp.stages import Stages, split_stages
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Option
@@ -31,7 +32,7 @@ for the program."""
 
 
 @dataclass(frozen=True)
-class Solution:
+class BlockSolution:
     """Result of one integer program."""
 
     status: Status
@@ -73,22 +74,22 @@ class _Block:
         self.solver: Solver = make_solver(settings.solver, self.model, stop)
 
     def solve(self, m_peak: int, m_save: int, *, time_limit: float | None = None,
-              start: Option | None = None) -> Solution:
+              start: Option | None = None) -> BlockSolution:
         model = self.model
         if m_peak < model.lowest_peak or m_save < 0:
             # The program leaves out the rows that hold at every budget from the floor up.
-            return Solution(Status.INFEASIBLE, None, float("inf"))
+            return BlockSolution(Status.INFEASIBLE, None, float("inf"))
         answer = self.solver.solve(
             model.budget(m_peak), model.budget(m_save), gap=self.settings.gap,
             time_limit=self.settings.time_limit if time_limit is None else time_limit,
             start=model.values(start.backward) if start is not None else None)
         if answer.status is Status.INFEASIBLE:
-            return Solution(answer.status, None, float("inf"))
+            return BlockSolution(answer.status, None, float("inf"))
         bound = self._bound_seconds(answer.bound)
         if not answer.values and answer.status is Status.TIMED_OUT:
-            return Solution(answer.status, None, bound)
+            return BlockSolution(answer.status, None, bound)
         order = without_waste(self.graph, model.order(answer.values))
-        return Solution(answer.status, judge(self.graph, order), bound)
+        return BlockSolution(answer.status, judge(self.graph, order), bound)
 
     def _bound_seconds(self, objective: float) -> float:
         # The small terms that break ties are no time.
@@ -98,7 +99,7 @@ class _Block:
 
 
 def solve_block(graph: CDGraph, m_peak: int, m_save: int,
-                settings: OptionSettings | None = None) -> Solution:
+                settings: OptionSettings | None = None) -> BlockSolution:
     """The fastest option of a block within two budgets.
 
     `m_peak`: bytes at any moment of forward and backward, block inputs not counted. `m_save`: bytes
@@ -171,7 +172,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
                      timed_out, time.perf_counter() - begin)
 
 
-def _gained(solution: Solution, known: Option | None, tolerance: float) -> bool:
+def _gained(solution: BlockSolution, known: Option | None, tolerance: float) -> bool:
     """Whether a solve proved something or found something better than what was known."""
     if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
         return True

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rkmate.ilp.highs import Status
 from rkmate.planners.checkmate import (
     MOST_DECISIONS,
     TIME_LIMIT,
@@ -128,7 +129,7 @@ class CheckmateRounded:
             if part not in state.todo:
                 continue
             answer = program.relaxed(int(top * part), time_limit=left)
-            if answer.status == "infeasible":
+            if answer.status is Status.INFEASIBLE:
                 state.todo = [p for p in state.todo if p > part]
                 continue
             if not answer.values:

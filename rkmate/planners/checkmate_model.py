@@ -19,6 +19,7 @@ import pulp
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
+from rkmate.ir.simulate import LOSS_SCALARS
 
 Recompute = Literal["any", "after-loss"]
 
@@ -52,6 +53,7 @@ class CheckmateModel:
                  pinned: Iterable[int] = (), reserve_at_loss: int = 0) -> None:
         self.graph = graph
         self.reserve = reserve_at_loss
+        self._loss_keeps = min(reserve_at_loss, LOSS_SCALARS)
         self.pinned = set(pinned)
         n = len(graph.c)
         self.base_seconds = sum(c.time for c in graph.c)
@@ -82,9 +84,10 @@ class CheckmateModel:
             self._loss()
 
     def _gradients(self) -> list[int]:
-        """Bytes at each stage's start that no decision changes: gradients, and held values."""
+        """Bytes at each stage's start that no decision changes: gradients, held values, and what the loss
+        keeps."""
         graph, n = self.graph, len(self.graph.c)
-        result = [0] * (n + 1)
+        result = [0] * graph.loss + [self._loss_keeps] * (n + 1 - graph.loss)
         for j, node in enumerate(graph.d):
             made = graph.producer[j]
             if j in graph.output_grads:
@@ -102,6 +105,10 @@ class CheckmateModel:
             for t in range(first, min(last, n) + 1):
                 result[t] += node.size
         return result
+
+    def _is_gradient(self, j: int) -> bool:
+        made = self.graph.producer[j]
+        return j in self.graph.output_grads if made is None else made >= self.graph.loss
 
     def _last_uses(self) -> list[int]:
         """The last stage in which a value can be read."""
@@ -127,10 +134,21 @@ class CheckmateModel:
         for j in graph.outputs:
             if self._free[j]:
                 self._require(pulp.LpAffineExpression({}, 1) - self._now[j], "loss")
-        extra = max(graph.bytes(graph.output_grads), self.reserve)
+        extra = max(graph.bytes(graph.output_grads) + self._loss_keeps, self.reserve)
         pinned = sum(graph.d[j].size for j in self.pinned
                    if (made := graph.producer[j]) is not None and made < graph.loss)
         self._require(self._used + (extra + pinned) / self.byte - self.budget, "loss_memory")
+        change = pulp.LpAffineExpression()
+        for j in graph.outputs:
+            if self._free[j]:
+                before = self._now[j]
+                after: pulp.LpVariable | int = 0
+                if self._last_use[j] >= graph.loss:
+                    after = self._variable(f"S_loss_{j}")
+                    self._require(pulp.LpAffineExpression(after) - before, "stay")
+                self._now[j] = after
+                change += (graph.d[j].size / self.byte) * (pulp.LpAffineExpression(after) - before)
+        self._use(change, "loss")
 
     def _stage(self, t: int) -> None:
         graph = self.graph
@@ -174,13 +192,18 @@ class CheckmateModel:
                               + self._fixed[t] / self.byte - self._overwritten(i, t, runs, after_of)
                               - self.budget, "memory")
             if len(change):
-                # (5) U, as a variable of its own: otherwise every row would name every value.
-                used = pulp.LpVariable(f"U_{t}_{i}", 0)
-                self._rows += 1
-                self.program.addConstraint(pulp.LpConstraint(
-                    self._used + change - used, pulp.LpConstraintEQ, f"used_{self._rows}"))
-                self._used = pulp.LpAffineExpression(used)
+                self._use(change, f"{t}_{i}")
                 changed = True
+
+    def _use(self, change: pulp.LpAffineExpression, name: str) -> None:
+        """(5) U, as a variable of its own: otherwise every row would name every value."""
+        if not len(change):
+            return
+        used = pulp.LpVariable(f"U_{name}", 0)
+        self._rows += 1
+        self.program.addConstraint(pulp.LpConstraint(
+            self._used + change - used, pulp.LpConstraintEQ, f"used_{self._rows}"))
+        self._used = pulp.LpAffineExpression(used)
 
     def _overwritten(self, i: int, t: int, runs: pulp.LpVariable | int,
                      after: Mapping[int, pulp.LpVariable | int]) -> pulp.LpAffineExpression:
@@ -191,10 +214,9 @@ class CheckmateModel:
         saving = pulp.LpAffineExpression()
         chosen = pulp.LpAffineExpression()
         for j in node.donors:
-            made = graph.producer[j]
             if self._free[j]:
                 dies = after.get(j, 0)
-            elif (made is not None and made >= graph.loss and j not in graph.input_grads
+            elif (self._is_gradient(j) and j not in graph.input_grads
                     and graph.releases.get(j, -1) <= t and max(graph.readers[j]) == t):
                 dies = 0
             else:

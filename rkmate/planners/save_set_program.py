@@ -17,9 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from rkmate.ilp.highs import Highs
+from rkmate.ilp.rows import Rows
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.simulate import LOSS_SCALARS
-from rkmate.planners.highs import Highs, Rows
 
 GAP = 0.01
 """Relative gap, of what runs again, at which a solution is good enough."""
