@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rkmate.ir import recompute
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Option
 from rkmate.ir.schedule import Compute, Loss, from_order
@@ -41,13 +42,5 @@ def judge(graph: CDGraph, backward: Sequence[int]) -> Option:
 
 def without_waste(graph: CDGraph, backward: Sequence[int]) -> tuple[int, ...]:
     """`backward` less the recomputations that nothing reads before they are made anew."""
-    wanted: set[int] = set()
-    kept: list[int] = []
-    for i in reversed(backward):
-        node = graph.c[i]
-        if i < graph.loss and wanted.isdisjoint(node.outputs):
-            continue
-        wanted.difference_update(node.outputs)
-        wanted.update(node.inputs)
-        kept.append(i)
-    return tuple(reversed(kept))
+    lean = recompute.without_waste(graph, (*graph.forward, *backward), graph.loss)
+    return tuple(lean.order[lean.loss_at:])

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from rkmate.ilp.heuristic import greedy_sets, missing_nodes, recompute_missing
+from rkmate.ilp.heuristic import greedy_sets, recompute_missing
 from rkmate.ilp.stages import Stages
+from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Compute, Free, Loss, from_order
 from rkmate.ir.simulate import simulate
 
@@ -43,7 +44,7 @@ class _Carried:
             if b in position:
                 available -= self.dropped.get(t, set())
                 found.append(set(available))
-                runs = missing_nodes(self.stages, self.stages.stages[t].need, available)
+                runs = missing_nodes(graph, self.stages.stages[t].need, available)
                 for i in runs:
                     available.update(graph.c[i].outputs)
                 order += sorted(runs)
@@ -137,7 +138,7 @@ def _victim(stages: Stages, idle: set[int], stage: int, order: tuple[int, ...],
         t = first_read.get(j)
         if t is None or t <= stage or stages.size(j) == 0:
             continue
-        again = missing_nodes(stages, [j], found[t] - {j})
+        again = missing_nodes(graph, [j], found[t] - {j})
         seconds = sum(graph.c[i].time for i in again)
         if best is None or seconds / stages.size(j) < best[0]:
             best = seconds / stages.size(j), t, j

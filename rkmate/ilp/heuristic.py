@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rkmate.ilp.stages import Stages
+from rkmate.ir.recompute import missing_nodes
 
 
 def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = False,
@@ -28,29 +29,12 @@ def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = Fals
         if stage is not None:
             if again:
                 available = set(at_loss)
-            runs = missing_nodes(stages, stage.need, available)
+            runs = missing_nodes(graph, stage.need, available)
             for i in runs:
                 available.update(graph.c[i].outputs)
             order += sorted(runs)
         order.append(b)
     return tuple(order)
-
-
-def missing_nodes(stages: Stages, wanted: Iterable[int], available: Iterable[int],
-                   known: Iterable[int] = ()) -> set[int]:
-    """The forward nodes, beyond `known`, that must run to bring `wanted` into memory."""
-    there = available if isinstance(available, (set, frozenset)) else set(available)
-    runs = set(known)
-    found: set[int] = set()
-    stack = [j for j in wanted if j not in there]
-    while stack:
-        i = stages.graph.producer[stack.pop()]
-        assert i is not None, "forward data that is not free has a producer"
-        if i not in runs:
-            runs.add(i)
-            found.add(i)
-            stack += [j for j in stages.graph.c[i].inputs if j not in there]
-    return found
 
 
 def keep_nothing(stages: Stages) -> tuple[int, ...]:
@@ -78,7 +62,7 @@ def greedy_sets(stages: Stages) -> Iterator[frozenset[int]]:
                 if size <= 0:
                     continue
                 rest = (keep - {j}) | instead | stages.free
-                extra = missing_nodes(stages, [j], rest, runs) if _read(stages, j, runs) else set()
+                extra = missing_nodes(graph, [j], rest, runs) if _read(stages, j, runs) else set()
                 seconds = sum(graph.c[i].time for i in extra)
                 if best is None or seconds / size < best[0]:
                     best = seconds / size, j, set(instead), extra

@@ -14,6 +14,7 @@ import numpy as np
 
 from rkmate.ir.cd import CDGraph, CNode
 from rkmate.ir.chain import Kept, Option
+from rkmate.ir.recompute import missing_nodes, without_waste
 from rkmate.ir.schedule import Compute, Loss, from_order
 from rkmate.ir.simulate import simulate
 
@@ -106,27 +107,14 @@ def _worth(graph: CDGraph, options: Sequence[Option]) -> list[tuple[int, float, 
 
 def _forward(graph: CDGraph, kept: _Set, wanted: Iterable[int]) -> list[int]:
     """The forward nodes that it takes to have some D nodes, where others are there."""
-    missing = set(wanted) - kept
-    result = []
-    for i in range(graph.loss - 1, -1, -1):
-        if not missing.isdisjoint(graph.c[i].outputs):
-            missing.difference_update(graph.c[i].outputs)
-            missing.update(set(graph.c[i].inputs) - kept)
-            result.append(i)
-    return result[::-1]
+    return sorted(missing_nodes(graph, wanted, kept))
 
 
 def _backward(graph: CDGraph, backward: Sequence[int], kept: _Set) -> tuple[list[int], set[int]]:
-    """A backward's nodes less the recomputations that nothing reads then, and what it finds saved."""
-    wanted: set[int] = set()
-    result = []
-    for i in reversed(backward):
-        node = graph.c[i]
-        if i >= graph.loss or not wanted.isdisjoint(node.outputs):
-            wanted.difference_update(node.outputs)
-            wanted.update(set(node.inputs) - kept)
-            result.append(i)
-    return result[::-1], wanted
+    """A backward's nodes less the recomputations that nothing reads where `kept` is in memory, and the
+    D nodes that it finds saved, beside those."""
+    lean = without_waste(graph, (*graph.forward, *backward), graph.loss, kept)
+    return lean.order[lean.loss_at:], lean.carried
 
 
 def _without(graph: CDGraph, node: CNode, kept: _Set) -> CNode:

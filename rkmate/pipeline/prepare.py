@@ -37,7 +37,7 @@ from rkmate.ir.plan import BlockInfo
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import Simulation, simulate
 from rkmate.measure.analytic import analytic_costs
-from rkmate.measure.costs import Costs, measure, with_costs
+from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.pipeline.settings import Settings
 from rkmate.support.gc_pause import gc_pause
@@ -74,7 +74,7 @@ class Prepared:
     def graph(self) -> CDGraph:
         """The whole graph with costs."""
         cd = self.partition.program.cd
-        return with_costs(cd, range(len(cd.c)), self.costs)
+        return cd.with_costs(self.costs[i] for i in range(len(cd.c)))
 
     @property
     def can_split_heads(self) -> bool:
@@ -102,7 +102,7 @@ class Prepared:
     @cached_property
     def block_graphs(self) -> tuple[CDGraph, ...]:
         """Each block's own graph, with costs."""
-        return tuple(with_costs(b.graph, b.c, self.costs) for b in self.partition.blocks)
+        return tuple(b.graph.with_costs(self.costs[i] for i in b.c) for b in self.partition.blocks)
 
     @cached_property
     def option_sets(self) -> tuple[OptionSet, ...]:
@@ -156,7 +156,7 @@ class Prepared:
         if not self.children:
             return None
         found = _stages(self.partition.program, self.children)
-        graphs = [with_costs(b.graph, b.c, self.costs) for b in found.blocks]
+        graphs = [b.graph.with_costs(self.costs[i] for i in b.c) for b in found.blocks]
         blocks = tuple(ChainBlock(*_plain_forward(g), (judge(g, g.backward),)) for g in graphs)
         return self._chained(blocks, found.cuts, found.grads), tuple(b.c for b in found.blocks)
 

@@ -18,6 +18,7 @@ from typing import Literal
 import pulp
 
 from rkmate.ir.cd import CDGraph
+from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Schedule
 from rkmate.ir.simulate import LOSS_SCALARS
 
@@ -34,13 +35,7 @@ def rerunnable(graph: CDGraph, recompute: Recompute) -> list[list[int]]:
     ancestors: set[int] = set()
     result: list[list[int]] = [[] for _ in range(n)]
     for t in range(n - 1, -1, -1):
-        todo = [t]
-        while todo:
-            for j in graph.c[todo.pop()].inputs:
-                made = graph.producer[j]
-                if made is not None and made < graph.loss and made not in ancestors:
-                    ancestors.add(made)
-                    todo.append(made)
+        ancestors |= missing_nodes(graph, graph.c[t].inputs, known=ancestors)
         if recompute == "any" or t >= graph.loss:
             result[t] = sorted(i for i in ancestors if i < t)
     return result

@@ -215,7 +215,8 @@ class LowerSetProgram:
             self._made[first] = _Steps(out @ self._time[:, to], out @ self._kept[:, to],
                                        out @ self._twice[:, to] + self._beyond[to], subset)
         at = k - first
-        return _Steps(*(table[:k, at] for table in self._made[first]))
+        made = self._made[first]
+        return _Steps(made.time[:k, at], made.kept[:k, at], made.needs[:k, at], made.subset[:k, at])
 
     def minimum_bytes(self) -> int:
         """The smallest budget with a strategy: bisection, each test keeps the least U per set."""
