@@ -14,7 +14,7 @@ from rkmate.ir.schedule import Compute, Loss, from_order
 from rkmate.ir.simulate import simulate
 
 
-def judge(graph: CDGraph, backward: Sequence[int]) -> Option:
+def evaluate_option(graph: CDGraph, backward: Sequence[int]) -> Option:
     """The option that runs every forward node once, then `backward`.
 
     Bytes and seconds are the simulator's. The bytes of the graph's outputs do not count as saved.
@@ -27,14 +27,14 @@ def judge(graph: CDGraph, backward: Sequence[int]) -> Option:
     at = next(k for k, step in enumerate(schedule.steps) if isinstance(step, Loss))
     first = next((k for k in range(at + 1, len(schedule.steps))
                   if isinstance(schedule.steps[k], Compute)), len(schedule.steps))
-    outside = set(graph.inputs) | set(graph.output_grads)
+    external = set(graph.inputs) | set(graph.output_grads)
     forward_seconds = sum(graph.c[i].time for i in range(loss))
     return Option(
         forward=tuple(range(loss)),
         backward=tuple(backward),
         forward_seconds=forward_seconds,
         backward_seconds=sum(graph.c[i].time for i in backward),
-        saved_bytes=result.saved - graph.bytes(set(graph.outputs) - outside),
+        saved_bytes=result.saved - graph.bytes(set(graph.outputs) - external),
         forward_peak_bytes=max(result.timeline[:at], default=0),
         backward_peak_bytes=max(result.timeline[first:], default=0),
     )

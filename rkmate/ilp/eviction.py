@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from rkmate.ilp.heuristic import greedy_sets, recompute_missing
-from rkmate.ilp.stages import Stages
+from rkmate.ilp.stages import BlockStages
 from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Compute, Free, Loss, from_order
 from rkmate.ir.simulate import simulate
@@ -25,7 +25,7 @@ STARTS = 12
 class _Carried:
     """What may be saved, and what is let go before which stage."""
 
-    stages: Stages
+    stages: BlockStages
     keep: Collection[int]
     dropped: dict[int, set[int]] = field(default_factory=dict)
     """Stage -> forward data that is not carried into it."""
@@ -56,7 +56,7 @@ class _Carried:
         return tuple(order), stage_of, found
 
 
-def evictions(stages: Stages, keep: Collection[int]) -> Iterator[tuple[int, ...]]:
+def evictions(stages: BlockStages, keep: Collection[int]) -> Iterator[tuple[int, ...]]:
     """Backward orders of lower and lower peak, from the one that saves `keep` and carries all.
 
     At each order's peak, the data that costs least time per byte to make again is let go, among
@@ -83,7 +83,7 @@ def evictions(stages: Stages, keep: Collection[int]) -> Iterator[tuple[int, ...]
         carried.dropped.setdefault(t, set()).add(j)
 
 
-def candidates(stages: Stages) -> Iterator[tuple[int, ...]]:
+def candidates(stages: BlockStages) -> Iterator[tuple[int, ...]]:
     """Backward orders that are worth judging, the cheap ones first."""
     sets = []
     for keep in greedy_sets(stages):
@@ -95,11 +95,11 @@ def candidates(stages: Stages) -> Iterator[tuple[int, ...]]:
         yield from evictions(stages, keep)
 
 
-def _node(stages: Stages, t: int) -> int:
+def _node(stages: BlockStages, t: int) -> int:
     return stages.stages[t].node if t < len(stages.stages) else -1
 
 
-def _peak(stages: Stages, order: tuple[int, ...]) -> tuple[int, int | None, set[int]]:
+def _peak(stages: BlockStages, order: tuple[int, ...]) -> tuple[int, int | None, set[int]]:
     """Bytes of the backward's peak, the position in `order` where it stands (None: before the first
     computation), and the forward data that lies idle then."""
     graph = stages.graph
@@ -123,7 +123,7 @@ def _peak(stages: Stages, order: tuple[int, ...]) -> tuple[int, int | None, set[
     return peak, None, set()
 
 
-def _victim(stages: Stages, idle: set[int], stage: int, order: tuple[int, ...],
+def _victim(stages: BlockStages, idle: set[int], stage: int, order: tuple[int, ...],
             stage_of: list[int], found: list[set[int]], *,
             is_stage_node: bool) -> tuple[int, int] | None:
     """(Stage, data): what to let go before which stage; None when there is nothing."""

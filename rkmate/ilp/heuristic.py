@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rkmate.ilp.stages import Stages
+from rkmate.ilp.stages import BlockStages
 from rkmate.ir.recompute import missing_nodes
 
 
-def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = False,
+def recompute_missing(stages: BlockStages, keep: Iterable[int], *, again: bool = False,
                       ) -> tuple[int, ...]:
     """The backward order when of all forward data only `keep` (and what is free) is saved.
 
@@ -37,12 +37,12 @@ def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = Fals
     return tuple(order)
 
 
-def keep_nothing(stages: Stages) -> tuple[int, ...]:
+def keep_nothing(stages: BlockStages) -> tuple[int, ...]:
     """Recompute everything that is not there for free; outputs are, as long as they are needed."""
     return recompute_missing(stages, stages.outputs)
 
 
-def greedy_sets(stages: Stages) -> Iterator[frozenset[int]]:
+def greedy_sets(stages: BlockStages) -> Iterator[frozenset[int]]:
     """Sets of data to save, smaller and smaller, from what the backward reads down to nothing.
 
     Each step drops the data that frees most bytes per second of recomputation, or puts what it is
@@ -74,7 +74,7 @@ def greedy_sets(stages: Stages) -> Iterator[frozenset[int]]:
         yield frozenset(keep)
 
 
-def _instead(stages: Stages, j: int, keep: set[int]) -> list[frozenset[int]]:
+def _instead(stages: BlockStages, j: int, keep: set[int]) -> list[frozenset[int]]:
     """What may be kept in place of `j`: nothing, or the missing inputs of its producer."""
     producer = stages.graph.producer[j]
     assert producer is not None, "forward data that is not free has a producer"
@@ -82,7 +82,7 @@ def _instead(stages: Stages, j: int, keep: set[int]) -> list[frozenset[int]]:
     return [frozenset(), inputs] if inputs else [frozenset()]
 
 
-def _read(stages: Stages, j: int, runs: set[int]) -> bool:
+def _read(stages: BlockStages, j: int, runs: set[int]) -> bool:
     """Whether the backward, or a node that runs again, reads `j`."""
     loss = stages.graph.loss
     return any(i >= loss or i in runs for i in stages.graph.readers[j])

@@ -1,6 +1,6 @@
 """rk-Checkmate: the integer program of one block, built once, solved for many budgets.
 
-Rockmate, section 3.3 and appendix B. Stages are counted as in `stages`; within a stage
+Rockmate, section 3.3 and appendix B. BlockStages are counted as in `stages`; within a stage
 recomputations run in index order.
 
 Variables (the paper's names where it has them):
@@ -24,7 +24,7 @@ from typing import Any
 
 import pulp
 
-from rkmate.ilp.stages import Stages
+from rkmate.ilp.stages import BlockStages
 from rkmate.ir.cd import CDGraph
 
 TIME_SCALE = 1000.0
@@ -50,7 +50,7 @@ def _unit(graph: CDGraph, save_all_peak: int) -> int:
 class BlockModel:
     """The program of one block. Only the two budgets change between solves."""
 
-    def __init__(self, stages: Stages, save_all_peak: int, *, eager: bool = True,
+    def __init__(self, stages: BlockStages, save_all_peak: int, *, eager: bool = True,
                  name: str = "rk_checkmate") -> None:
         """`save_all_peak`: bytes that the block needs when nothing is recomputed."""
         self.stages = stages
@@ -75,7 +75,7 @@ class BlockModel:
         self._saved()
 
     @staticmethod
-    def entries(stages: Stages) -> int:
+    def entries(stages: BlockStages) -> int:
         """About how many coefficients the program would have: what building it costs."""
         return sum(len(s.recomputable) * len(s.carried) for s in stages.stages)
 

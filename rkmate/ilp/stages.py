@@ -43,7 +43,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Stages:
+class BlockStages:
     """All that the integer program needs to know of a graph."""
 
     graph: CDGraph
@@ -68,7 +68,7 @@ class Stages:
         return self.graph.d[j].size
 
 
-def split_stages(graph: CDGraph) -> Stages:
+def split_stages(graph: CDGraph) -> BlockStages:
     """The stages of a graph's backward. Linear in the graph but for the sets of ancestors."""
     made_forward = {j for i in graph.forward for j in graph.c[i].outputs}
     free = frozenset(graph.inputs) | {j for j in made_forward if graph.d[j].size == 0}
@@ -101,7 +101,7 @@ def split_stages(graph: CDGraph) -> Stages:
     floor = max([0, tail, *lean, *(s.idle for s in stages),
                  *(s.during + graph.bytes(s.need)
                    - _largest(graph, s.overwrites) for s in stages)])
-    return Stages(graph, tuple(stages), free, outputs, base, dead, places, floor)
+    return BlockStages(graph, tuple(stages), free, outputs, base, dead, places, floor)
 
 
 def _largest(graph: CDGraph, ds: Iterable[int]) -> int:

@@ -28,8 +28,8 @@ from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import simplify
 from rkmate.ilp import OptionSet, cache_folder, solve_options
-from rkmate.ilp.evaluate_option import judge
-from rkmate.ilp.partial_saves import levels
+from rkmate.ilp.evaluate_option import evaluate_option
+from rkmate.ilp.partial_saves import partial_saves
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.chain import Block as ChainBlock
 from rkmate.ir.chain import Chain
@@ -135,10 +135,10 @@ class Prepared:
             return chain
         first = {k: b for b, k in reversed(list(enumerate(self.classes)))}
         with self.timed("chain"):
-            kept = levels([self.block_graphs[first[k]] for k in range(len(first))],
+            kept = partial_saves([self.block_graphs[first[k]] for k in range(len(first))],
                           [s.options for s in self.option_sets],
                           min(KEEPING_LEVELS, KEEPING_TIMES // len(chain)))
-        return replace(chain, blocks=tuple(replace(b, kept=kept[k]) for b, k in
+        return replace(chain, blocks=tuple(replace(b, partial_saves=kept[k]) for b, k in
                                            zip(chain.blocks, self.classes, strict=True))).verify()
 
     def _chained(self, blocks: tuple[ChainBlock, ...], cuts: tuple[frozenset[int], ...],
@@ -157,7 +157,7 @@ class Prepared:
             return None
         found = _stages(self.partition.program, self.children)
         graphs = [b.graph.with_costs(self.costs[i] for i in b.c) for b in found.blocks]
-        blocks = tuple(ChainBlock(*_plain_forward(g), (judge(g, g.backward),)) for g in graphs)
+        blocks = tuple(ChainBlock(*_plain_forward(g), (evaluate_option(g, g.backward),)) for g in graphs)
         return self._chained(blocks, found.cuts, found.grads), tuple(b.c for b in found.blocks)
 
     @cached_property
