@@ -18,7 +18,7 @@ def evaluate_option(graph: CDGraph, backward: Sequence[int]) -> Option:
     """The option that runs every forward node once, then `backward`.
 
     Bytes and seconds are the simulator's. The bytes of the graph's outputs do not count as saved.
-    The moment of the loss itself belongs to neither phase: what the loss (or the next block)
+    The step of the loss itself belongs to neither phase: what the loss (or the next block)
     allocates is its own. Raises `ScheduleError` when the order is not executable.
     """
     loss = graph.loss

@@ -89,7 +89,7 @@ def candidates(stages: BlockStages) -> Iterator[tuple[int, ...]]:
     for keep in greedy_sets(stages):
         sets.append(keep)
         yield recompute_missing(stages, keep)
-        yield recompute_missing(stages, keep, again=True)
+        yield recompute_missing(stages, keep, free_after_stage=True)
     # Fewest saved bytes first: time that runs out should leave the low peaks covered.
     for keep in sets[::-max(1, len(sets) // STARTS)]:
         yield from evictions(stages, keep)
@@ -138,8 +138,8 @@ def _victim(stages: BlockStages, idle: set[int], stage: int, order: tuple[int, .
         t = first_read.get(j)
         if t is None or t <= stage or stages.size(j) == 0:
             continue
-        again = missing_nodes(graph, [j], found[t] - {j})
-        seconds = sum(graph.c[i].time for i in again)
+        runs = missing_nodes(graph, [j], found[t] - {j})
+        seconds = sum(graph.c[i].time for i in runs)
         if best is None or seconds / stages.size(j) < best[0]:
             best = seconds / stages.size(j), t, j
     return None if best is None else (best[1], best[2])

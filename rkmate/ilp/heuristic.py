@@ -12,12 +12,12 @@ from rkmate.ilp.stages import BlockStages
 from rkmate.ir.recompute import missing_nodes
 
 
-def recompute_missing(stages: BlockStages, keep: Iterable[int], *, again: bool = False,
+def recompute_missing(stages: BlockStages, keep: Iterable[int], *, free_after_stage: bool = False,
                       ) -> tuple[int, ...]:
     """The backward order when of all forward data only `keep` (and what is free) is saved.
 
     What is recomputed stays until its last use, so that each node runs again at most once. With
-    `again`, it goes at the end of its stage: less memory, more time.
+    `free_after_stage`, it goes at the end of its stage: less memory, more time.
     """
     graph = stages.graph
     at_loss = stages.free.union(keep)
@@ -27,7 +27,7 @@ def recompute_missing(stages: BlockStages, keep: Iterable[int], *, again: bool =
     for b in graph.backward:
         stage = stage_of.get(b)
         if stage is not None:
-            if again:
+            if free_after_stage:
                 available = set(at_loss)
             runs = missing_nodes(graph, stage.need, available)
             for i in runs:

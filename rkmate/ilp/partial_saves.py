@@ -129,11 +129,11 @@ def _backward(graph: CDGraph, backward: Sequence[int], kept: _Set) -> tuple[list
 
 def _without(graph: CDGraph, node: CNode, kept: _Set) -> CNode:
     """The node, where it makes again what is kept: a temporary."""
-    again = kept.intersection(node.outputs)
-    if not again:
+    remade = kept.intersection(node.outputs)
+    if not remade:
         return node
-    return replace(node, outputs=tuple(j for j in node.outputs if j not in again), donors=(),
-                   overhead=node.overhead + graph.bytes(again))
+    return replace(node, outputs=tuple(j for j in node.outputs if j not in remade), donors=(),
+                   overhead=node.overhead + graph.bytes(remade))
 
 
 def _part(graph: CDGraph, nodes: Sequence[int], kept: _Set, outputs: Iterable[int]) -> CDGraph:

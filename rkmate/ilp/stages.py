@@ -34,7 +34,7 @@ class Stage:
     during: int
     """Bytes of gradients and temporaries while ``node`` runs, its outputs included, a gradient that
     the output overwrites left out."""
-    overwrites: tuple[int, ...]
+    donors: tuple[int, ...]
     """Needed forward data whose place the output of ``node`` takes if it dies there; empty where a
     gradient's place is taken whatever is chosen."""
     idle: int
@@ -57,7 +57,7 @@ class BlockStages:
     forward_dead: tuple[tuple[int, ...], ...]
     """Per forward C node: D nodes of stage 0 that count on top of that if they are saved: those
     that are dead by then, and one whose place the node's output would take."""
-    forward_places: tuple[tuple[int, ...], ...]
+    forward_donors: tuple[tuple[int, ...], ...]
     """Per forward C node: D nodes one of whose places the output takes, unless all of them are
     saved, or the output itself is dead at once; they count in ``forward_base``."""
     floor: int
@@ -92,7 +92,7 @@ def split_stages(graph: CDGraph) -> BlockStages:
         start = opening[position - 1] + 1 if position else graph.loss
         idle = max([before[b], *(during[i] for i in range(start, b))])
         stages.append(Stage(b, needs[b], tuple(sorted(useful_nodes)), tuple(sorted(useful_data)),
-                            before[b], during[b], _overwrites(graph, b, needs[b], taking), idle))
+                            before[b], during[b], _stage_donors(graph, b, needs[b], taking), idle))
     stages.reverse()
 
     candidates = set(stages[0].carried) if stages else set()
@@ -100,7 +100,7 @@ def split_stages(graph: CDGraph) -> BlockStages:
     lean = (n - _largest(graph, p) for n, p in zip(base, places, strict=True))
     floor = max([0, tail, *lean, *(s.idle for s in stages),
                  *(s.during + graph.bytes(s.need)
-                   - _largest(graph, s.overwrites) for s in stages)])
+                   - _largest(graph, s.donors) for s in stages)])
     return BlockStages(graph, tuple(stages), free, outputs, base, dead, places, floor)
 
 
@@ -108,7 +108,7 @@ def _largest(graph: CDGraph, ds: Iterable[int]) -> int:
     return max((graph.d[j].size for j in ds), default=0)
 
 
-def _overwrites(graph: CDGraph, b: int, need: tuple[int, ...],
+def _stage_donors(graph: CDGraph, b: int, need: tuple[int, ...],
                 taking: set[int]) -> tuple[int, ...]:
     return () if b in taking else tuple(j for j in graph.c[b].donors if j in need)
 

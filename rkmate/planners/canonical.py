@@ -1,8 +1,8 @@
 """From a sequence of lower sets to an order of computations (Kusumoto et al. 2019, section 3).
 
 The canonical strategy keeps the boundary of each lower set in the forward. When the backward
-reaches a block, it computes the block's other nodes again. What of them is forgotten when is left
-to liveness: the schedule forgets every value after its last reader.
+reaches a block, it computes the block's other nodes again. What of them is freed when is left
+to liveness: the schedule frees every value after its last reader.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
         missing = missing_nodes(graph, graph.c[b].inputs, known=there)
         while missing:
             k = max(block[v] for v in missing)
-            again = [v for v in blocks[k] if v not in there and v in wanted]
-            order += again
-            part += [2 * len(blocks) - place] * len(again)
-            there.update(again)
+            recomputed = [v for v in blocks[k] if v not in there and v in wanted]
+            order += recomputed
+            part += [2 * len(blocks) - place] * len(recomputed)
+            there.update(recomputed)
             missing = missing_nodes(graph, graph.c[b].inputs, known=there)
         order.append(b)
         part.append(2 * len(blocks) - place)
@@ -92,7 +92,7 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
 
 
 def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] = ()) -> Schedule:
-    """The schedule that forgets at the end of each block's forward and backward only."""
+    """The schedule that frees at the end of each block's forward and backward only."""
     steps: list[Step] = []
     waiting: list[Step] = []
     k = 0

@@ -54,11 +54,11 @@ class CheckmateModel:
         self.base_seconds = sum(c.time for c in graph.c)
         self.second = (self.base_seconds or 1.0) / UNITS
         self.byte = max(1.0, sum(d.size for d in graph.d) / UNITS)
-        self.again = rerunnable(graph, recompute)
+        self.rerunnable = rerunnable(graph, recompute)
         self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
         self.R: dict[tuple[int, int], pulp.LpVariable] = {
             (t, i): pulp.LpVariable(f"R_{t}_{i}", cat="Binary")
-            for t in range(n) for i in self.again[t]}
+            for t in range(n) for i in self.rerunnable[t]}
         self._rows = 0
         # (1a) time of everything that runs again.
         self.program.setObjective(pulp.LpAffineExpression(
@@ -108,7 +108,7 @@ class CheckmateModel:
     def _last_uses(self) -> list[int]:
         """The last stage in which a value can be read."""
         result = [-1] * len(self.graph.d)
-        for t, nodes in enumerate(self.again):
+        for t, nodes in enumerate(self.rerunnable):
             for i in (*nodes, t):
                 for j in self.graph.c[i].inputs:
                     result[j] = t
@@ -150,7 +150,7 @@ class CheckmateModel:
         if t == graph.loss:
             self._loss()
         self.S.append({j: v for j, v in self._now.items() if isinstance(v, pulp.LpVariable)})
-        steps = [*self.again[t], t]
+        steps = [*self.rerunnable[t], t]
         uses: dict[int, list[int]] = {}
         for i in steps:
             for j in dict.fromkeys((*graph.c[i].inputs, *graph.c[i].outputs)):
@@ -202,7 +202,7 @@ class CheckmateModel:
 
     def _overwritten(self, i: int, t: int, runs: pulp.LpVariable | int,
                      after: Mapping[int, pulp.LpVariable | int]) -> pulp.LpAffineExpression:
-        """Memory that a run of node i in stage t does not take, because its output takes the place
+        """Memory that a run of node i in stage t does not take, because its output takes the storage
         of an input that dies with it."""
         graph = self.graph
         node = graph.c[i]
@@ -216,13 +216,13 @@ class CheckmateModel:
                 dies = 0
             else:
                 continue
-            place = self._variable(f"W_{t}_{i}_{j}")
-            self._require(pulp.LpAffineExpression(place) - runs, "place")
-            self._require(pulp.LpAffineExpression(place) + dies - 1, "place_dies")
-            saving += (graph.d[j].size / self.byte) * place
-            chosen += place
+            taken = self._variable(f"W_{t}_{i}_{j}")
+            self._require(pulp.LpAffineExpression(taken) - runs, "donor")
+            self._require(pulp.LpAffineExpression(taken) + dies - 1, "donor_dies")
+            saving += (graph.d[j].size / self.byte) * taken
+            chosen += taken
         if len(chosen) > 1:
-            self._require(chosen - 1, "one_place")
+            self._require(chosen - 1, "one_donor")
         return saving
 
     def order(self, values: Mapping[str, float]) -> tuple[list[int], int]:
@@ -232,7 +232,7 @@ class CheckmateModel:
         for t in range(len(self.graph.c)):
             if t == self.graph.loss:
                 loss_at = len(order)
-            order += [i for i in self.again[t] if values.get(self.R[t, i].name, 0.0) > 0.5]
+            order += [i for i in self.rerunnable[t] if values.get(self.R[t, i].name, 0.0) > 0.5]
             order.append(t)
         return order, loss_at if self.graph.loss < len(self.graph.c) else len(order)
 
@@ -245,7 +245,7 @@ class CheckmateModel:
                 t += 1
             elif (t, i) in self.R:
                 result[self.R[t, i].name] = 1.0
-            elif t >= len(self.again) or i > t or (not self.again[t] and i < self.graph.loss):
+            elif t >= len(self.rerunnable) or i > t or (not self.rerunnable[t] and i < self.graph.loss):
                 return None
             # What is left runs again for nothing: no first run to come depends on it.
         return result

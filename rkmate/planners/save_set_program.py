@@ -54,10 +54,12 @@ class KeepProgram:
         """The forward values among each C node's inputs."""
         self._gradients = gradient_bytes(graph, self.pinned)
         self._programs: dict[tuple[int, ...], _Program] = {}
-        self._writing = 0.0         # seconds that the latest took to write
+        # Seconds that it took to write the latest of them; one with more times takes longer.
+        self._writing = 0.0
 
     def forward(self, j: int) -> bool:
-        """Whether a D node is a value of the forward."""
+        """Whether a D node is made by a forward node: what the program chooses to keep or make anew.
+        Inputs of the model and gradients are not; their bytes are `fixed_bytes`, or nobody's."""
         made = self.graph.producer[j]
         return made is not None and made < self.graph.loss
 

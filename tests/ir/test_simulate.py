@@ -56,7 +56,7 @@ def test_the_loss_allocates_and_keeps_a_little(reserve: int) -> None:
 @pytest.mark.parametrize(("steps", "message"), [
     ((Compute(2),), "b1 runs before the loss"),
     ((Compute(1),), "f1 reads v0, not in memory"),
-    ((Compute(0), Free(2)), "forgets v1, which is not in memory"),
+    ((Compute(0), Free(2)), "frees v1, which is not in memory"),
     ((Compute(0), Loss()), "the loss comes twice or without v1"),
     ((*save_all(line(2)).steps[:3], Loss()), "the loss comes twice"),
     (save_all(line(2)).steps[:5], "never runs b0"),
@@ -67,7 +67,7 @@ def test_what_cannot_run_is_refused(steps: tuple[Step, ...], message: str) -> No
 
 
 def test_freeing_what_the_user_holds_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="forgets v1, which the user holds"):
+    with pytest.raises(ScheduleError, match="frees v1, which the user holds"):
         simulate(line(2), save_all(line(2)), pinned=[2])
 
 
