@@ -4,16 +4,16 @@ Rockmate (ICML 2023), section 3.3 and appendix B.
 """
 
 from rkmate.ilp.cache import OptionCache, cache_folder
-from rkmate.ilp.grid import OptionSet, Solution, block_options, solve_block
+from rkmate.ilp.grid import BlockSolution, OptionSet, block_options, solve_block
+from rkmate.ilp.highs import Status
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.solve_all import solve_options
-from rkmate.ilp.solver import Status
 
 __all__ = [
+    "BlockSolution",
     "OptionCache",
     "OptionSet",
     "OptionSettings",
-    "Solution",
     "Status",
     "block_options",
     "cache_folder",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rkmate.errors import ScheduleError
-from rkmate.ilp.evaluate_option import judge
+from rkmate.ilp.evaluate_option import evaluate_option
 from rkmate.ilp.grid import OptionSet
 from rkmate.ilp.pareto_front import undominated
 from rkmate.ilp.settings import OptionSettings
@@ -84,9 +84,9 @@ def _labels(graph: CDGraph) -> list[int]:
         return (d.size, d.kind, graph.readers[j], *(j in g for g in groups),
                 graph.releases.get(j, -1))
 
-    outside = sorted(set(range(len(graph.d))).difference(made), key=description)
+    external = sorted(set(range(len(graph.d))).difference(made), key=description)
     label = [0] * len(graph.d)
-    for k, j in enumerate([*made, *outside]):
+    for k, j in enumerate([*made, *external]):
         label[j] = k
     return label
 
@@ -110,7 +110,7 @@ class OptionCache:
             if not self._close(graph, entry["times"]):
                 return None
             orders = [_order(graph, order) for order in entry["backward"]]
-            options = undominated(judge(graph, order) for order in orders)
+            options = undominated(evaluate_option(graph, order) for order in orders)
             timed_out = int(entry["timed_out"])
         except (OSError, ValueError, KeyError, TypeError, IndexError, ScheduleError):
             return None   # not there, or broken: it will be replaced

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rkmate.ir import recompute
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Option
 from rkmate.ir.schedule import Compute, Loss, from_order
 from rkmate.ir.simulate import simulate
 
 
-def judge(graph: CDGraph, backward: Sequence[int]) -> Option:
+def evaluate_option(graph: CDGraph, backward: Sequence[int]) -> Option:
     """The option that runs every forward node once, then `backward`.
 
     Bytes and seconds are the simulator's. The bytes of the graph's outputs do not count as saved.
-    The moment of the loss itself belongs to neither phase: what the loss (or the next block)
+    The step of the loss itself belongs to neither phase: what the loss (or the next block)
     allocates is its own. Raises `ScheduleError` when the order is not executable.
     """
     loss = graph.loss
@@ -26,14 +27,14 @@ def judge(graph: CDGraph, backward: Sequence[int]) -> Option:
     at = next(k for k, step in enumerate(schedule.steps) if isinstance(step, Loss))
     first = next((k for k in range(at + 1, len(schedule.steps))
                   if isinstance(schedule.steps[k], Compute)), len(schedule.steps))
-    outside = set(graph.inputs) | set(graph.output_grads)
+    external = set(graph.inputs) | set(graph.output_grads)
     forward_seconds = sum(graph.c[i].time for i in range(loss))
     return Option(
         forward=tuple(range(loss)),
         backward=tuple(backward),
         forward_seconds=forward_seconds,
         backward_seconds=sum(graph.c[i].time for i in backward),
-        saved_bytes=result.saved - graph.bytes(set(graph.outputs) - outside),
+        saved_bytes=result.saved - graph.bytes(set(graph.outputs) - external),
         forward_peak_bytes=max(result.timeline[:at], default=0),
         backward_peak_bytes=max(result.timeline[first:], default=0),
     )
@@ -41,13 +42,5 @@ def judge(graph: CDGraph, backward: Sequence[int]) -> Option:
 
 def without_waste(graph: CDGraph, backward: Sequence[int]) -> tuple[int, ...]:
     """`backward` less the recomputations that nothing reads before they are made anew."""
-    wanted: set[int] = set()
-    kept: list[int] = []
-    for i in reversed(backward):
-        node = graph.c[i]
-        if i < graph.loss and wanted.isdisjoint(node.outputs):
-            continue
-        wanted.difference_update(node.outputs)
-        wanted.update(node.inputs)
-        kept.append(i)
-    return tuple(reversed(kept))
+    lean = recompute.without_waste(graph, (*graph.forward, *backward), graph.loss)
+    return tuple(lean.order[lean.loss_at:])

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from rkmate.ilp.heuristic import greedy_sets, missing_nodes, recompute_missing
-from rkmate.ilp.stages import Stages
+from rkmate.ilp.heuristic import greedy_sets, recompute_missing
+from rkmate.ilp.stages import BlockStages
+from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Compute, Free, Loss, from_order
 from rkmate.ir.simulate import simulate
 
@@ -24,7 +25,7 @@ STARTS = 12
 class _Carried:
     """What may be saved, and what is let go before which stage."""
 
-    stages: Stages
+    stages: BlockStages
     keep: Collection[int]
     dropped: dict[int, set[int]] = field(default_factory=dict)
     """Stage -> forward data that is not carried into it."""
@@ -43,7 +44,7 @@ class _Carried:
             if b in position:
                 available -= self.dropped.get(t, set())
                 found.append(set(available))
-                runs = missing_nodes(self.stages, self.stages.stages[t].need, available)
+                runs = missing_nodes(graph, self.stages.stages[t].need, available)
                 for i in runs:
                     available.update(graph.c[i].outputs)
                 order += sorted(runs)
@@ -55,7 +56,7 @@ class _Carried:
         return tuple(order), stage_of, found
 
 
-def evictions(stages: Stages, keep: Collection[int]) -> Iterator[tuple[int, ...]]:
+def evictions(stages: BlockStages, keep: Collection[int]) -> Iterator[tuple[int, ...]]:
     """Backward orders of lower and lower peak, from the one that saves `keep` and carries all.
 
     At each order's peak, the data that costs least time per byte to make again is let go, among
@@ -82,23 +83,23 @@ def evictions(stages: Stages, keep: Collection[int]) -> Iterator[tuple[int, ...]
         carried.dropped.setdefault(t, set()).add(j)
 
 
-def candidates(stages: Stages) -> Iterator[tuple[int, ...]]:
+def candidates(stages: BlockStages) -> Iterator[tuple[int, ...]]:
     """Backward orders that are worth judging, the cheap ones first."""
     sets = []
     for keep in greedy_sets(stages):
         sets.append(keep)
         yield recompute_missing(stages, keep)
-        yield recompute_missing(stages, keep, again=True)
+        yield recompute_missing(stages, keep, free_after_stage=True)
     # Fewest saved bytes first: time that runs out should leave the low peaks covered.
     for keep in sets[::-max(1, len(sets) // STARTS)]:
         yield from evictions(stages, keep)
 
 
-def _node(stages: Stages, t: int) -> int:
+def _node(stages: BlockStages, t: int) -> int:
     return stages.stages[t].node if t < len(stages.stages) else -1
 
 
-def _peak(stages: Stages, order: tuple[int, ...]) -> tuple[int, int | None, set[int]]:
+def _peak(stages: BlockStages, order: tuple[int, ...]) -> tuple[int, int | None, set[int]]:
     """Bytes of the backward's peak, the position in `order` where it stands (None: before the first
     computation), and the forward data that lies idle then."""
     graph = stages.graph
@@ -122,7 +123,7 @@ def _peak(stages: Stages, order: tuple[int, ...]) -> tuple[int, int | None, set[
     return peak, None, set()
 
 
-def _victim(stages: Stages, idle: set[int], stage: int, order: tuple[int, ...],
+def _victim(stages: BlockStages, idle: set[int], stage: int, order: tuple[int, ...],
             stage_of: list[int], found: list[set[int]], *,
             is_stage_node: bool) -> tuple[int, int] | None:
     """(Stage, data): what to let go before which stage; None when there is nothing."""
@@ -137,8 +138,8 @@ def _victim(stages: Stages, idle: set[int], stage: int, order: tuple[int, ...],
         t = first_read.get(j)
         if t is None or t <= stage or stages.size(j) == 0:
             continue
-        again = missing_nodes(stages, [j], found[t] - {j})
-        seconds = sum(graph.c[i].time for i in again)
+        runs = missing_nodes(graph, [j], found[t] - {j})
+        seconds = sum(graph.c[i].time for i in runs)
         if best is None or seconds / stages.size(j) < best[0]:
             best = seconds / stages.size(j), t, j
     return None if best is None else (best[1], best[2])

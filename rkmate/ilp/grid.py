@@ -10,14 +10,15 @@ import threading
 import time
 from dataclasses import dataclass
 
-from rkmate.ilp.evaluate_option import judge, without_waste
+from rkmate.ilp.evaluate_option import evaluate_option, without_waste
 from rkmate.ilp.eviction import candidates
 from rkmate.ilp.heuristic import keep_nothing
+from rkmate.ilp.highs import Status
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
-from rkmate.ilp.pareto_front import Front, peak, seconds, undominated
+from rkmate.ilp.pareto_front import ParetoFront, peak, seconds, undominated
 from rkmate.ilp.settings import OptionSettings
-from rkmate.ilp.solver import Solver, Status, make_solver
-from rkmate.ilp.stages import Stages, split_stages
+from rkmate.ilp.solver import Solver, make_solver
+from rkmate.ilp.stages import BlockStages, split_stages
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Option
 
@@ -31,7 +32,7 @@ for the program."""
 
 
 @dataclass(frozen=True)
-class Solution:
+class BlockSolution:
     """Result of one integer program."""
 
     status: Status
@@ -60,35 +61,35 @@ class OptionSet:
     """Wall-clock time that it took; 0 when it came from the cache."""
 
 
-class _Block:
+class _BlockProgram:
     """A block's program, and what comes back from it judged by the simulator."""
 
     def __init__(self, graph: CDGraph, settings: OptionSettings,
                  stop: threading.Event | None = None) -> None:
         self.graph = graph
         self.settings = settings
-        self.stages: Stages = split_stages(graph)
-        self.save_all = judge(graph, graph.backward)
+        self.stages: BlockStages = split_stages(graph)
+        self.save_all = evaluate_option(graph, graph.backward)
         self.model = BlockModel(self.stages, peak(self.save_all), eager=settings.eager)
         self.solver: Solver = make_solver(settings.solver, self.model, stop)
 
     def solve(self, m_peak: int, m_save: int, *, time_limit: float | None = None,
-              start: Option | None = None) -> Solution:
+              start: Option | None = None) -> BlockSolution:
         model = self.model
         if m_peak < model.lowest_peak or m_save < 0:
             # The program leaves out the rows that hold at every budget from the floor up.
-            return Solution(Status.INFEASIBLE, None, float("inf"))
+            return BlockSolution(Status.INFEASIBLE, None, float("inf"))
         answer = self.solver.solve(
             model.budget(m_peak), model.budget(m_save), gap=self.settings.gap,
             time_limit=self.settings.time_limit if time_limit is None else time_limit,
             start=model.values(start.backward) if start is not None else None)
         if answer.status is Status.INFEASIBLE:
-            return Solution(answer.status, None, float("inf"))
+            return BlockSolution(answer.status, None, float("inf"))
         bound = self._bound_seconds(answer.bound)
         if not answer.values and answer.status is Status.TIMED_OUT:
-            return Solution(answer.status, None, bound)
+            return BlockSolution(answer.status, None, bound)
         order = without_waste(self.graph, model.order(answer.values))
-        return Solution(answer.status, judge(self.graph, order), bound)
+        return BlockSolution(answer.status, evaluate_option(self.graph, order), bound)
 
     def _bound_seconds(self, objective: float) -> float:
         # The small terms that break ties are no time.
@@ -98,14 +99,14 @@ class _Block:
 
 
 def solve_block(graph: CDGraph, m_peak: int, m_save: int,
-                settings: OptionSettings | None = None) -> Solution:
+                settings: OptionSettings | None = None) -> BlockSolution:
     """The fastest option of a block within two budgets.
 
     `m_peak`: bytes at any moment of forward and backward, block inputs not counted. `m_save`: bytes
     kept between them, outputs not counted. Infeasible and timed out are values of the result.
     Raises `SolverError` when the solver itself fails.
     """
-    return _Block(graph, settings or OptionSettings()).solve(m_peak, m_save)
+    return _BlockProgram(graph, settings or OptionSettings()).solve(m_peak, m_save)
 
 
 def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
@@ -117,7 +118,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
     settings = settings or OptionSettings()
     begin = time.perf_counter()
     stages = split_stages(graph)
-    save_all = judge(graph, graph.backward)
+    save_all = evaluate_option(graph, graph.backward)
     if not stages.stages:
         # The backward reads nothing that could be forgotten.
         return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
@@ -127,18 +128,18 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         return 0.0 if stop is not None and stop.is_set() else (
             settings.block_limit * share - (time.perf_counter() - begin))
 
-    front = Front(settings.gap * sum(c.time for c in graph.c))
-    front.options += [save_all, judge(graph, without_waste(graph, keep_nothing(stages)))]
-    front.proofs.append((peak(save_all), save_all.saved_bytes, seconds(save_all)))
+    pareto = ParetoFront(settings.gap * sum(c.time for c in graph.c))
+    pareto.options += [save_all, evaluate_option(graph, without_waste(graph, keep_nothing(stages)))]
+    pareto.proofs.append((peak(save_all), save_all.saved_bytes, seconds(save_all)))
     for order in candidates(stages):
         if left(HEURISTIC_SHARE) <= 0:
             break
-        front.options.append(judge(graph, without_waste(graph, order)))
-    front.options = list(undominated(front.options))
-    lowest = min(map(peak, front.options))
-    block: _Block | None = None
+        pareto.options.append(evaluate_option(graph, without_waste(graph, order)))
+    pareto.options = list(undominated(pareto.options))
+    lowest = min(map(peak, pareto.options))
+    block: _BlockProgram | None = None
     if BlockModel.entries(stages) <= MODEL_ENTRIES and left() > 0:
-        block = _Block(graph, settings, stop)
+        block = _BlockProgram(graph, settings, stop)
         lowest = block.model.lowest_peak
     everything = pairs = budgets(lowest, save_all, settings.grid)
     solves = timed_out = fruitless = 0
@@ -149,29 +150,29 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
             hurried = True
             pairs = coarse_to_fine(pairs)
         (m_peak, m_save), *pairs = pairs
-        if front.answered(m_peak, m_save):
+        if pareto.answered(m_peak, m_save):
             continue
         if block is None or left() <= 0 or fruitless >= PATIENCE:
             timed_out += 1
             continue
-        known = front.best(m_peak, m_save)
+        known = pareto.best(m_peak, m_save)
         solution = block.solve(m_peak, m_save, time_limit=min(settings.time_limit, left()),
                                start=known)
         solves += 1
-        fruitless = 0 if _gained(solution, known, front.tolerance) else fruitless + 1
+        fruitless = 0 if _gained(solution, known, pareto.tolerance) else fruitless + 1
         timed_out += solution.status in (Status.FEASIBLE, Status.TIMED_OUT)
-        front.proofs.append((m_peak, m_save, solution.bound_seconds))
+        pareto.proofs.append((m_peak, m_save, solution.bound_seconds))
         if solution.option is not None:
-            front.options.append(solution.option)
+            pareto.options.append(solution.option)
     # An option that is the answer to no pair of the grid would only slow the chain down.
-    answers = [front.best(*pair) for pair in everything]
-    extremes = [save_all, min(front.options, key=lambda o: (o.saved_bytes, seconds(o))),
-                min(front.options, key=lambda o: (peak(o), seconds(o)))]
+    answers = [pareto.best(*pair) for pair in everything]
+    extremes = [save_all, min(pareto.options, key=lambda o: (o.saved_bytes, seconds(o))),
+                min(pareto.options, key=lambda o: (peak(o), seconds(o)))]
     return OptionSet(undominated([*extremes, *(o for o in answers if o is not None)]), solves,
                      timed_out, time.perf_counter() - begin)
 
 
-def _gained(solution: Solution, known: Option | None, tolerance: float) -> bool:
+def _gained(solution: BlockSolution, known: Option | None, tolerance: float) -> bool:
     """Whether a solve proved something or found something better than what was known."""
     if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
         return True

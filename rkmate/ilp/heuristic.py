@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rkmate.ilp.stages import Stages
+from rkmate.ilp.stages import BlockStages
+from rkmate.ir.recompute import missing_nodes
 
 
-def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = False,
+def recompute_missing(stages: BlockStages, keep: Iterable[int], *, free_after_stage: bool = False,
                       ) -> tuple[int, ...]:
     """The backward order when of all forward data only `keep` (and what is free) is saved.
 
     What is recomputed stays until its last use, so that each node runs again at most once. With
-    `again`, it goes at the end of its stage: less memory, more time.
+    `free_after_stage`, it goes at the end of its stage: less memory, more time.
     """
     graph = stages.graph
     at_loss = stages.free.union(keep)
@@ -26,9 +27,9 @@ def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = Fals
     for b in graph.backward:
         stage = stage_of.get(b)
         if stage is not None:
-            if again:
+            if free_after_stage:
                 available = set(at_loss)
-            runs = missing_nodes(stages, stage.need, available)
+            runs = missing_nodes(graph, stage.need, available)
             for i in runs:
                 available.update(graph.c[i].outputs)
             order += sorted(runs)
@@ -36,29 +37,12 @@ def recompute_missing(stages: Stages, keep: Iterable[int], *, again: bool = Fals
     return tuple(order)
 
 
-def missing_nodes(stages: Stages, wanted: Iterable[int], available: Iterable[int],
-                   known: Iterable[int] = ()) -> set[int]:
-    """The forward nodes, beyond `known`, that must run to bring `wanted` into memory."""
-    there = available if isinstance(available, (set, frozenset)) else set(available)
-    runs = set(known)
-    found: set[int] = set()
-    stack = [j for j in wanted if j not in there]
-    while stack:
-        i = stages.graph.producer[stack.pop()]
-        assert i is not None, "forward data that is not free has a producer"
-        if i not in runs:
-            runs.add(i)
-            found.add(i)
-            stack += [j for j in stages.graph.c[i].inputs if j not in there]
-    return found
-
-
-def keep_nothing(stages: Stages) -> tuple[int, ...]:
+def keep_nothing(stages: BlockStages) -> tuple[int, ...]:
     """Recompute everything that is not there for free; outputs are, as long as they are needed."""
     return recompute_missing(stages, stages.outputs)
 
 
-def greedy_sets(stages: Stages) -> Iterator[frozenset[int]]:
+def greedy_sets(stages: BlockStages) -> Iterator[frozenset[int]]:
     """Sets of data to save, smaller and smaller, from what the backward reads down to nothing.
 
     Each step drops the data that frees most bytes per second of recomputation, or puts what it is
@@ -78,7 +62,7 @@ def greedy_sets(stages: Stages) -> Iterator[frozenset[int]]:
                 if size <= 0:
                     continue
                 rest = (keep - {j}) | instead | stages.free
-                extra = missing_nodes(stages, [j], rest, runs) if _read(stages, j, runs) else set()
+                extra = missing_nodes(graph, [j], rest, runs) if _read(stages, j, runs) else set()
                 seconds = sum(graph.c[i].time for i in extra)
                 if best is None or seconds / size < best[0]:
                     best = seconds / size, j, set(instead), extra
@@ -90,7 +74,7 @@ def greedy_sets(stages: Stages) -> Iterator[frozenset[int]]:
         yield frozenset(keep)
 
 
-def _instead(stages: Stages, j: int, keep: set[int]) -> list[frozenset[int]]:
+def _instead(stages: BlockStages, j: int, keep: set[int]) -> list[frozenset[int]]:
     """What may be kept in place of `j`: nothing, or the missing inputs of its producer."""
     producer = stages.graph.producer[j]
     assert producer is not None, "forward data that is not free has a producer"
@@ -98,7 +82,7 @@ def _instead(stages: Stages, j: int, keep: set[int]) -> list[frozenset[int]]:
     return [frozenset(), inputs] if inputs else [frozenset()]
 
 
-def _read(stages: Stages, j: int, runs: set[int]) -> bool:
+def _read(stages: BlockStages, j: int, runs: set[int]) -> bool:
     """Whether the backward, or a node that runs again, reads `j`."""
     loss = stages.graph.loss
     return any(i >= loss or i in runs for i in stages.graph.readers[j])

@@ -1,6 +1,6 @@
 """rk-Checkmate: the integer program of one block, built once, solved for many budgets.
 
-Rockmate, section 3.3 and appendix B. Stages are counted as in `stages`; within a stage
+Rockmate, section 3.3 and appendix B. BlockStages are counted as in `stages`; within a stage
 recomputations run in index order.
 
 Variables (the paper's names where it has them):
@@ -24,7 +24,7 @@ from typing import Any
 
 import pulp
 
-from rkmate.ilp.stages import Stages
+from rkmate.ilp.stages import BlockStages
 from rkmate.ir.cd import CDGraph
 
 TIME_SCALE = 1000.0
@@ -50,7 +50,7 @@ def _unit(graph: CDGraph, save_all_peak: int) -> int:
 class BlockModel:
     """The program of one block. Only the two budgets change between solves."""
 
-    def __init__(self, stages: Stages, save_all_peak: int, *, eager: bool = True,
+    def __init__(self, stages: BlockStages, save_all_peak: int, *, eager: bool = True,
                  name: str = "rk_checkmate") -> None:
         """`save_all_peak`: bytes that the block needs when nothing is recomputed."""
         self.stages = stages
@@ -75,7 +75,7 @@ class BlockModel:
         self._saved()
 
     @staticmethod
-    def entries(stages: Stages) -> int:
+    def entries(stages: BlockStages) -> int:
         """About how many coefficients the program would have: what building it costs."""
         return sum(len(s.recomputable) * len(s.carried) for s in stages.stages)
 
@@ -210,45 +210,45 @@ class BlockModel:
             node = self.graph.c[k]
             fixed = unit(stage.before)
             terms: _Terms = []
-            places = self._places(t, k)
-            place = places[0] if len(places) == 1 else None
+            donors = self._donors_of(t, k)
+            donor = donors[0] if len(donors) == 1 else None
             for j in stage.carried:
                 if self._producer(j) >= k:
                     terms.append((self.S[t, j], float(self._size(j))))
                     continue
                 # Where the output takes the place of an input, that input counts only if it lives
                 # on beside it.
-                alive = self._alive(t, j, k + 1 if j == place else k)
+                alive = self._alive(t, j, k + 1 if j == donor else k)
                 if isinstance(alive, int):
                     fixed += self._size(j)
                 elif alive is not None:
                     terms.append((alive, float(self._size(j))))
             own = sum(self._size(j) for j in node.outputs) + unit(node.overhead)
             terms.append((self.R[t, k], float(own)))
-            if len(places) > 1:
-                alive_after = [self._alive(t, j, k + 1) for j in places]
-                terms.append(self._taken(f"{t}_{k}", places, alive_after, self.R[t, k]))
+            if len(donors) > 1:
+                alive_after = [self._alive(t, j, k + 1) for j in donors]
+                terms.append(self._taken(f"{t}_{k}", donors, alive_after, self.R[t, k]))
             self._peak(terms, fixed, f"peak_{t}_{k}")
         terms = []
         fixed = unit(stage.during)
-        place = stage.overwrites[0] if len(stage.overwrites) == 1 else None
+        donor = stage.donors[0] if len(stage.donors) == 1 else None
         for j in stage.carried:
-            if j in stage.need and j != place:
+            if j in stage.need and j != donor:
                 fixed += self._size(j)
             elif (t + 1, j) in self.S:
                 terms.append((self.S[t + 1, j], float(self._size(j))))
-        if len(stage.overwrites) > 1:
-            alive_after = [self.S.get((t + 1, j)) for j in stage.overwrites]
-            terms.append(self._taken(f"{t}_backward", stage.overwrites, alive_after))
+        if len(stage.donors) > 1:
+            alive_after = [self.S.get((t + 1, j)) for j in stage.donors]
+            terms.append(self._taken(f"{t}_backward", stage.donors, alive_after))
         self._peak(terms, fixed, f"peak_{t}_backward")
 
-    def _places(self, t: int, k: int) -> tuple[int, ...]:
+    def _donors_of(self, t: int, k: int) -> tuple[int, ...]:
         """The inputs whose place the output of k takes when they die in step k of stage t."""
         need = self.stages.stages[t].need
         return tuple(j for j in self.graph.c[k].donors
                      if j not in self.stages.free and j not in need)
 
-    def _taken(self, name: str, places: Sequence[int], alive_after: Sequence[Any],
+    def _taken(self, name: str, donors: Sequence[int], alive_after: Sequence[Any],
                runs: Any = None) -> tuple[Any, float]:
         """The term for an output that takes the place of one of several inputs: that of any that
         dies. Only upper bounds act on the variable, so it may be continuous."""
@@ -256,8 +256,8 @@ class BlockModel:
         if runs is not None:
             self._add([(taken, 1), (runs, -1)], pulp.LpConstraintLE, 0, f"taken_{name}")
         self._add([(taken, 1), *((a, 1) for a in alive_after if a is not None)],
-                  pulp.LpConstraintLE, len(places), f"dies_{name}")
-        return taken, -float(min(self._size(j) for j in places))
+                  pulp.LpConstraintLE, len(donors), f"dies_{name}")
+        return taken, -float(min(self._size(j) for j in donors))
 
     def _peak(self, terms: _Terms, fixed: int, name: str) -> None:
         merged: dict[Any, float] = {}
@@ -278,14 +278,14 @@ class BlockModel:
         for i, (base, dead) in enumerate(zip(self.stages.forward_base, self.stages.forward_dead,
                                              strict=True)):
             last = i + 1 == len(self.stages.forward_base)
-            places = self.stages.forward_places
-            if last or places[i + 1] or base > self.stages.forward_base[i + 1]:
+            donors = self.stages.forward_donors
+            if last or donors[i + 1] or base > self.stages.forward_base[i + 1]:
                 # A node that needs no more than the next one, with no more data saved, cannot bind.
                 terms = [(self.S[0, j], float(self._size(j))) for j in dead]
-                if places[i]:
+                if donors[i]:
                     out, = self.graph.c[i].outputs
                     terms.append(self._taken(
-                        f"forward_{i}", places[i], [self.S.get((0, j)) for j in places[i]],
+                        f"forward_{i}", donors[i], [self.S.get((0, j)) for j in donors[i]],
                         self.S[0, out] if out not in self.stages.outputs and not any(
                             r < self.graph.loss for r in self.graph.readers[out]) else None))
                 self._peak(terms, self._units(base), f"forward_{i}")

@@ -25,7 +25,7 @@ def seconds(option: Option) -> float:
 
 
 @dataclass
-class Front:
+class ParetoFront:
     """Options found so far and lower bounds proven so far."""
 
     tolerance: float = 0.0

@@ -1,8 +1,11 @@
-"""What a block's first forward may keep to make its later runs cheaper: the levels of a chain.
+"""Partial saves: what a block's first forward may leave in memory to make its later runs cheaper.
 
-The sets to keep are found greedily, byte for byte, among what single nodes make, what is alive between
-two nodes, and what options save. One price per byte makes one level: at that price, each block takes
-the set that pays. Seconds and bytes are the simulator's. See `rkmate.rotor.partial_saves`.
+For each class of equal blocks, a few sets of forward D nodes are found, from small to large: starting
+with nothing, the set grows by what saves most seconds per byte, of what one node makes, of what is
+alive between two nodes, and of what an option saves (`_growing_sets`). Sets off the convex hull of
+(bytes, seconds) are left out. A price, in seconds per byte, then picks one set in every class at once:
+the one that pays at this price. So each price gives one partial save of every block, and those of one
+price share an index (`rkmate.rotor.partial_saves`). Seconds and bytes are the simulator's.
 """
 
 from __future__ import annotations
@@ -13,36 +16,40 @@ from dataclasses import replace
 import numpy as np
 
 from rkmate.ir.cd import CDGraph, CNode
-from rkmate.ir.chain import Kept, Option
+from rkmate.ir.chain import Option, PartialSave
+from rkmate.ir.recompute import missing_nodes, without_waste
 from rkmate.ir.schedule import Compute, Loss, from_order
 from rkmate.ir.simulate import simulate
 
 _Set = frozenset[int]
 
 
-def levels(graphs: Sequence[CDGraph], options: Sequence[Sequence[Option]],
-           count: int) -> list[tuple[Kept, ...]]:
-    """Per class of blocks, what it keeps at each level: as many for all, `count` at most."""
-    sets = [_worth(g, o) for g, o in zip(graphs, options, strict=True)]
+def partial_saves(graphs: Sequence[CDGraph], options: Sequence[Sequence[Option]],
+           count: int) -> list[tuple[PartialSave, ...]]:
+    """Per class of blocks its partial saves, as many for all classes, `count` at most.
+
+    `graphs`, `options`: of each class. Saves of one index are those that pay at one price of memory.
+    """
+    sets = [_growing_sets(g, o) for g, o in zip(graphs, options, strict=True)]
     prices = sorted({(a[1] - b[1]) / (b[0] - a[0]) for found in sets
                      for a, b in zip(found, found[1:], strict=False)})
     if not prices:
         return [() for _ in graphs]
     chosen: list[list[_Set]] = []
     for price in np.quantile(prices, np.linspace(0.1, 0.8, count)):
-        level = [min(found, key=lambda x: x[1] + x[0] * price * (1 - 1e-3))[2] for found in sets]
-        if level not in chosen and any(level):
-            chosen.append(level)
-    made: dict[tuple[int, _Set], Kept] = {}
-    for level in chosen:
-        for k, kept in enumerate(level):
+        paying = [min(found, key=lambda x: x[1] + x[0] * price * (1 - 1e-3))[2] for found in sets]
+        if paying not in chosen and any(paying):
+            chosen.append(paying)
+    made: dict[tuple[int, _Set], PartialSave] = {}
+    for paying in chosen:
+        for k, kept in enumerate(paying):
             if (k, kept) not in made:
-                made[k, kept] = keep(graphs[k], options[k], kept)
-    return [tuple(made[k, level[k]] for level in chosen) for k in range(len(graphs))]
+                made[k, kept] = partial_save(graphs[k], options[k], kept)
+    return [tuple(made[k, paying[k]] for paying in chosen) for k in range(len(graphs))]
 
 
-def keep(graph: CDGraph, options: Sequence[Option], kept: _Set) -> Kept:
-    """What it costs, and what the block costs from then on, when some forward D nodes stay."""
+def partial_save(graph: CDGraph, options: Sequence[Option], kept: _Set) -> PartialSave:
+    """The partial save of some forward D nodes: what it costs to make, and the block from then on."""
     first = _simulated(graph, graph.forward, frozenset(), (*graph.outputs, *kept))[1]
     later = _forward(graph, kept, graph.outputs)
     seconds, peak = _simulated(graph, later, kept, graph.outputs)
@@ -53,7 +60,7 @@ def keep(graph: CDGraph, options: Sequence[Option], kept: _Set) -> Kept:
         mine = _figures(option)
         if all(any(a > b for a, b in zip(_figures(o), mine, strict=True)) for o in found):
             found.append(option)
-    return Kept(graph.bytes(kept), tuple(later), seconds, peak, first, tuple(found))
+    return PartialSave(graph.bytes(kept), tuple(later), seconds, peak, first, tuple(found))
 
 
 def _figures(o: Option) -> tuple[float, ...]:
@@ -61,8 +68,12 @@ def _figures(o: Option) -> tuple[float, ...]:
             o.backward_peak_bytes)
 
 
-def _worth(graph: CDGraph, options: Sequence[Option]) -> list[tuple[int, float, _Set]]:
-    """Bytes, seconds of two forwards and the frugal option's backward, and set; on a convex hull."""
+def _growing_sets(graph: CDGraph, options: Sequence[Option]) -> list[tuple[int, float, _Set]]:
+    """The sets to choose from, from none to large: (bytes, seconds, D nodes), on a convex hull.
+
+    The seconds are those of a plain forward, and of forward and backward with the option that saves
+    least, where the set is in memory.
+    """
     frugal = min(options, key=lambda o: (o.saved_bytes, o.backward_seconds))
     inner = [j for i in graph.forward for j in graph.c[i].outputs if j not in graph.outputs]
     moves: set[_Set] = {frozenset([j]) for j in inner}
@@ -106,40 +117,27 @@ def _worth(graph: CDGraph, options: Sequence[Option]) -> list[tuple[int, float, 
 
 def _forward(graph: CDGraph, kept: _Set, wanted: Iterable[int]) -> list[int]:
     """The forward nodes that it takes to have some D nodes, where others are there."""
-    missing = set(wanted) - kept
-    result = []
-    for i in range(graph.loss - 1, -1, -1):
-        if not missing.isdisjoint(graph.c[i].outputs):
-            missing.difference_update(graph.c[i].outputs)
-            missing.update(set(graph.c[i].inputs) - kept)
-            result.append(i)
-    return result[::-1]
+    return sorted(missing_nodes(graph, wanted, kept))
 
 
 def _backward(graph: CDGraph, backward: Sequence[int], kept: _Set) -> tuple[list[int], set[int]]:
-    """A backward's nodes less the recomputations that nothing reads then, and what it finds saved."""
-    wanted: set[int] = set()
-    result = []
-    for i in reversed(backward):
-        node = graph.c[i]
-        if i >= graph.loss or not wanted.isdisjoint(node.outputs):
-            wanted.difference_update(node.outputs)
-            wanted.update(set(node.inputs) - kept)
-            result.append(i)
-    return result[::-1], wanted
+    """A backward's nodes less the recomputations that nothing reads where `kept` is in memory, and the
+    D nodes that it finds saved, beside those."""
+    lean = without_waste(graph, (*graph.forward, *backward), graph.loss, kept)
+    return lean.order[lean.loss_at:], lean.carried
 
 
 def _without(graph: CDGraph, node: CNode, kept: _Set) -> CNode:
     """The node, where it makes again what is kept: a temporary."""
-    again = kept.intersection(node.outputs)
-    if not again:
+    remade = kept.intersection(node.outputs)
+    if not remade:
         return node
-    return replace(node, outputs=tuple(j for j in node.outputs if j not in again), donors=(),
-                   overhead=node.overhead + graph.bytes(again))
+    return replace(node, outputs=tuple(j for j in node.outputs if j not in remade), donors=(),
+                   overhead=node.overhead + graph.bytes(remade))
 
 
 def _part(graph: CDGraph, nodes: Sequence[int], kept: _Set, outputs: Iterable[int]) -> CDGraph:
-    """The graph of some of its nodes, where what is kept is held outside."""
+    """The graph of some of its nodes, where what is kept is external."""
     new = {i: k for k, i in enumerate(nodes)}
     return CDGraph(graph.d, tuple(_without(graph, graph.c[i], kept) for i in nodes),
                    sum(i < graph.loss for i in nodes), (*graph.inputs, *kept), tuple(outputs),
@@ -173,8 +171,8 @@ def _option(graph: CDGraph, there: tuple[int, ...], back: tuple[int, ...], kept:
     at = next(k for k, step in enumerate(schedule.steps) if isinstance(step, Loss))
     first = next((k for k in range(at + 1, len(schedule.steps))
                   if isinstance(schedule.steps[k], Compute)), len(schedule.steps))
-    outside = set(part.inputs) | set(graph.output_grads)
+    external = set(part.inputs) | set(graph.output_grads)
     return Option(there, back, sum(graph.c[i].time for i in there),
                   sum(graph.c[i].time for i in back),
-                  result.saved - graph.bytes(set(graph.outputs) - outside),
+                  result.saved - graph.bytes(set(graph.outputs) - external),
                   max(result.timeline[:at], default=0), max(result.timeline[first:], default=0))

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rkmate.ir.cd import CDGraph
+from rkmate.ir.gradients import gradient_memory
+from rkmate.ir.recompute import missing_nodes
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Stage:
     during: int
     """Bytes of gradients and temporaries while ``node`` runs, its outputs included, a gradient that
     the output overwrites left out."""
-    overwrites: tuple[int, ...]
+    donors: tuple[int, ...]
     """Needed forward data whose place the output of ``node`` takes if it dies there; empty where a
     gradient's place is taken whatever is chosen."""
     idle: int
@@ -41,7 +43,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Stages:
+class BlockStages:
     """All that the integer program needs to know of a graph."""
 
     graph: CDGraph
@@ -55,7 +57,7 @@ class Stages:
     forward_dead: tuple[tuple[int, ...], ...]
     """Per forward C node: D nodes of stage 0 that count on top of that if they are saved: those
     that are dead by then, and one whose place the node's output would take."""
-    forward_places: tuple[tuple[int, ...], ...]
+    forward_donors: tuple[tuple[int, ...], ...]
     """Per forward C node: D nodes one of whose places the output takes, unless all of them are
     saved, or the output itself is dead at once; they count in ``forward_base``."""
     floor: int
@@ -66,13 +68,12 @@ class Stages:
         return self.graph.d[j].size
 
 
-def split_stages(graph: CDGraph) -> Stages:
+def split_stages(graph: CDGraph) -> BlockStages:
     """The stages of a graph's backward. Linear in the graph but for the sets of ancestors."""
-    producer = graph.producer
     made_forward = {j for i in graph.forward for j in graph.c[i].outputs}
     free = frozenset(graph.inputs) | {j for j in made_forward if graph.d[j].size == 0}
     outputs = frozenset(graph.outputs) & made_forward
-    before, during, tail, taking = _gradient_bytes(graph, made_forward)
+    before, during, tail, taking = _gradient_bytes(graph)
 
     needs = {b: tuple(sorted({j for j in graph.c[b].inputs if j in made_forward} - free))
              for b in graph.backward}
@@ -84,11 +85,14 @@ def split_stages(graph: CDGraph) -> Stages:
     stages: list[Stage] = []
     for position in range(len(opening) - 1, -1, -1):
         b = opening[position]
-        _close(graph, producer, needs[b], free, useful_nodes, useful_data)
+        new = missing_nodes(graph, needs[b], free, useful_nodes)
+        useful_nodes |= new
+        useful_data.update(needs[b], *(graph.c[i].inputs for i in new))
+        useful_data -= free
         start = opening[position - 1] + 1 if position else graph.loss
         idle = max([before[b], *(during[i] for i in range(start, b))])
         stages.append(Stage(b, needs[b], tuple(sorted(useful_nodes)), tuple(sorted(useful_data)),
-                            before[b], during[b], _overwrites(graph, b, needs[b], taking), idle))
+                            before[b], during[b], _stage_donors(graph, b, needs[b], taking), idle))
     stages.reverse()
 
     candidates = set(stages[0].carried) if stages else set()
@@ -96,72 +100,36 @@ def split_stages(graph: CDGraph) -> Stages:
     lean = (n - _largest(graph, p) for n, p in zip(base, places, strict=True))
     floor = max([0, tail, *lean, *(s.idle for s in stages),
                  *(s.during + graph.bytes(s.need)
-                   - _largest(graph, s.overwrites) for s in stages)])
-    return Stages(graph, tuple(stages), free, outputs, base, dead, places, floor)
+                   - _largest(graph, s.donors) for s in stages)])
+    return BlockStages(graph, tuple(stages), free, outputs, base, dead, places, floor)
 
 
 def _largest(graph: CDGraph, ds: Iterable[int]) -> int:
     return max((graph.d[j].size for j in ds), default=0)
 
 
-def _close(graph: CDGraph, producer: tuple[int | None, ...], need: Iterable[int],
-           free: frozenset[int], nodes: set[int], data: set[int]) -> None:
-    """Add to `nodes` and `data` what may help to bring `need` into memory."""
-    stack = list(need)
-    while stack:
-        j = stack.pop()
-        if j in data or j in free:
-            continue
-        data.add(j)
-        i = producer[j]
-        assert i is not None, "forward data that is not free has a producer"
-        if i not in nodes:
-            nodes.add(i)
-            stack.extend(graph.c[i].inputs)
-
-
-def _overwrites(graph: CDGraph, b: int, need: tuple[int, ...],
+def _stage_donors(graph: CDGraph, b: int, need: tuple[int, ...],
                 taking: set[int]) -> tuple[int, ...]:
     return () if b in taking else tuple(j for j in graph.c[b].donors if j in need)
 
 
-def _gradient_bytes(graph: CDGraph, made_forward: set[int]) -> tuple[
-        dict[int, int], dict[int, int], int, set[int]]:
+def _gradient_bytes(graph: CDGraph) -> tuple[dict[int, int], dict[int, int], int, set[int]]:
     """Per backward node the bytes of the backward's own data right before it and while it runs; the
     greatest value over the nodes (and over the state after the last one); and the nodes whose
     output takes the place of a gradient that dies there, or of nothing at all."""
-    last: dict[int, int] = {}
-    for b in graph.backward:
-        for j in graph.c[b].inputs:
-            last[j] = b
-    for j, i in graph.releases.items():
-        last[j] = max(last.get(j, -1), i)
-    stay = set(graph.input_grads)
-    skip = made_forward | set(graph.inputs)
-    alive = {j for j in graph.output_grads if j not in skip and (j in last or j in stay)}
-    live = graph.bytes(alive)
-    before: dict[int, int] = {}
+    memory = gradient_memory(graph)
     during: dict[int, int] = {}
     taking: set[int] = set()
-    dies: dict[int, list[int]] = {}
-    for j, b in last.items():
-        if j not in skip and j not in stay:
-            dies.setdefault(b, []).append(j)
-    top = live
-    for b in graph.backward:
-        before[b] = live
-        created = [j for j in graph.c[b].outputs if j not in skip]
-        live += graph.bytes(created)
-        gone = dies.get(b, []) + [j for j in created if j not in last and j not in stay]
-        useless = any(j in gone for j in created)
+    for b, alive, dying in zip(graph.backward, memory.during, memory.dying, strict=True):
+        node = graph.c[b]
+        useless = not dying.isdisjoint(node.outputs)
         # Of several places, the smallest: which one is taken may depend on what is carried.
-        places = [] if useless else [graph.d[j].size for j in graph.c[b].donors if j in gone]
+        places = [] if useless else [graph.d[j].size for j in node.donors if j in dying]
         if places or useless:
             taking.add(b)
-        during[b] = live + graph.c[b].overhead - min(places, default=0)
-        top = max(top, during[b])
-        live -= graph.bytes(gone)
-    return before, during, top, taking
+        during[b] = alive + node.overhead - min(places, default=0)
+    before = dict(zip(graph.backward, memory.before, strict=True))
+    return before, during, max([memory.at_loss, *during.values()]), taking
 
 
 def _forward_bytes(graph: CDGraph, candidates: set[int]) -> tuple[

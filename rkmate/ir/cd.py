@@ -6,8 +6,8 @@ named by their index: ``graph.c[i]`` is a computation, ``graph.d[j]`` a storage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -109,6 +109,11 @@ class CDGraph:
     def bytes(self, ds: object) -> int:
         """Sum of the sizes of some D nodes."""
         return sum(self.d[j].size for j in ds)  # type: ignore[attr-defined]
+
+    def with_costs(self, costs: Iterable[tuple[float, int]]) -> CDGraph:
+        """The same graph with each C node's seconds and bytes of temporary memory, in order."""
+        return replace(self, c=tuple(replace(c, time=seconds, overhead=bytes_) for c, (seconds, bytes_)
+                                     in zip(self.c, costs, strict=True)))
 
     def verify(self) -> CDGraph:
         """Check the invariants that every later stage relies on; returns the graph itself."""

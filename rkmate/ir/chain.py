@@ -25,16 +25,16 @@ class ForwardPlain(NamedTuple):
     """Run a block's forward and keep nothing but its outputs (the paper's F^0)."""
 
     block: int
-    level: int | None = None
-    """What of the block is in memory already (`Block.kept`); None: nothing. Here and below."""
+    save_index: int | None = None
+    """Which of `Block.partial_saves` is in memory already; None: nothing. Here and below."""
 
 
-class ForwardKeeping(NamedTuple):
+class ForwardSaving(NamedTuple):
     """Run a block's forward and keep, beside its outputs, what makes later runs cheaper."""
 
     block: int
-    level: int
-    """Which of `Block.kept` stays, until the block's backward."""
+    save_index: int
+    """Which of `Block.partial_saves` stays, until the block's backward."""
 
 
 class Forward(NamedTuple):
@@ -42,7 +42,7 @@ class Forward(NamedTuple):
 
     block: int
     option: int
-    level: int | None = None
+    save_index: int | None = None
 
 
 class Backward(NamedTuple):
@@ -50,10 +50,10 @@ class Backward(NamedTuple):
 
     block: int
     option: int
-    level: int | None = None
+    save_index: int | None = None
 
 
-Op = ForwardPlain | ForwardKeeping | Forward | Backward
+Op = ForwardPlain | ForwardSaving | Forward | Backward
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Kept:
+class PartialSave:
     """What may stay of a block from its first forward on, and what that makes of the later runs.
 
     Rockmate, section 3.4, names what is lost without it (its second sub-optimality): forwards that
@@ -108,14 +108,14 @@ class Block:
     passing_bytes: int = 0
     """Gradients that are alive during the block's backward, but that it neither reads nor writes
     (those of tensors that pass by the block); they are no part of an option's peaks."""
-    kept: tuple[Kept, ...] = ()
-    """Per level, what may stay of the block; the same number for all blocks of a chain."""
+    partial_saves: tuple[PartialSave, ...] = ()
+    """What may stay of the block; as many for all blocks of a chain, whose saves of one index go together."""
 
-    def given(self, level: int | None) -> Block:
-        """The block where what the level keeps is in memory."""
-        if level is None:
+    def with_partial_save(self, index: int | None) -> Block:
+        """The block where one of its partial saves is in memory."""
+        if index is None:
             return self
-        k = self.kept[level]
+        k = self.partial_saves[index]
         return Block(k.forward_seconds, k.forward_peak_bytes, k.options, self.passing_bytes)
 
 
@@ -160,12 +160,14 @@ class Chain:
         for i, block in enumerate(self.blocks):
             if not block.options:
                 raise GraphError(f"block {i} has no option")
-            if len(block.kept) != len(self.blocks[0].kept) or not all(k.options for k in block.kept):
-                raise GraphError(f"block {i} has other levels than block 0, or one without options")
+            saves = block.partial_saves
+            if len(saves) != len(self.blocks[0].partial_saves) or not all(k.options for k in saves):
+                raise GraphError(f"block {i} has not as many partial saves as block 0, or one without "
+                                 "options")
             numbers = [block.forward_seconds, block.forward_peak_bytes, block.passing_bytes]
-            for k in block.kept:
+            for k in block.partial_saves:
                 numbers += [k.bytes, k.forward_seconds, k.forward_peak_bytes, k.first_peak_bytes]
-            for o in (*block.options, *(o for k in block.kept for o in k.options)):
+            for o in (*block.options, *(o for k in block.partial_saves for o in k.options)):
                 numbers += [o.forward_seconds, o.backward_seconds, o.saved_bytes,
                             o.forward_peak_bytes, o.backward_peak_bytes]
             if not min(numbers) >= 0:
@@ -194,9 +196,9 @@ class Chain:
 
     def seconds(self, op: Op) -> float:
         """Time of one operation."""
-        if isinstance(op, ForwardKeeping):
+        if isinstance(op, ForwardSaving):
             return self.blocks[op.block].forward_seconds
-        block = self.blocks[op.block].given(op.level)
+        block = self.blocks[op.block].with_partial_save(op.save_index)
         if isinstance(op, ForwardPlain):
             return block.forward_seconds
         option = block.options[op.option]
@@ -204,14 +206,14 @@ class Chain:
 
     def nodes(self, op: Op) -> tuple[int, ...] | None:
         """Local C nodes that an operation runs, in order; None: the block's whole forward."""
-        if isinstance(op, ForwardKeeping):
+        if isinstance(op, ForwardSaving):
             return None
         block = self.blocks[op.block]
         if isinstance(op, ForwardPlain):
-            return None if op.level is None else block.kept[op.level].forward
-        option = block.given(op.level).options[op.option]
+            return None if op.save_index is None else block.partial_saves[op.save_index].forward
+        option = block.with_partial_save(op.save_index).options[op.option]
         return option.forward if isinstance(op, Forward) else option.backward
 
-    def given(self, level: int) -> Chain:
-        """The chain where what a level keeps of each block is in memory."""
-        return replace(self, blocks=tuple(b.given(level) for b in self.blocks))
+    def with_partial_saves(self, index: int) -> Chain:
+        """The chain where the partial save of one index of each block is in memory."""
+        return replace(self, blocks=tuple(b.with_partial_save(index) for b in self.blocks))

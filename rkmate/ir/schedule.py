@@ -1,7 +1,7 @@
 """A schedule: the flat list of steps that a training step runs.
 
-The order of the computations says it all: a storage is best forgotten right after its last reader
-before the next time it is created. `from_order` derives the forget steps, so a planner only has to
+The order of the computations says it all: a storage is best freed right after its last reader
+before the next time it is created. `from_order` derives the steps that free, so a planner only has to
 decide what is computed when.
 """
 
@@ -70,7 +70,7 @@ class Schedule:
 def in_place_donor(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
     """The D node whose storage the computation at step `k` takes for its output, if any.
 
-    It does where an input that may be overwritten is forgotten right after it, and the output is
+    It does where an input that may be overwritten is freed right after it, and the output is
     not.
     """
     step = steps[k]
@@ -85,7 +85,7 @@ def in_place_donor(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
 
 
 def freed_after(steps: Sequence[Step], k: int) -> set[int]:
-    """The D nodes that are forgotten right after step `k`."""
+    """The D nodes that are freed right after step `k`."""
     gone: set[int] = set()
     k += 1
     while k < len(steps):
@@ -98,16 +98,16 @@ def freed_after(steps: Sequence[Step], k: int) -> set[int]:
 
 
 def save_all(graph: CDGraph) -> Schedule:
-    """Every computation once, in the graph's order: nothing is forgotten that is needed again."""
+    """Every computation once, in the graph's order: nothing is freed that is needed again."""
     return from_order(graph, range(len(graph.c)), graph.loss)
 
 
 def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: int,
                pinned: Iterable[int] = ()) -> Schedule:
-    """The schedule that runs `order` and forgets every storage as early as possible.
+    """The schedule that runs `order` and frees every storage as early as possible.
 
     `loss_at`: how many of the computations run before the loss. `pinned`: D nodes that are never
-    forgotten (what the user holds). D nodes of `graph.outputs` are kept until the loss, those of
+    freed (what the user holds). D nodes of `graph.outputs` are kept until the loss, those of
     `graph.input_grads` to the end, parameter gradients (`graph.releases`) until they exit. Raises
     `ScheduleError` when a computation reads what is not in memory.
     """

@@ -39,7 +39,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
 
     `reserve_at_loss`: bytes that the loss, computed outside, allocates for itself; of them, a few
     (the loss itself, the number one that its backward starts from) stay to the end. `pinned`: D nodes
-    that the user holds (forgetting one is an error).
+    that the user holds (freeing one is an error).
     """
     pinned = set(pinned)
     alive: set[int] = set()
@@ -60,26 +60,26 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 if j not in alive and j not in fixed:
                     raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
             # A second run creates all of the outputs anew, also those that are still there.
-            again = 0
-            place = in_place_donor(graph, schedule.steps, k)
-            if place is not None:
-                # The output takes the input's storage: when the input is forgotten, nothing is freed.
-                live -= graph.d[place].size
-                taken.add(place)
+            remade = 0
+            donor = in_place_donor(graph, schedule.steps, k)
+            if donor is not None:
+                # The output takes the input's storage: when the input is freed, nothing is freed.
+                live -= graph.d[donor].size
+                taken.add(donor)
             for j in node.outputs:
                 if j in alive:
-                    again += graph.d[j].size
+                    remade += graph.d[j].size
                 else:
                     alive.add(j)
                     live += graph.d[j].size
-            now = live + again + node.overhead
+            now = live + remade + node.overhead
             seconds += node.time
             ran.add(step.c)
         elif isinstance(step, Free):
             if step.d not in alive:
-                raise ScheduleError(f"step {k}: forgets {graph.d[step.d].name}, which is not in memory")
+                raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which is not in memory")
             if step.d in pinned:
-                raise ScheduleError(f"step {k}: forgets {graph.d[step.d].name}, which the user holds")
+                raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which the user holds")
             alive.discard(step.d)
             if step.d in taken:
                 taken.discard(step.d)

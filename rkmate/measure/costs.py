@@ -10,7 +10,6 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
 from rkmate.graph.passes.simplify import is_view
-from rkmate.ir.cd import HOISTED, CDGraph
+from rkmate.ir.cd import HOISTED
 from rkmate.measure.meter import PartsMeter
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
@@ -31,13 +30,6 @@ _GENERATOR_STATE = torch.get_rng_state().numel()
 
 Costs = dict[int, tuple[float, int]]
 """C node -> (seconds, bytes of temporary memory)."""
-
-
-def with_costs(graph: CDGraph, c: Sequence[int], costs: Mapping[int, tuple[float, int]]) -> CDGraph:
-    """The graph with times and overheads; `c` names the whole graph's node behind each local one."""
-    nodes = tuple(replace(n, time=costs[i][0], overhead=costs[i][1])
-                  for n, i in zip(graph.c, c, strict=True))
-    return replace(graph, c=nodes)
 
 
 def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source, torch.Tensor],

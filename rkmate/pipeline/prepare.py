@@ -28,8 +28,8 @@ from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import simplify
 from rkmate.ilp import OptionSet, cache_folder, solve_options
-from rkmate.ilp.evaluate_option import judge
-from rkmate.ilp.partial_saves import levels
+from rkmate.ilp.evaluate_option import evaluate_option
+from rkmate.ilp.partial_saves import partial_saves
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.chain import Block as ChainBlock
 from rkmate.ir.chain import Chain
@@ -37,7 +37,7 @@ from rkmate.ir.plan import BlockInfo
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import Simulation, simulate
 from rkmate.measure.analytic import analytic_costs
-from rkmate.measure.costs import Costs, measure, with_costs
+from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.pipeline.settings import Settings
 from rkmate.support.gc_pause import gc_pause
@@ -74,7 +74,7 @@ class Prepared:
     def graph(self) -> CDGraph:
         """The whole graph with costs."""
         cd = self.partition.program.cd
-        return with_costs(cd, range(len(cd.c)), self.costs)
+        return cd.with_costs(self.costs[i] for i in range(len(cd.c)))
 
     @property
     def can_split_heads(self) -> bool:
@@ -102,7 +102,7 @@ class Prepared:
     @cached_property
     def block_graphs(self) -> tuple[CDGraph, ...]:
         """Each block's own graph, with costs."""
-        return tuple(with_costs(b.graph, b.c, self.costs) for b in self.partition.blocks)
+        return tuple(b.graph.with_costs(self.costs[i] for i in b.c) for b in self.partition.blocks)
 
     @cached_property
     def option_sets(self) -> tuple[OptionSet, ...]:
@@ -135,10 +135,10 @@ class Prepared:
             return chain
         first = {k: b for b, k in reversed(list(enumerate(self.classes)))}
         with self.timed("chain"):
-            kept = levels([self.block_graphs[first[k]] for k in range(len(first))],
+            kept = partial_saves([self.block_graphs[first[k]] for k in range(len(first))],
                           [s.options for s in self.option_sets],
                           min(KEEPING_LEVELS, KEEPING_TIMES // len(chain)))
-        return replace(chain, blocks=tuple(replace(b, kept=kept[k]) for b, k in
+        return replace(chain, blocks=tuple(replace(b, partial_saves=kept[k]) for b, k in
                                            zip(chain.blocks, self.classes, strict=True))).verify()
 
     def _chained(self, blocks: tuple[ChainBlock, ...], cuts: tuple[frozenset[int], ...],
@@ -156,8 +156,8 @@ class Prepared:
         if not self.children:
             return None
         found = _stages(self.partition.program, self.children)
-        graphs = [with_costs(b.graph, b.c, self.costs) for b in found.blocks]
-        blocks = tuple(ChainBlock(*_plain_forward(g), (judge(g, g.backward),)) for g in graphs)
+        graphs = [b.graph.with_costs(self.costs[i] for i in b.c) for b in found.blocks]
+        blocks = tuple(ChainBlock(*_plain_forward(g), (evaluate_option(g, g.backward),)) for g in graphs)
         return self._chained(blocks, found.cuts, found.grads), tuple(b.c for b in found.blocks)
 
     @cached_property

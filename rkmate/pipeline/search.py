@@ -345,7 +345,7 @@ class Searcher:
         """The flat schedule of a sequence of block operations."""
         p = self.prepared
         graph, blocks = p.graph, p.partition.blocks
-        chain = p.keeping_chain if any(o.level is not None for o in ops) else p.chain
+        chain = p.keeping_chain if any(o.save_index is not None for o in ops) else p.chain
         order = [i for i in graph.forward if p.partition.block_of[i] == HOISTED]
         loss_at: int | None = None
         for op in ops:
@@ -394,6 +394,6 @@ class Searcher:
 
     def _runs(self, best: Candidate) -> Iterator[Run]:
         p = self.prepared
-        if not best.ops or any(op.level is not None for op in best.ops):
+        if not best.ops or any(op.save_index is not None for op in best.ops):
             return runs_of(best.schedule, p.graph, p.partition.block_of)
         return runs_of_operations(best.ops, [p.option_sets[c].options for c in p.classes])

@@ -1,8 +1,8 @@
 """From a sequence of lower sets to an order of computations (Kusumoto et al. 2019, section 3).
 
 The canonical strategy keeps the boundary of each lower set in the forward. When the backward
-reaches a block, it computes the block's other nodes again. What of them is forgotten when is left
-to liveness: the schedule forgets every value after its last reader.
+reaches a block, it computes the block's other nodes again. What of them is freed when is left
+to liveness: the schedule frees every value after its last reader.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rkmate.ir.cd import CDGraph
+from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Compute, Free, Schedule, Step, from_order
 from rkmate.ir.simulate import simulate
 from rkmate.planners.dag import Dag, members
@@ -77,21 +78,21 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
                         if (made := graph.producer[j]) is not None and made < graph.loss),
                        default=place)
         place = min(place, here)
-        missing = _missing(graph, b, there)
+        missing = missing_nodes(graph, graph.c[b].inputs, known=there)
         while missing:
             k = max(block[v] for v in missing)
-            again = [v for v in blocks[k] if v not in there and v in wanted]
-            order += again
-            part += [2 * len(blocks) - place] * len(again)
-            there.update(again)
-            missing = _missing(graph, b, there)
+            recomputed = [v for v in blocks[k] if v not in there and v in wanted]
+            order += recomputed
+            part += [2 * len(blocks) - place] * len(recomputed)
+            there.update(recomputed)
+            missing = missing_nodes(graph, graph.c[b].inputs, known=there)
         order.append(b)
         part.append(2 * len(blocks) - place)
     return Canonical(tuple(order), graph.loss, tuple(part))
 
 
 def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] = ()) -> Schedule:
-    """The schedule that forgets at the end of each block's forward and backward only."""
+    """The schedule that frees at the end of each block's forward and backward only."""
     steps: list[Step] = []
     waiting: list[Step] = []
     k = 0
@@ -118,22 +119,9 @@ def plain_peak(dag: Dag, sets: Sequence[int], *, liveness: bool = True) -> int:
     return simulate(graph, without_liveness(graph, strategy)).peak
 
 
-def _missing(graph: CDGraph, c: int, there: set[int]) -> set[int]:
-    """Forward nodes that must run again before C node `c` can."""
-    result: set[int] = set()
-    todo = [c]
-    while todo:
-        for j in graph.c[todo.pop()].inputs:
-            made = graph.producer[j]
-            if made is not None and made < graph.loss and made not in there and made not in result:
-                result.add(made)
-                todo.append(made)
-    return result
-
-
 def _wanted(graph: CDGraph, there: set[int]) -> set[int]:
     """Forward nodes not kept that some backward node needs, directly or through others."""
     seen = set(there)
     for b in graph.backward:
-        seen |= _missing(graph, b, seen)
+        seen |= missing_nodes(graph, graph.c[b].inputs, known=seen)
     return seen - there

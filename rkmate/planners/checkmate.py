@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rkmate.errors import ScheduleError
+from rkmate.ilp.highs import Highs, Solution, Status
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import simulate
 from rkmate.planners.checkmate_model import CheckmateModel, Recompute, rerunnable
-from rkmate.planners.highs import Answer, Highs
 from rkmate.planners.protocol import Candidate, Outcome, Planner, Problem, best
 
 SMALL = 48
@@ -32,12 +32,11 @@ TIME_LIMIT = 30.0
 
 
 @dataclass(frozen=True)
-class Solution:
+class CheckmateSolution:
     """Result of one program."""
 
     schedule: Schedule | None
-    status: str
-    """optimal, feasible (the time was over), infeasible, timeout."""
+    status: Status
     seconds: float
     """Time of all computations; inf without a schedule."""
     bound: float
@@ -63,7 +62,7 @@ class Checkmate:
             self.highs = Highs(self.model.program)
 
     def solve(self, budget: int, *, time_limit: float = TIME_LIMIT, gap: float = 0.0,
-              known: Schedule | None = None) -> Solution:
+              known: Schedule | None = None) -> CheckmateSolution:
         """The fastest schedule within a budget. Raises `SolverError` when HiGHS itself fails.
 
         `known`: a schedule within the budget to start from.
@@ -71,27 +70,34 @@ class Checkmate:
         model = self.model
         start = time.perf_counter()
         values = model.start(known) if known is not None else None
+        bound: float | None = None
         margin = 0.0
         while True:
             self.highs.fix("budget", budget * (1 - margin) / model.byte)
             left = time_limit - (time.perf_counter() - start)
             answer = self.highs.solve(left, gap=gap, start=values)
-            bound = model.base_seconds + max(0.0, answer.bound) * model.second
-            if answer.status in ("infeasible", "timeout"):
-                return Solution(None, answer.status, math.inf, bound)
+            status = answer.status
+            if bound is None:       # of the whole budget; a reduced one's proves nothing
+                bound = model.base_seconds + max(0.0, answer.bound) * model.second
+            if status in (Status.INFEASIBLE, Status.TIMED_OUT):
+                return CheckmateSolution(None, Status.TIMED_OUT if margin else status, math.inf, bound)
             order, loss_at = model.order(answer.values)
             schedule = from_order(model.graph, order, loss_at, model.pinned)
             result = simulate(model.graph, schedule, pinned=model.pinned,
                               reserve_at_loss=model.reserve)
             if result.peak <= budget:
-                return Solution(schedule, answer.status, result.seconds, bound)
+                if margin and result.seconds > bound * (1 + max(gap, 1e-9)):
+                    status = Status.FEASIBLE
+                return CheckmateSolution(schedule, status, result.seconds, bound)
+            if left <= 0:
+                return CheckmateSolution(None, Status.TIMED_OUT, math.inf, bound)
             # The solver's tolerances let some bytes too many through.
-            if margin > 1e-3 or left <= 0:
+            if margin > 1e-3:
                 raise ScheduleError(f"the program's schedule needs {result.peak} bytes, the budget "
                                     f"is {budget}")
             margin = margin * 10 or 1e-7
 
-    def relaxed(self, budget: int, *, time_limit: float = TIME_LIMIT) -> Answer:
+    def relaxed(self, budget: int, *, time_limit: float = TIME_LIMIT) -> Solution:
         """The linear relaxation within a budget, in the model's units."""
         self.highs.fix("budget", budget / self.model.byte)
         return self.highs.solve(time_limit, relax=True)
@@ -158,11 +164,12 @@ class CheckmatePlanner:
         if quick.schedule is not None and not solution.seconds <= quick.seconds:
             # The solver ran out of time, or the schedule is not of the program's kind.
             return Outcome(quick.schedule, "ok", quick.seconds, min(solution.bound, quick.seconds),
-                           f"{kind}{solution.status}; the schedule that it started from is better")
+                           f"{kind}{solution.status.value}; the schedule that it started from is better")
         if solution.schedule is None:
-            if solution.status == "infeasible":
-                return Outcome(None, "infeasible", math.inf, math.inf, f"{kind}proven")
+            if solution.status is Status.INFEASIBLE:
+                return Outcome(None, "infeasible", math.inf, math.inf, (
+                    f"{kind}proven within schedules that run a node at most once a stage"))
             return Outcome(None, "timeout", math.inf, solution.bound,
                            f"{kind}nothing found within {limit:g} s")
         return Outcome(solution.schedule, "ok", solution.seconds, solution.bound,
-                       f"{kind}{solution.status}, gap {solution.gap:.2%}")
+                       f"{kind}{solution.status.value}, gap {solution.gap:.2%}")

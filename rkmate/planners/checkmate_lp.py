@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rkmate.ilp.highs import Status
+from rkmate.ir.recompute import missing_nodes
 from rkmate.planners.checkmate import (
     MOST_DECISIONS,
     TIME_LIMIT,
@@ -38,34 +40,17 @@ def round_relaxation(model: CheckmateModel, values: Mapping[str, float],
     loss_at = n
     for t in range(n):
         if t == graph.loss:
-            order += _runs(graph.outputs, there, model)
+            order += sorted(missing_nodes(graph, graph.outputs, there | model.pinned))
             there |= {j for i in order for j in graph.c[i].outputs if j in graph.outputs}
             loss_at = len(order)
         node = graph.c[t]
         made_here = set(node.outputs)
         wanted = (*node.inputs, *sorted(stay[t + 1] - made_here))
-        before = _runs(wanted, there, model, last=t)
+        before = sorted(missing_nodes(graph, wanted, there | model.pinned, {t}))
         made = {j for i in before for j in graph.c[i].outputs} | made_here
         order += [*before, t]
         there = {j for j in there | made if j in stay[t + 1]}
     return order, loss_at if graph.loss < n else len(order)
-
-
-def _runs(wanted: tuple[int, ...], there: set[int], model: CheckmateModel,
-          last: int | None = None) -> list[int]:
-    """Forward nodes that must run to have some values, in the graph's order."""
-    graph = model.graph
-    runs: set[int] = set()
-    todo = list(wanted)
-    while todo:
-        j = todo.pop()
-        made = graph.producer[j]
-        if (made is None or made >= graph.loss or made == last or j in there or j in model.pinned
-                or made in runs):
-            continue
-        runs.add(made)
-        todo += graph.c[made].inputs
-    return sorted(runs)
 
 
 @dataclass
@@ -128,7 +113,7 @@ class CheckmateRounded:
             if part not in state.todo:
                 continue
             answer = program.relaxed(int(top * part), time_limit=left)
-            if answer.status == "infeasible":
+            if answer.status is Status.INFEASIBLE:
                 state.todo = [p for p in state.todo if p > part]
                 continue
             if not answer.values:

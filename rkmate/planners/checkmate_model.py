@@ -18,7 +18,9 @@ from typing import Literal
 import pulp
 
 from rkmate.ir.cd import CDGraph
+from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Schedule
+from rkmate.ir.simulate import LOSS_SCALARS
 
 Recompute = Literal["any", "after-loss"]
 
@@ -33,13 +35,7 @@ def rerunnable(graph: CDGraph, recompute: Recompute) -> list[list[int]]:
     ancestors: set[int] = set()
     result: list[list[int]] = [[] for _ in range(n)]
     for t in range(n - 1, -1, -1):
-        todo = [t]
-        while todo:
-            for j in graph.c[todo.pop()].inputs:
-                made = graph.producer[j]
-                if made is not None and made < graph.loss and made not in ancestors:
-                    ancestors.add(made)
-                    todo.append(made)
+        ancestors |= missing_nodes(graph, graph.c[t].inputs, known=ancestors)
         if recompute == "any" or t >= graph.loss:
             result[t] = sorted(i for i in ancestors if i < t)
     return result
@@ -52,16 +48,17 @@ class CheckmateModel:
                  pinned: Iterable[int] = (), reserve_at_loss: int = 0) -> None:
         self.graph = graph
         self.reserve = reserve_at_loss
+        self._loss_keeps = min(reserve_at_loss, LOSS_SCALARS)
         self.pinned = set(pinned)
         n = len(graph.c)
         self.base_seconds = sum(c.time for c in graph.c)
         self.second = (self.base_seconds or 1.0) / UNITS
         self.byte = max(1.0, sum(d.size for d in graph.d) / UNITS)
-        self.again = rerunnable(graph, recompute)
+        self.rerunnable = rerunnable(graph, recompute)
         self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
         self.R: dict[tuple[int, int], pulp.LpVariable] = {
             (t, i): pulp.LpVariable(f"R_{t}_{i}", cat="Binary")
-            for t in range(n) for i in self.again[t]}
+            for t in range(n) for i in self.rerunnable[t]}
         self._rows = 0
         # (1a) time of everything that runs again.
         self.program.setObjective(pulp.LpAffineExpression(
@@ -82,9 +79,10 @@ class CheckmateModel:
             self._loss()
 
     def _gradients(self) -> list[int]:
-        """Bytes at each stage's start that no decision changes: gradients, and held values."""
+        """Bytes at each stage's start that no decision changes: gradients, held values, and what the loss
+        keeps."""
         graph, n = self.graph, len(self.graph.c)
-        result = [0] * (n + 1)
+        result = [0] * graph.loss + [self._loss_keeps] * (n + 1 - graph.loss)
         for j, node in enumerate(graph.d):
             made = graph.producer[j]
             if j in graph.output_grads:
@@ -103,10 +101,14 @@ class CheckmateModel:
                 result[t] += node.size
         return result
 
+    def _is_gradient(self, j: int) -> bool:
+        made = self.graph.producer[j]
+        return j in self.graph.output_grads if made is None else made >= self.graph.loss
+
     def _last_uses(self) -> list[int]:
         """The last stage in which a value can be read."""
         result = [-1] * len(self.graph.d)
-        for t, nodes in enumerate(self.again):
+        for t, nodes in enumerate(self.rerunnable):
             for i in (*nodes, t):
                 for j in self.graph.c[i].inputs:
                     result[j] = t
@@ -127,17 +129,28 @@ class CheckmateModel:
         for j in graph.outputs:
             if self._free[j]:
                 self._require(pulp.LpAffineExpression({}, 1) - self._now[j], "loss")
-        extra = max(graph.bytes(graph.output_grads), self.reserve)
+        extra = max(graph.bytes(graph.output_grads) + self._loss_keeps, self.reserve)
         pinned = sum(graph.d[j].size for j in self.pinned
                    if (made := graph.producer[j]) is not None and made < graph.loss)
         self._require(self._used + (extra + pinned) / self.byte - self.budget, "loss_memory")
+        change = pulp.LpAffineExpression()
+        for j in graph.outputs:
+            if self._free[j]:
+                before = self._now[j]
+                after: pulp.LpVariable | int = 0
+                if self._last_use[j] >= graph.loss:
+                    after = self._variable(f"S_loss_{j}")
+                    self._require(pulp.LpAffineExpression(after) - before, "stay")
+                self._now[j] = after
+                change += (graph.d[j].size / self.byte) * (pulp.LpAffineExpression(after) - before)
+        self._use(change, "loss")
 
     def _stage(self, t: int) -> None:
         graph = self.graph
         if t == graph.loss:
             self._loss()
         self.S.append({j: v for j, v in self._now.items() if isinstance(v, pulp.LpVariable)})
-        steps = [*self.again[t], t]
+        steps = [*self.rerunnable[t], t]
         uses: dict[int, list[int]] = {}
         for i in steps:
             for j in dict.fromkeys((*graph.c[i].inputs, *graph.c[i].outputs)):
@@ -174,38 +187,42 @@ class CheckmateModel:
                               + self._fixed[t] / self.byte - self._overwritten(i, t, runs, after_of)
                               - self.budget, "memory")
             if len(change):
-                # (5) U, as a variable of its own: otherwise every row would name every value.
-                used = pulp.LpVariable(f"U_{t}_{i}", 0)
-                self._rows += 1
-                self.program.addConstraint(pulp.LpConstraint(
-                    self._used + change - used, pulp.LpConstraintEQ, f"used_{self._rows}"))
-                self._used = pulp.LpAffineExpression(used)
+                self._use(change, f"{t}_{i}")
                 changed = True
+
+    def _use(self, change: pulp.LpAffineExpression, name: str) -> None:
+        """(5) U, as a variable of its own: otherwise every row would name every value."""
+        if not len(change):
+            return
+        used = pulp.LpVariable(f"U_{name}", 0)
+        self._rows += 1
+        self.program.addConstraint(pulp.LpConstraint(
+            self._used + change - used, pulp.LpConstraintEQ, f"used_{self._rows}"))
+        self._used = pulp.LpAffineExpression(used)
 
     def _overwritten(self, i: int, t: int, runs: pulp.LpVariable | int,
                      after: Mapping[int, pulp.LpVariable | int]) -> pulp.LpAffineExpression:
-        """Memory that a run of node i in stage t does not take, because its output takes the place
+        """Memory that a run of node i in stage t does not take, because its output takes the storage
         of an input that dies with it."""
         graph = self.graph
         node = graph.c[i]
         saving = pulp.LpAffineExpression()
         chosen = pulp.LpAffineExpression()
         for j in node.donors:
-            made = graph.producer[j]
             if self._free[j]:
                 dies = after.get(j, 0)
-            elif (made is not None and made >= graph.loss and j not in graph.input_grads
+            elif (self._is_gradient(j) and j not in graph.input_grads
                     and graph.releases.get(j, -1) <= t and max(graph.readers[j]) == t):
                 dies = 0
             else:
                 continue
-            place = self._variable(f"W_{t}_{i}_{j}")
-            self._require(pulp.LpAffineExpression(place) - runs, "place")
-            self._require(pulp.LpAffineExpression(place) + dies - 1, "place_dies")
-            saving += (graph.d[j].size / self.byte) * place
-            chosen += place
+            taken = self._variable(f"W_{t}_{i}_{j}")
+            self._require(pulp.LpAffineExpression(taken) - runs, "donor")
+            self._require(pulp.LpAffineExpression(taken) + dies - 1, "donor_dies")
+            saving += (graph.d[j].size / self.byte) * taken
+            chosen += taken
         if len(chosen) > 1:
-            self._require(chosen - 1, "one_place")
+            self._require(chosen - 1, "one_donor")
         return saving
 
     def order(self, values: Mapping[str, float]) -> tuple[list[int], int]:
@@ -215,7 +232,7 @@ class CheckmateModel:
         for t in range(len(self.graph.c)):
             if t == self.graph.loss:
                 loss_at = len(order)
-            order += [i for i in self.again[t] if values.get(self.R[t, i].name, 0.0) > 0.5]
+            order += [i for i in self.rerunnable[t] if values.get(self.R[t, i].name, 0.0) > 0.5]
             order.append(t)
         return order, loss_at if self.graph.loss < len(self.graph.c) else len(order)
 
@@ -228,7 +245,7 @@ class CheckmateModel:
                 t += 1
             elif (t, i) in self.R:
                 result[self.R[t, i].name] = 1.0
-            elif t >= len(self.again) or i > t or (not self.again[t] and i < self.graph.loss):
+            elif t >= len(self.rerunnable) or i > t or (not self.rerunnable[t] and i < self.graph.loss):
                 return None
             # What is left runs again for nothing: no first run to come depends on it.
         return result

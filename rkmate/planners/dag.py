@@ -111,7 +111,7 @@ def members(nodes: int) -> list[int]:
 def forward_dag(graph: CDGraph, pinned: Iterable[int] = ()) -> Dag:
     """The forward of a CD graph: one node a computation, as large as its outputs.
 
-    What the user holds counts 0 bytes: no strategy can forget it.
+    What the user holds counts 0 bytes: no strategy can free it.
     """
     pinned = set(pinned)
     edges = sorted({(p, i) for i in graph.forward for j in graph.c[i].inputs

@@ -23,7 +23,7 @@ LIMIT = 8.0
 """A replay that takes this many times the step's own time is given up."""
 
 
-class Replay:
+class OfflineDtr:
     """One run of the policy."""
 
     def __init__(self, graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> None:
@@ -197,7 +197,7 @@ class Replay:
 def dtr_order(graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> tuple[list[int], int] | None:
     """The order of C nodes that the policy makes within `limit` bytes, and where the loss stands;
     None when something does not fit or when it computes more than `LIMIT` times the step."""
-    replay = Replay(graph, limit, pinned)
+    replay = OfflineDtr(graph, limit, pinned)
     return (replay.order, replay.loss_at) if replay.run() else None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from rkmate.ir import recompute
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Compute, Loss, Schedule, freed_after, from_order
 from rkmate.ir.simulate import simulate
@@ -56,22 +57,8 @@ def without_waste(graph: CDGraph, schedule: Schedule, pinned: tuple[int, ...]) -
 
     What the user holds is never made anew: it is there.
     """
-    while True:
-        seen: set[int] = set()
-        wasted: set[int] = set()
-        steps = schedule.steps
-        for k, step in enumerate(steps):
-            if not isinstance(step, Compute):
-                continue
-            if step.c in seen:
-                gone = freed_after(steps, k)
-                if all(j in gone or j in pinned for j in graph.c[step.c].outputs):
-                    wasted.add(k)
-            seen.add(step.c)
-        if not wasted:
-            return schedule
-        order, loss_at = _drop(schedule, wasted)
-        schedule = from_order(graph, order, loss_at, pinned)
+    lean = recompute.without_waste(graph, schedule.order, schedule.loss_at, pinned)
+    return from_order(graph, lean.order, lean.loss_at, pinned)
 
 
 def _keep_more(graph: CDGraph, schedule: Schedule, budget: int, pinned: tuple[int, ...],

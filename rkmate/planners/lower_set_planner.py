@@ -13,6 +13,7 @@ from rkmate.ir.cd import CDGraph
 from rkmate.planners.canonical import Canonical, canonical, without_liveness
 from rkmate.planners.dag import trained_forward
 from rkmate.planners.lower_sets import (
+    TIME_LIMIT,
     Centric,
     Family,
     LowerSetProgram,
@@ -20,7 +21,7 @@ from rkmate.planners.lower_sets import (
 )
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, judged
 
-LEVELS = 12
+STRATEGY_BUDGETS = 12
 """Budgets of equation (2) that strategies are made for."""
 TIME_STEPS = 500
 """Steps of T(V) in which measured times are counted."""
@@ -36,9 +37,11 @@ class LowerSetPlanner:
     liveness: bool = True
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`."""
+        """See `rkmate.planners.protocol.Planner.plan`. `time_limit`: the exact family refuses graphs
+        for which it would take longer."""
         try:
-            candidates = problem.once(self.name, lambda: self._candidates(problem))
+            limit = TIME_LIMIT if time_limit is None else time_limit
+            candidates = problem.once(self.name, lambda: self._candidates(problem, limit))
         except TooManyLowerSets as error:
             return infeasible(str(error))
         if not candidates:
@@ -46,18 +49,19 @@ class LowerSetPlanner:
                               "order")
         return best(candidates, budget)
 
-    def _candidates(self, problem: Problem) -> list[Candidate]:
+    def _candidates(self, problem: Problem, time_limit: float) -> list[Candidate]:
         graph = problem.graph
         forward = trained_forward(graph, problem.block_c, problem.pinned)
         dag = forward.dag
         if not len(dag):
             return [judged(problem, range(len(graph.c)), graph.loss)]
-        program = LowerSetProgram(dag, self.family, time_steps=TIME_STEPS)
+        program = LowerSetProgram(dag, self.family, time_limit=time_limit, budgets=STRATEGY_BUDGETS,
+                                  time_steps=TIME_STEPS)
         low = program.minimum_bytes()
         high = 2 * dag.bytes((1 << len(dag)) - 1)    # one block for all: nothing needs more
         found: dict[tuple[int, ...], str] = {((1 << len(dag)) - 1,): "1 lower set"}
-        for k in range(LEVELS):
-            solution = program.solve(low + (high - low) * k * k // (LEVELS - 1) ** 2, self.centric)
+        for k in range(STRATEGY_BUDGETS):
+            solution = program.solve(low + (high - low) * k * k // (STRATEGY_BUDGETS - 1) ** 2, self.centric)
             if solution is not None:
                 found[solution.sets] = f"{len(solution.sets)} lower sets"
         result = []

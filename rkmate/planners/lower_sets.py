@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rkmate.errors import ArgumentError, RkmateError
 from rkmate.ir.chain import Floats, Ints
@@ -20,8 +21,14 @@ from rkmate.planners.dag import Dag, members
 Family = Literal["exact", "pruned"]
 Centric = Literal["time", "memory"]
 
-MOST_SETS = 4000
-"""More lower sets than this, and the exact program refuses (it compares all pairs of them)."""
+TIME_LIMIT = 250.0
+"""Seconds that the exact program may take, by estimate, where the caller names no limit."""
+PAIR_SECONDS = 1e-6
+"""About how long one budget takes per pair of lower sets, on one core: what estimates are made of."""
+COLUMNS = 128
+"""Sets whose steps are tabulated at once."""
+KEPT_SETS = 4000
+"""Up to so many sets the table of steps is kept for the next budget: some 400 MB."""
 
 
 class TooManyLowerSets(RkmateError):
@@ -95,8 +102,8 @@ def count_lower_sets(dag: Dag, most_states: int = 50_000) -> int | None:
     return sum(states.values())
 
 
-def all_lower_sets(dag: Dag, most: int = MOST_SETS) -> list[int]:
-    """Every lower set, by size; raises `TooManyLowerSets` when there are more than `most`."""
+def all_lower_sets(dag: Dag) -> list[int]:
+    """Every lower set, by size. See `refuse_too_many` for whether that ends."""
     found = {0}
     todo = [0]
     while todo:
@@ -106,13 +113,27 @@ def all_lower_sets(dag: Dag, most: int = MOST_SETS) -> list[int]:
             if more != lower and dag.before[v] & ~lower == 0 and more not in found:
                 found.add(more)
                 todo.append(more)
-        if len(found) > most:
-            count = count_lower_sets(dag)
-            told = f"{count:,}" if count is not None else f"far more than {most:,}"
-            raise TooManyLowerSets(
-                f"this graph of {len(dag)} nodes has {told} lower sets; the exact program takes up "
-                f"to {most:,}, use the pruned family instead", count)
     return sorted(found, key=lambda s: (s.bit_count(), s))
+
+
+def estimated_seconds(count: int, budgets: int = 1) -> float:
+    """About how long the program takes over so many lower sets, for so many budgets."""
+    return PAIR_SECONDS * count ** 2 * (budgets + 1)
+
+
+def refuse_too_many(dag: Dag, time_limit: float, budgets: int = 1) -> None:
+    """Raise `TooManyLowerSets` where the exact program would take longer than `time_limit` seconds."""
+    count = count_lower_sets(dag)
+    if count is None:
+        raise TooManyLowerSets(
+            f"this graph of {len(dag)} nodes has more lower sets than can be counted; use the pruned "
+            "family instead", None)
+    seconds = estimated_seconds(count, budgets)
+    if seconds > time_limit:
+        raise TooManyLowerSets(
+            f"this graph of {len(dag)} nodes has {count:,} lower sets; the exact program would take "
+            f"about {seconds:,.0f} s, and has {time_limit:g} s: give it more, or use the pruned family",
+            count)
 
 
 def pruned_lower_sets(dag: Dag) -> list[int]:
@@ -128,44 +149,78 @@ def pruned_lower_sets(dag: Dag) -> list[int]:
     return sorted(found, key=lambda s: (s.bit_count(), s))
 
 
+class _Steps(NamedTuple):
+    """What the steps from every smaller set to some sets cost: a row a smaller set, a column a set."""
+
+    time: Floats
+    """Equation (1): time of V_i without its boundary."""
+    kept: Floats
+    """Bytes that the step adds to U."""
+    needs: Floats
+    """Equation (2) without U_{i-1}."""
+    subset: NDArray[np.bool_]
+    """Whether it is a step at all."""
+
+
 class LowerSetProgram:
     """The dynamic program of section 4.2 over one family, for any budget.
 
     O(F^2) pairs of the F lower sets, each with the undominated (time, memory) pairs of its prefix.
     """
 
-    def __init__(self, dag: Dag, family: Family = "pruned", most: int = MOST_SETS,
-                 time_steps: int | None = None) -> None:
-        """`most`: lower sets of the exact family. `time_steps`: times count in whole steps of this
-        fraction of T(V), so that few different sums exist; None: as they are."""
+    def __init__(self, dag: Dag, family: Family = "pruned", *, time_limit: float = TIME_LIMIT,
+                 budgets: int = 1, time_steps: int | None = None) -> None:
+        """`time_limit`: seconds that the exact family may take, by estimate, for so many budgets.
+        `time_steps`: times count in whole steps of this fraction of T(V), so that few different sums
+        exist; None: as they are.
+
+        Raises `TooManyLowerSets` before it enumerates what would take longer.
+        """
         if family not in ("exact", "pruned"):
             raise ArgumentError(f"family must be 'exact' or 'pruned', got {family!r}")
+        if family == "exact":
+            refuse_too_many(dag, time_limit, budgets)
         self.dag = dag
-        self.sets = all_lower_sets(dag, most) if family == "exact" else pruned_lower_sets(dag)
-        n, f = len(dag), len(self.sets)
+        self.sets = all_lower_sets(dag) if family == "exact" else pruned_lower_sets(dag)
+        n = len(dag)
         times = np.array(dag.times, dtype=float)
         if time_steps is not None and times.any():
             step = times.sum() / time_steps
             times = np.round(times / step) * step
         sizes = np.array(dag.sizes, dtype=float)      # exact below 2**53
-        inside = np.array([[s >> v & 1 for v in range(n)] for s in self.sets], dtype=float)
-        edge = np.array([b for s in self.sets for b in _bits(dag.boundary(s), n)]).reshape(f, n)
-        beyond = np.array([
+        self._inside = np.array([_bits(s, n) for s in self.sets])
+        self._outside = 1.0 - self._inside
+        edge = np.array([_bits(dag.boundary(s), n) for s in self.sets])
+        self._time = ((self._inside - edge) * times).T
+        self._kept = (edge * sizes).T
+        self._twice = 2.0 * (self._inside * sizes).T
+        self._beyond = np.array([
             dag.bytes(dag.readers(s) & ~s) + dag.bytes(dag.read(dag.readers(s)) & ~s)
             for s in self.sets], dtype=float)
-        # Pairs [from, to]; what is outside of the smaller set is what the larger one adds.
-        out = 1.0 - inside
-        self.adds_time = out @ ((inside - edge) * times).T
-        """Equation (1): time of V_i without its boundary."""
-        self.adds_kept = out @ (edge * sizes).T
-        """Bytes that the step adds to U."""
-        self.needs = 2.0 * (out @ (inside * sizes).T) + beyond
-        """Equation (2) without U_{i-1}."""
-        self.subset = (inside @ out.T == 0) & (np.arange(f)[:, None] < np.arange(f))
+        self._made: dict[int, _Steps] = {}
+
+    def _steps(self, k: int) -> _Steps:
+        """The steps to set k, as rows from all smaller sets. Made for `COLUMNS` sets at once, and kept
+        while there are at most `KEPT_SETS`."""
+        first = k - k % COLUMNS
+        if first not in self._made:
+            if len(self.sets) > KEPT_SETS:
+                self._made.clear()
+            last = min(len(self.sets), first + COLUMNS)
+            to = slice(first, last)
+            # What is outside of the smaller set is what the larger one adds.
+            out = self._outside[:last]
+            subset = self._inside[:last] @ self._outside[to].T == 0
+            subset &= np.arange(last)[:, None] < np.arange(first, last)
+            self._made[first] = _Steps(out @ self._time[:, to], out @ self._kept[:, to],
+                                       out @ self._twice[:, to] + self._beyond[to], subset)
+        at = k - first
+        made = self._made[first]
+        return _Steps(made.time[:k, at], made.kept[:k, at], made.needs[:k, at], made.subset[:k, at])
 
     def minimum_bytes(self) -> int:
         """The smallest budget with a strategy: bisection, each test keeps the least U per set."""
-        low, high = 0.0, float(self.needs[0, -1])      # one block is always a strategy
+        low, high = 0.0, float(self._steps(len(self.sets) - 1).needs[0])  # one block is always a strategy
         while low < high:
             middle = float((low + high) // 2)
             if self._reaches(middle):
@@ -178,9 +233,10 @@ class LowerSetProgram:
         kept = np.full(len(self.sets), np.inf)
         kept[0] = 0.0
         for k in range(1, len(self.sets)):
-            usable = self.subset[:, k] & (kept + self.needs[:, k] <= budget)
+            steps = self._steps(k)
+            usable = steps.subset & (kept[:k] + steps.needs <= budget)
             if usable.any():
-                kept[k] = (kept + self.adds_kept[:, k])[usable].min()
+                kept[k] = (kept[:k] + steps.kept)[usable].min()
         return bool(np.isfinite(kept[-1]))
 
     def solve(self, budget: int, centric: Centric = "time") -> LowerSets | None:
@@ -189,39 +245,68 @@ class LowerSetProgram:
         if centric not in ("time", "memory"):
             raise ArgumentError(f"centric must be 'time' or 'memory', got {centric!r}")
         sign = 1.0 if centric == "time" else -1.0
-        f = len(self.sets)
-        time: list[Floats] = [np.zeros(1)]
-        kept: list[Floats] = [np.zeros(1)]
-        origin: list[Ints] = [np.zeros(1, dtype=np.int64)]
-        at: list[Ints] = [np.zeros(1, dtype=np.int64)]
-        starts = np.zeros(f + 1, dtype=np.int64)
-        starts[1] = 1
-        all_time, all_kept = np.zeros(1), np.zeros(1)
-        all_from = np.zeros(1, dtype=np.int64)
-        for k in range(1, f):
-            usable = np.flatnonzero(self.subset[all_from, k]
-                                    & (all_kept + self.needs[all_from, k] <= budget))
-            source = all_from[usable]
-            t = all_time[usable] + sign * self.adds_time[source, k]
-            m = all_kept[usable] + self.adds_kept[source, k]
-            front = _undominated(t, m)
-            time.append(t[front])
-            kept.append(m[front])
-            origin.append(source[front])
-            at.append(usable[front] - starts[source[front]])
-            starts[k + 1] = starts[k] + len(front)
-            all_time = np.concatenate((all_time, t[front]))
-            all_kept = np.concatenate((all_kept, m[front]))
-            all_from = np.concatenate((all_from, np.full(len(front), k, dtype=np.int64)))
-        if not len(time[-1]):
+        prefixes = _Prefixes()
+        for k in range(1, len(self.sets)):
+            steps = self._steps(k)
+            last, kept = prefixes.last, prefixes.kept
+            usable = np.flatnonzero(steps.subset[last] & (kept + steps.needs[last] <= budget))
+            source = last[usable]
+            prefixes.add(k, prefixes.value[usable] + sign * steps.time[source],
+                         kept[usable] + steps.kept[source], usable)
+        whole = np.flatnonzero(prefixes.last == len(self.sets) - 1)
+        if not len(whole):
             return None
         sets = []
-        k, entry = f - 1, int(np.argmin(time[-1]))
-        while k:
-            sets.append(self.sets[k])
-            k, entry = int(origin[k][entry]), int(at[k][entry])
+        entry = int(whole[np.argmin(prefixes.value[whole])])
+        while entry:
+            sets.append(self.sets[int(prefixes.last[entry])])
+            entry = int(prefixes.origin[entry])
         sets.reverse()
         return LowerSets(tuple(sets), overhead(self.dag, sets), peak(self.dag, sets))
+
+
+class _Prefixes:
+    """The undominated prefixes of strategies, in the order of the sets that they end in, as growing
+    arrays."""
+
+    def __init__(self) -> None:
+        self._count = 1         # the first is the empty one
+        self._value = np.zeros(1024)
+        self._kept = np.zeros(1024)
+        self._last = np.zeros(1024, dtype=np.int64)
+        self._origin = np.zeros(1024, dtype=np.int64)
+
+    @property
+    def value(self) -> Floats:
+        """Seconds; their negative where the greatest overhead is looked for."""
+        return self._value[:self._count]
+
+    @property
+    def kept(self) -> Floats:
+        """Bytes kept."""
+        return self._kept[:self._count]
+
+    @property
+    def last(self) -> Ints:
+        """Index of the set that each ends in."""
+        return self._last[:self._count]
+
+    @property
+    def origin(self) -> Ints:
+        """Which one each goes on from."""
+        return self._origin[:self._count]
+
+    def add(self, k: int, value: Floats, kept: Floats, origin: Ints) -> None:
+        """Take up those that end in set k and that no other of them beats."""
+        best = _undominated(value, kept)
+        start, self._count = self._count, self._count + len(best)
+        while self._count > len(self._value):
+            for name in ("_value", "_kept", "_last", "_origin"):
+                table = getattr(self, name)
+                setattr(self, name, np.concatenate((table, np.zeros_like(table))))
+        new = slice(start, self._count)
+        self._value[new], self._kept[new] = value[best], kept[best]
+        self._last[new], self._origin[new] = k, origin[best]
 
 
 def _bits(nodes: int, n: int) -> list[float]:

@@ -17,9 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from rkmate.ilp.highs import Highs
+from rkmate.ilp.rows import Rows
 from rkmate.ir.cd import CDGraph
+from rkmate.ir.gradients import gradient_memory
 from rkmate.ir.simulate import LOSS_SCALARS
-from rkmate.planners.highs import Highs, Rows
 
 GAP = 0.01
 """Relative gap, of what runs again, at which a solution is good enough."""
@@ -52,10 +54,12 @@ class KeepProgram:
         """The forward values among each C node's inputs."""
         self._gradients = gradient_bytes(graph, self.pinned)
         self._programs: dict[tuple[int, ...], _Program] = {}
-        self._writing = 0.0         # seconds that the latest took to write
+        # Seconds that it took to write the latest of them; one with more times takes longer.
+        self._writing = 0.0
 
     def forward(self, j: int) -> bool:
-        """Whether a D node is a value of the forward."""
+        """Whether a D node is made by a forward node: what the program chooses to keep or make anew.
+        Inputs of the model and gradients are not; their bytes are `fixed_bytes`, or nobody's."""
         made = self.graph.producer[j]
         return made is not None and made < self.graph.loss
 
@@ -154,33 +158,16 @@ def _closures(owner: KeepProgram, spans: Sequence[tuple[int, int]]) -> list[list
 def gradient_bytes(graph: CDGraph, pinned: frozenset[int]) -> list[int]:
     """For each backward node: gradients alive while it runs, its outputs and temporaries included.
 
-    What an output takes over from an input that dies here is not counted.
+    What an output takes over from an input that dies here is not counted; a forward value that no
+    later node reads may be one.
     """
-    loss, end = graph.loss, len(graph.c)
-    change = [0] * (end - loss + 1)
-    last = [-1] * len(graph.d)
-    for i, node in enumerate(graph.c):
-        for j in node.inputs:
-            last[j] = i
-    for j, d in enumerate(graph.d):
-        made = graph.producer[j]
-        if (made is None and j not in graph.output_grads) or (made is not None and made < loss):
-            continue
-        first = loss if made is None else made
-        until = max(first if made is not None else loss - 1, last[j], graph.releases.get(j, -1))
-        if j in graph.input_grads:
-            until = end - 1
-        if until >= first:
-            change[first - loss] += d.size
-            change[until + 1 - loss] -= d.size
+    memory = gradient_memory(graph)
     result: list[int] = []
-    alive = 0
-    for i in range(loss, end):
-        alive += change[i - loss]
-        node = graph.c[i]
-        place = max((graph.d[j].size for j in node.donors
-                     if last[j] == i and j not in pinned), default=0)
-        result.append(alive + node.overhead - place)
+    for b, alive, dying in zip(graph.backward, memory.during, memory.dying, strict=True):
+        node = graph.c[b]
+        donated = max((graph.d[j].size for j in node.donors if j not in pinned and (
+            j in dying or max(graph.readers[j]) == b)), default=0)
+        result.append(alive + node.overhead - donated)
     return result
 
 

@@ -5,11 +5,11 @@ from rkmate.ir.chain import (
     Block,
     Chain,
     Forward,
-    ForwardKeeping,
     ForwardPlain,
-    Kept,
+    ForwardSaving,
     Op,
     Option,
+    PartialSave,
 )
 from rkmate.rotor.replay import Cost, replay
 from rkmate.rotor.rk_rotor import Table, fastest, minimum, solve
@@ -21,11 +21,11 @@ __all__ = [
     "Chain",
     "Cost",
     "Forward",
-    "ForwardKeeping",
     "ForwardPlain",
-    "Kept",
+    "ForwardSaving",
     "Op",
     "Option",
+    "PartialSave",
     "RotorChain",
     "Table",
     "fastest",

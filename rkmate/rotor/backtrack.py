@@ -12,21 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rkmate.ir.chain import Backward, Floats, Forward, ForwardKeeping, ForwardPlain, Ints, Op
-from rkmate.rotor.memory_requirements import Needs
-from rkmate.rotor.partial_saves import Level
+from rkmate.ir.chain import Backward, Floats, Forward, ForwardPlain, ForwardSaving, Ints, Op
+from rkmate.rotor.memory_requirements import MemoryRequirements
+from rkmate.rotor.partial_saves import PartialSaves
 from rkmate.rotor.smallest import Smallest
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What is known of all sub-problems: of the chain itself, or of one of its levels."""
+    """What is known of all sub-problems: of the chain itself, or where its partial saves of one index are
+    in memory."""
 
-    needs: Needs
+    needs: MemoryRequirements
     small: Smallest
     table: tuple[Ints, Floats] = (np.zeros(0, dtype=np.int64), np.zeros((0, 0)))
     """``row`` and ``time``: ``time[row[s] + t, slot]``, least seconds in a table of slots; or empty."""
-    level: Level | None = None
+    saves: PartialSaves | None = None
 
     def cost(self, s: Ints | int, t: Ints | int, memory: Ints, slot_bytes: int) -> Floats:
         """Upper bounds of the time of sub-problems (s, t) with some bytes each."""
@@ -40,7 +41,7 @@ class Layer:
         return result
 
 
-class Rebuild:
+class Backtrack:
     """Builds sequences for any budget from the smallest memories, and tables of slots (if any)."""
 
     def __init__(self, layers: Sequence[Layer], slot_bytes: int = 1, *, keep: bool = True) -> None:
@@ -57,15 +58,15 @@ class Rebuild:
         todo: list[Op | tuple[int, Layer, int, int]] = [(0, self.layers[0], n, budget)]
         while todo:
             item = todo.pop()
-            if isinstance(item, Backward | Forward | ForwardPlain | ForwardKeeping):
+            if isinstance(item, Backward | Forward | ForwardPlain | ForwardSaving):
                 result.append(item)
                 continue
             s, layer, t, m = item
-            needs, level = layer.needs, None if layer.level is None else layer.level.number
+            needs, index = layer.needs, None if layer.saves is None else layer.saves.index
             best, seconds = self._option(layer, s, t, m)
             split, below = None, layer
             known = float(layer.cost(s, t, np.array(m), self.slot_bytes))
-            for other in (layer,) if level is not None else self.layers:
+            for other in (layer,) if index is not None else self.layers:
                 if other is not layer and seconds <= known * (1 + 1e-9):
                     break           # the third case has nothing to offer
                 i, total = self._split(layer, other, s, t, m)
@@ -73,16 +74,16 @@ class Rebuild:
                     split, below, seconds = i, other, total
             if split is None:
                 assert seconds < np.inf
-                result.append(Forward(s, best, level))
-                todo.append(Backward(s, best, level))
+                result.append(Forward(s, best, index))
+                todo.append(Backward(s, best, index))
                 if t > s + 1:
                     todo.append((s + 1, layer, t, m - int(needs.options[s].keep[best])))
             else:
                 if below is layer:
-                    result.extend(ForwardPlain(j, level) for j in range(s, split))
+                    result.extend(ForwardPlain(j, index) for j in range(s, split))
                 else:
-                    assert below.level is not None
-                    result.extend(ForwardKeeping(j, below.level.number) for j in range(s, split))
+                    assert below.saves is not None
+                    result.extend(ForwardSaving(j, below.saves.index) for j in range(s, split))
                 todo.append((s, below, split, m))
                 todo.append((split, layer, t, m - int(below.needs.between[s, split])))
         return result
@@ -105,8 +106,8 @@ class Rebuild:
         """The second case, or (where `below` is another layer) the third: the best cut, the seconds."""
         end = t - 1
         if below is not layer:
-            assert below.level is not None
-            need = below.level.first(s, t)
+            assert below.saves is not None
+            need = below.saves.first(s, t)
             end = s + len(need)
         if end <= s:
             return t, np.inf

@@ -11,8 +11,8 @@ import numpy as np
 
 from rkmate.ir.chain import Floats, Ints
 from rkmate.rotor.backtrack import Layer
-from rkmate.rotor.memory_requirements import Needs
-from rkmate.rotor.partial_saves import SPAN, Level
+from rkmate.rotor.memory_requirements import MemoryRequirements
+from rkmate.rotor.partial_saves import SPAN, PartialSaves
 from rkmate.rotor.smallest import Smallest
 
 PERIOD = 4
@@ -21,81 +21,143 @@ ROWS = 96
 """Sub-problems updated at once: their columns stay in the processor's cache."""
 
 
-def fill(needs: Needs, small: Smallest, levels: Sequence[Level], slots: int, size: int, *,
-         keep: bool) -> tuple[Layer, ...]:
-    """The tables: of the chain itself, then of its levels, for `slots` slots of `size` bytes."""
-    found = [Layer(k.needs, k.small, _fill(k.needs, (), slots, size, span=SPAN, keep=True), k)
-             for k in levels]
-    return (Layer(needs, small, _fill(needs, found, slots, size, span=None, keep=keep)), *found)
+def fill_tables(needs: MemoryRequirements, small: Smallest, saves: Sequence[PartialSaves], slots: int,
+                size: int, *, keep: bool) -> tuple[Layer, ...]:
+    """The tables for `slots` slots of `size` bytes: of the chain itself, then of where its partial saves
+    of each index are in memory."""
+    found = [Layer(k.needs, k.small, _Filling(k.needs, (), slots, size, span=SPAN, keep=True).table(), k)
+             for k in saves]
+    top = _Filling(needs, found, slots, size, span=None, keep=keep).table()
+    return (Layer(needs, small, top), *found)
 
 
-def _fill(needs: Needs, levels: Sequence[Layer], slots: int, size: int, *, span: int | None,
-          keep: bool) -> tuple[Ints, Floats]:
-    """One table: ``time[row[s] + t, m]`` is Opt(s, t, m) of appendix C.2.
+class _Filling:
+    """One table at work: ``time[row[s] + t, m]`` is Opt(s, t, m) of appendix C.2.
 
-    `span`: only sub-problems of so many blocks at most. `levels`: those of the third case.
+    Sub-problems are filled from the last first block to the first. `span`: only those of so many
+    blocks at most. `layers`: the tables of the third case. Nothing here changes what
+    `tests.rotor.reference` computes; all of it is about speed.
     """
-    n = needs.blocks
-    # Rows t = s+1 .. L of one s stand together, so that shifting by memory is a slice.
-    row = np.array([s * n - s * (s - 1) // 2 - (s + 1) for s in range(n)] + [0], dtype=np.int64)
-    time = np.full((n * (n + 1) // 2, slots + 1), np.inf)
-    first = np.full(len(time), slots + 1, dtype=np.int64)    # first finite column of each row
-    # Of each block alone: its best option, or its forward and the best of a level.
-    alone = [min(o.seconds.min(), *(needs.elapsed[s + 1] - needs.elapsed[s]
-                                    + k.needs.options[s].seconds.min() for k in levels), np.inf)
-             for s, o in enumerate(needs.options)]
-    ideal = np.concatenate(([0.0], np.cumsum(alone)))
-    scratch = np.empty((ROWS, slots + 1))
-    shift, repeats = (0, np.zeros(n, dtype=np.int64)) if levels or span else repeated(needs)
-    for s in range(n - 1, -1, -1):
-        start = int(row[s]) + s + 1
-        last = n if span is None else min(n, s + span)
-        mine = time[start:start + last - s]
-        # So many sub-problems are those of the block `shift` further on.
-        done = int(repeats[s])
+
+    def __init__(self, needs: MemoryRequirements, layers: Sequence[Layer], slots: int, size: int, *,
+                 span: int | None, keep: bool) -> None:
+        n = needs.blocks
+        self.needs, self.layers, self.slots, self.size = needs, layers, slots, size
+        self.span = n if span is None else span
+        self.keep = keep
+        # Rows t = s+1 .. L of one s stand together, so that shifting by memory is a slice.
+        self.row = np.array([s * n - s * (s - 1) // 2 - (s + 1) for s in range(n)] + [0], dtype=np.int64)
+        self.time = np.full((n * (n + 1) // 2, slots + 1), np.inf)
+        self.first = np.full(len(self.time), slots + 1, dtype=np.int64)
+        """First finite column of each row."""
+        # Of each block alone: its best option, or its forward and the best that a partial save allows.
+        alone = [min(o.seconds.min(), *(needs.elapsed[s + 1] - needs.elapsed[s]
+                                        + k.needs.options[s].seconds.min() for k in layers), np.inf)
+                 for s, o in enumerate(needs.options)]
+        self.ideal = np.concatenate(([0.0], np.cumsum(alone)))
+        """Seconds below which blocks 0 .. i-1 cannot come."""
+        self.scratch = np.empty((ROWS, slots + 1))
+        self.shift, self.repeats = (0, np.zeros(n, dtype=np.int64)) if layers or span else repeated(needs)
+
+    def table(self) -> tuple[Ints, Floats]:
+        """``row`` and ``time``, filled."""
+        for s in range(self.needs.blocks - 1, -1, -1):
+            last = min(self.needs.blocks, s + self.span)
+            done = self._copy_repeated(s)
+            self._options(s, last, done)
+            self._splits(s, last, done)
+        return self.row, self.time
+
+    def _rows(self, s: int, low: int, high: int) -> slice:
+        """The rows of sub-problems (s, low) .. (s, high)."""
+        start = int(self.row[s])
+        return slice(start + low, start + high + 1)
+
+    def _slots(self, needed: Ints) -> Ints:
+        """Bytes as slots, rounded up."""
+        result: Ints = -(-needed // self.size)
+        return result
+
+    def _copy_repeated(self, s: int) -> int:
+        """Copy the sub-problems that are those of the block `shift` further on; how many they are."""
+        done = int(self.repeats[s])
         if done:
-            other = int(row[s + shift]) + s + shift + 1
-            mine[:done] = time[other:other + done]
-            first[start:start + done] = first[other:other + done]
-        options = needs.options[s]
-        end = np.full(last - s, slots + 1, dtype=np.int64)
+            here, there = self._rows(s, s + 1, s + done), s + self.shift
+            other = self._rows(there, there + 1, there + done)
+            self.time[here] = self.time[other]
+            self.first[here] = self.first[other]
+        return done
+
+    def _options(self, s: int, last: int, done: int) -> None:
+        """Equation (1): block s with an option, then (s+1, t) in what memory that leaves."""
+        needs, options = self.needs, self.needs.options[s]
+        mine = self.time[self._rows(s, s + 1, last)]
+        end = np.full(last - s, self.slots + 1, dtype=np.int64)
         for k, cost in enumerate(options.seconds):
-            need = -(-needs.option_rows(s, k)[:last - s] // size)
-            if need[0] <= slots and not done:
+            need = self._slots(needs.option_rows(s, k)[:last - s])
+            if need[0] <= self.slots and not done:
                 np.minimum(mine[0, need[0]:], cost, out=mine[0, need[0]:])
-            if keep and s + 1 < last:
+            if self.keep and s + 1 < last:
                 low = max(1, done)
-                rest = slice(int(row[s + 1]) + s + 1 + low, int(row[s + 1]) + last + 1)
-                _relax(mine[low:], time[rest], first[rest], -(-int(options.keep[k]) // size), need[low:],
-                       cost, 0, end[low:], scratch)
-        # A split at i recomputes the forwards before i at least: where an option already adds less,
-        # it has nothing to offer.
+                rest = self._rows(s + 1, s + 1 + low, last)
+                _relax(mine[low:], self.time[rest], self.first[rest], -(-int(options.keep[k]) // self.size),
+                       need[low:], cost, 0, end[low:], self.scratch)
+
+    def _splits(self, s: int, last: int, done: int) -> None:
+        """Equation (2): plain forwards to a cut i, then (i, t), then (s, i); and the third case. Cuts
+        come in ascending order, so that (s, i) is known when it is read."""
+        needs, row = self.needs, int(self.row[s])
+        mine = self.time[self._rows(s, s + 1, last)]
+        ends = self._where_splits_pay(s, last, done)
+        for i in range(s + 1, last):
+            low = max(i - s, done)
+            if i - s > done:
+                self.first[row + i] = _first(self.time[row + i], self.slots)
+            rest = self._rows(i, s + 1 + low, last)
+            extra = self.time[row + i] + (needs.elapsed[i] - needs.elapsed[s])
+            need = self._slots(needs.split_rows(s, i)[low - (i - s):last - i])
+            _relax(mine[low:], self.time[rest], self.first[rest], -(-int(needs.between[s, i]) // self.size),
+                   need, extra, int(self.first[row + i]), ends[low:, i - s - 1], self.scratch)
+            if i <= s + SPAN:
+                for layer in self.layers:
+                    self._saving(layer, s, i)
+        if last - s > done:
+            self.first[row + last] = _first(self.time[row + last], self.slots)
+
+    def _where_splits_pay(self, s: int, last: int, done: int) -> Ints:
+        """Per t and i, the first column from which a split at i has nothing to offer: it recomputes the
+        forwards before i at least, and an option already adds less."""
+        needs = self.needs
+        mine = self.time[self._rows(s, s + 1, last)]
         adds = (needs.elapsed[s + 1:last] - needs.elapsed[s]) * (1 - 1e-12)
         ends = np.empty((last - s, last - s - 1), dtype=np.int64)
         for r in range(done, last - s):
-            best = ideal[s + 1 + r] - ideal[s]
-            ends[r] = slots + 1 - np.searchsorted(mine[r, ::-1], best + adds, side="right")
-        for i in range(s + 1, last):
-            here = int(row[s]) + i
-            low = max(i - s, done)
-            if i - s > done:
-                first[here] = _first(time[here], slots)
-            rest = slice(int(row[i]) + s + 1 + low, int(row[i]) + last + 1)
-            extra = time[here] + (needs.elapsed[i] - needs.elapsed[s])
-            need = needs.split_rows(s, i)[low - (i - s):last - i]
-            _relax(mine[low:], time[rest], first[rest], -(-int(needs.between[s, i]) // size),
-                   -(-need // size), extra, int(first[here]), ends[low:, i - s - 1], scratch)
-            if i <= s + SPAN:
-                below = int(row[i]) + i + 1
-                for layer in levels:
-                    _keep(needs, layer, s, i, mine[i - s:], time[below:below + n - i],
-                          first[below:below + n - i], size, ideal, scratch)
-        if last - s > done:
-            first[int(row[s]) + last] = _first(time[int(row[s]) + last], slots)
-    return row, time
+            best = self.ideal[s + 1 + r] - self.ideal[s]
+            ends[r] = self.slots + 1 - np.searchsorted(mine[r, ::-1], best + adds, side="right")
+        return ends
+
+    def _saving(self, layer: Layer, s: int, i: int) -> None:
+        """The third case: forwards of s .. i-1 that make partial saves, for every t in i+1 .. L."""
+        assert layer.saves is not None
+        row, time = layer.table
+        if not layer.needs.inside[s, i]:
+            return
+        line = time[row[s] + i]
+        start = _first(line, self.slots)
+        if start > self.slots:
+            return
+        n, ideal, below = self.needs.blocks, self.ideal, self._rows(i, i + 1, self.needs.blocks)
+        into = self.time[self._rows(s, i + 1, n)]
+        elapsed = self.needs.elapsed[i] - self.needs.elapsed[s]
+        # No faster than the forwards, the best with the saves, and the best of what follows.
+        least = (elapsed + float(line[-1]) + ideal[i + 1:] - ideal[i]) * (1 + 1e-12)
+        end = np.array([self.slots + 1 - np.searchsorted(mine[::-1], best, side="right")
+                        for mine, best in zip(into, least, strict=True)], dtype=np.int64)
+        _relax(into, self.time[below], self.first[below], -(-int(layer.needs.between[s, i]) // self.size),
+               self._slots(layer.saves.first_rows(s, i)), line + elapsed, start, end, self.scratch)
 
 
-def repeated(needs: Needs) -> tuple[int, Ints]:
+def repeated(needs: MemoryRequirements) -> tuple[int, Ints]:
     """A number of blocks d, and how many sub-problems (s, s+1), (s, s+2), ... of each block s are those of
     block s + d: layers of one kind are solved once. Zeros where nothing repeats."""
     n = needs.blocks
@@ -116,27 +178,6 @@ def repeated(needs: Needs) -> tuple[int, Ints]:
         if same.sum() > best[1].sum():
             best = d, same[:n]
     return best
-
-
-def _keep(needs: Needs, layer: Layer, s: int, i: int, into: Floats, rest: Floats, first: Ints,
-          size: int, ideal: Floats, scratch: Floats) -> None:
-    """The third case: forwards of s .. i-1 that keep a level's data, for every t in i+1 .. L."""
-    assert layer.level is not None
-    row, time = layer.table
-    if not layer.needs.inside[s, i]:
-        return
-    slots = into.shape[1] - 1
-    line = time[row[s] + i]
-    start = _first(line, slots)
-    if start > slots:
-        return
-    elapsed = needs.elapsed[i] - needs.elapsed[s]
-    # No faster than the forwards, the level's best, and the best of what follows.
-    least = (elapsed + float(line[-1]) + ideal[i + 1:] - ideal[i]) * (1 + 1e-12)
-    end = np.array([slots + 1 - np.searchsorted(mine[::-1], best, side="right")
-                    for mine, best in zip(into, least, strict=True)], dtype=np.int64)
-    _relax(into, rest, first, -(-int(layer.needs.between[s, i]) // size),
-           -(-layer.level.first_rows(s, i) // size), line + elapsed, start, end, scratch)
 
 
 def _first(line: Floats, slots: int) -> int:

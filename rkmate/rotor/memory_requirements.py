@@ -35,7 +35,7 @@ class BlockOptions:
     """The same when the loss comes right between forward and backward (last block)."""
 
 
-class Needs:
+class MemoryRequirements:
     """Byte needs of every choice of a chain."""
 
     def __init__(self, chain: Chain, kept: Ints | None = None) -> None:

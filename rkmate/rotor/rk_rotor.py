@@ -2,7 +2,7 @@
 
 Rockmate (ICML 2023), section 3.4 and appendix C.2, equations (1) to (3), in O(L^2 M (L + B)) for L
 blocks, M memory slots and B options a block, with NumPy over slots and sub-problems. Where blocks
-have levels (`rkmate.rotor.partial_saves`), a third case keeps some data of forwards that run again.
+have partial saves (`rkmate.rotor.partial_saves`), a third case keeps some data of forwards that run again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import numpy as np
 
 from rkmate.errors import ArgumentError
 from rkmate.ir.chain import Backward, Chain, Forward, Op
-from rkmate.rotor.backtrack import Layer, Rebuild
-from rkmate.rotor.fill_table import fill
-from rkmate.rotor.memory_requirements import Needs
-from rkmate.rotor.partial_saves import levels_of
+from rkmate.rotor.backtrack import Backtrack, Layer
+from rkmate.rotor.fill_table import fill_tables
+from rkmate.rotor.memory_requirements import MemoryRequirements
+from rkmate.rotor.partial_saves import partial_saves_of
 from rkmate.rotor.replay import Cost, replay
 from rkmate.rotor.smallest import Smallest, smallest
 
@@ -30,19 +30,19 @@ class Table:
     Budgets are bytes and include the chain's first cut.
     """
 
-    def __init__(self, chain: Chain, needs: Needs, small: Smallest, slots: int, slot_bytes: int,
+    def __init__(self, chain: Chain, needs: MemoryRequirements, small: Smallest, slots: int, slot_bytes: int,
                  *, keep: bool = True) -> None:
         self.chain = chain
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.minimum_bytes = int(small.bytes[0, len(chain)]) + chain.input_bytes
         """Smallest budget for which there is a sequence."""
-        levels = levels_of(chain, needs) if keep else ()
-        layers = fill(needs, small, levels, slots, slot_bytes, keep=keep)
+        saves = partial_saves_of(chain, needs) if keep else ()
+        layers = fill_tables(needs, small, saves, slots, slot_bytes, keep=keep)
         self._top = layers[0]
         self._needs = needs
         self._keep = keep
-        self._rebuild = Rebuild(layers, slot_bytes, keep=keep)
+        self._backtrack = Backtrack(layers, slot_bytes, keep=keep)
         self._small = small
         self._pool: list[tuple[Cost, list[Op]]] | None = None
 
@@ -71,7 +71,7 @@ class Table:
     def promised(self, budget_bytes: int) -> tuple[Cost, list[Op]] | None:
         """A sequence that is as fast as `seconds` promises; None where the table has none."""
         slot = min((budget_bytes - self.chain.input_bytes) // self.slot_bytes, self.slots)
-        ops = self._rebuild.ops(slot * self.slot_bytes)
+        ops = self._backtrack.ops(slot * self.slot_bytes)
         return None if ops is None else (replay(self.chain, ops), ops)
 
     def candidates(self) -> list[tuple[Cost, list[Op]]]:
@@ -85,7 +85,7 @@ class Table:
             pool = [] if fast is None else [fast]
             count = max(16, min(BUDGETS, BUDGETS * LONG**2 // len(self.chain)**2))
             for k in range(count):
-                ops = self._rebuild.ops(low + (high - low) * k // count)
+                ops = self._backtrack.ops(low + (high - low) * k // count)
                 if ops is not None and (not pool or ops != pool[-1]):
                     pool.append(ops)
             self._pool = [(replay(self.chain, ops), ops) for ops in pool]
@@ -99,9 +99,9 @@ def minimum(chain: Chain) -> tuple[int, list[Op]]:
     not necessarily the fastest one at this budget.
     """
     chain.verify()
-    needs = Needs(chain)
+    needs = MemoryRequirements(chain)
     small = smallest(chain, needs)
-    rebuilt = Rebuild((Layer(needs, small),)).ops(int(small.bytes[0, len(chain)]))
+    rebuilt = Backtrack((Layer(needs, small),)).ops(int(small.bytes[0, len(chain)]))
     assert rebuilt is not None
     return int(small.bytes[0, len(chain)]) + chain.input_bytes, rebuilt
 
@@ -128,7 +128,7 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
     chain.verify()
     if slots < 1 or (slot_bytes is not None and slot_bytes < 1):
         raise ArgumentError(f"slots and slot_bytes must be at least 1, got {slots}, {slot_bytes}")
-    needs = Needs(chain)
+    needs = MemoryRequirements(chain)
     small = smallest(chain, needs, keep=keep)
     low = int(small.bytes[0, len(chain)])
     if keep:
@@ -152,13 +152,13 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
     return Table(chain, needs, small, max(used, -(-low // size), 1), size, keep=keep)
 
 
-def _top_without_keeping(chain: Chain, needs: Needs) -> int:
+def _top_without_keeping(chain: Chain, needs: MemoryRequirements) -> int:
     """Memory that allows every cut to be kept while any block runs."""
     own = max(int(needs.option(s, t).max()) for s in range(len(chain)) for t in (s + 1, len(chain)))
     return own + sum(int(chain.between[s, s + 1]) for s in range(len(chain)))
 
 
-def _slots_needed(chain: Chain, needs: Needs, size: int, top: int, *, keep: bool) -> int:
+def _slots_needed(chain: Chain, needs: MemoryRequirements, size: int, top: int, *, keep: bool) -> int:
     """Slots above which nothing is gained, each size rounded up to slots of `size` bytes."""
     if not keep:
         return -(-top // size) + len(chain)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rkmate.ir.chain import Chain, Floats, Ints
-from rkmate.rotor.memory_requirements import Needs
+from rkmate.rotor.memory_requirements import MemoryRequirements
 
 NEVER = np.int64(2**62)
 """More bytes than any chain needs (sums of two of them still fit an int64)."""
@@ -27,7 +27,7 @@ class Smallest:
     """Time of a sequence that needs no more than that (an upper bound of the least time)."""
 
 
-def smallest(chain: Chain, needs: Needs | None = None, *, keep: bool = True,
+def smallest(chain: Chain, needs: MemoryRequirements | None = None, *, keep: bool = True,
              span: int | None = None) -> Smallest:
     """Fill the table of smallest memories.
 
@@ -35,7 +35,7 @@ def smallest(chain: Chain, needs: Needs | None = None, *, keep: bool = True,
     follows its forward at once (automatic differentiation's model). `span`: only sub-problems of so
     many blocks at most.
     """
-    needs = needs or Needs(chain)
+    needs = needs or MemoryRequirements(chain)
     n = len(chain)
     memory = np.full((n + 1, n + 1), NEVER, dtype=np.int64)
     time = np.full((n + 1, n + 1), np.inf)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from rkmate.errors import ScheduleError
-from rkmate.ilp.evaluate_option import judge
+from rkmate.ilp.evaluate_option import evaluate_option
 from rkmate.ilp.pareto_front import peak, seconds
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Option
@@ -25,7 +25,7 @@ def all_options(graph: CDGraph) -> Iterator[Option]:
     for chosen in itertools.product(*choices):
         order = [i for again, b in zip(chosen, graph.backward, strict=True) for i in (*again, b)]
         try:
-            yield judge(graph, order)
+            yield evaluate_option(graph, order)
         except ScheduleError:
             continue   # reads what is not there
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.ilp import OptionSettings, Status, block_options, solve_block
-from rkmate.ilp.evaluate_option import judge
+from rkmate.ilp.evaluate_option import evaluate_option
 from rkmate.ilp.grid import budgets
 from rkmate.ilp.model import BlockModel
 from rkmate.ilp.pareto_front import peak, seconds
@@ -55,7 +55,7 @@ def test_the_grid_misses_nothing(seed: int) -> None:
     found = block_options(graph, OptionSettings(grid=grid, gap=0.0))
     assert found.timed_out == 0
     options = list(all_options(graph))
-    save_all = judge(graph, graph.backward)
+    save_all = evaluate_option(graph, graph.backward)
     lowest = BlockModel(split_stages(graph), peak(save_all)).lowest_peak
     for m_peak, m_save in budgets(lowest, save_all, grid):
         best = fastest(options, m_peak, m_save)
@@ -71,7 +71,7 @@ def test_coarse_units_of_memory_never_exceed_a_budget(seed: int) -> None:
     odd = tuple(replace(d, size=d.size * 1_000_003 + (rng.randint(1, 999) if d.size else 0))
                 for d in graph.d)
     graph = replace(graph, d=odd).verify()
-    save_all = judge(graph, graph.backward)
+    save_all = evaluate_option(graph, graph.backward)
     model = BlockModel(split_stages(graph), peak(save_all))
     assert model.unit > 1 or peak(save_all) <= 200_000
     for fraction in (0.5, 0.8, 1.0):

@@ -8,7 +8,7 @@ import pytest
 
 from rkmate.errors import ArgumentError
 from rkmate.ilp import OptionSet, OptionSettings, Status, block_options, solve_block
-from rkmate.ilp.evaluate_option import judge, without_waste
+from rkmate.ilp.evaluate_option import evaluate_option, without_waste
 from rkmate.ilp.eviction import candidates, evictions
 from rkmate.ilp.heuristic import greedy_sets, keep_nothing, recompute_missing
 from rkmate.ilp.pareto_front import peak, seconds, undominated
@@ -22,7 +22,7 @@ from tests.ilp.bank import Op, attention_half, chain, differentiate, mlp_half
 
 def check(graph: CDGraph, found: OptionSet) -> None:
     """What every set of options promises."""
-    save_all = judge(graph, graph.backward)
+    save_all = evaluate_option(graph, graph.backward)
     assert found.options[0].backward_seconds == pytest.approx(save_all.backward_seconds)
     for option in found.options:
         assert option.forward == tuple(graph.forward)
@@ -61,7 +61,7 @@ def test_a_transformer_half(graph: CDGraph) -> None:
 
 def test_activations_that_cost_nothing_are_dropped_first() -> None:
     graph = mlp_half()
-    save_all = judge(graph, graph.backward)
+    save_all = evaluate_option(graph, graph.backward)
     solution = solve_block(graph, peak(save_all), save_all.saved_bytes - 1)
     assert solution.option is not None
     again = {graph.c[i].name for i in solution.option.backward if i < graph.loss}
@@ -130,7 +130,7 @@ def test_outputs_count_as_saved_by_nobody() -> None:
 def test_a_peak_below_the_floor_is_infeasible() -> None:
     graph = mlp_half()
     floor = split_stages(graph).floor
-    save_all = judge(graph, graph.backward)
+    save_all = evaluate_option(graph, graph.backward)
     solution = solve_block(graph, floor - 1, save_all.saved_bytes)
     assert solution.status is Status.INFEASIBLE
     assert solution.option is None
@@ -150,7 +150,7 @@ def test_a_large_block_without_time_still_has_options() -> None:
 
 def test_a_solve_without_time_is_never_wrong() -> None:
     graph = chain(30, skips=0.2)
-    save_all = judge(graph, graph.backward)
+    save_all = evaluate_option(graph, graph.backward)
     m_peak, m_save = peak(save_all), save_all.saved_bytes // 3
     solution = solve_block(graph, m_peak, m_save, OptionSettings(time_limit=0.0))
     assert solution.status in (Status.TIMED_OUT, Status.FEASIBLE)
@@ -162,18 +162,18 @@ def test_a_solve_without_time_is_never_wrong() -> None:
 def test_greedy_orders_save_less_and_less() -> None:
     graph = chain(30, seed=3, skips=0.2)
     stages = split_stages(graph)
-    kept = [judge(graph, recompute_missing(stages, keep)) for keep in greedy_sets(stages)]
+    kept = [evaluate_option(graph, recompute_missing(stages, keep)) for keep in greedy_sets(stages)]
     saved = [o.saved_bytes for o in kept]
     assert saved == sorted(saved, reverse=True)
     assert saved[-1] == 0
-    assert judge(graph, keep_nothing(stages)).saved_bytes == 0
+    assert evaluate_option(graph, keep_nothing(stages)).saved_bytes == 0
 
 
 def test_evictions_lower_the_peak_step_by_step() -> None:
     graph = chain(40, skips=0.2)
     stages = split_stages(graph)
     last = list(greedy_sets(stages))[-1]
-    options = [judge(graph, order) for order in evictions(stages, last)]
+    options = [evaluate_option(graph, order) for order in evictions(stages, last)]
     peaks = [o.backward_peak_bytes for o in options]
     assert len(peaks) > 5
     assert peaks == sorted(set(peaks), reverse=True)
@@ -185,7 +185,7 @@ def test_every_candidate_runs() -> None:
     orders = list(candidates(split_stages(graph)))
     assert orders
     for order in orders:
-        judge(graph, order)
+        evaluate_option(graph, order)
 
 
 def test_waste_is_removed() -> None:
@@ -193,7 +193,7 @@ def test_waste_is_removed() -> None:
     order = (*graph.forward, *graph.backward[:-1], *graph.forward, graph.backward[-1])
     lean = without_waste(graph, order)
     assert len(lean) < len(order)
-    assert judge(graph, lean).saved_bytes <= judge(graph, order).saved_bytes
+    assert evaluate_option(graph, lean).saved_bytes <= evaluate_option(graph, order).saved_bytes
 
 
 def test_dominated_options_are_dropped() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from rkmate.errors import ArgumentError
 from rkmate.ilp import OptionSettings, Status, solve_block
-from rkmate.ilp.evaluate_option import judge
-from rkmate.ilp.grid import _Block
+from rkmate.ilp.evaluate_option import evaluate_option
+from rkmate.ilp.grid import _BlockProgram
 from rkmate.ilp.pareto_front import peak, seconds
 from tests.ilp.bank import chain, mlp_half
 
@@ -21,7 +21,7 @@ others = [name for name in pulp.listSolvers(onlyAvailable=True) if name != "HiGH
 @pytest.mark.parametrize("fraction", [0.2, 0.6])
 def test_any_pulp_solver_finds_the_same_time(solver: str, fraction: float) -> None:
     graph = mlp_half()
-    save_all = judge(graph, graph.backward)
+    save_all = evaluate_option(graph, graph.backward)
     m_save = int(fraction * save_all.saved_bytes)
     times = []
     for name in ("HiGHS", solver):
@@ -37,7 +37,7 @@ def test_any_pulp_solver_finds_the_same_time(solver: str, fraction: float) -> No
 def test_infeasible_is_a_value(solver: str) -> None:
     """Nothing saved, and no memory to recompute everything: only the solver can tell."""
     graph = chain(6, skips=0.3)
-    block = _Block(graph, OptionSettings(solver=solver, time_limit=60))
+    block = _BlockProgram(graph, OptionSettings(solver=solver, time_limit=60))
     solution = block.solve(block.model.lowest_peak, 0)
     assert solution.status is Status.INFEASIBLE
     assert solution.option is None
@@ -52,7 +52,7 @@ def test_an_unknown_solver_is_named_with_those_that_are_there() -> None:
 
 def test_one_program_serves_all_budgets_in_any_order() -> None:
     graph = mlp_half()
-    block = _Block(graph, OptionSettings(gap=0.0, time_limit=60))
+    block = _BlockProgram(graph, OptionSettings(gap=0.0, time_limit=60))
     top, saved = peak(block.save_all), block.save_all.saved_bytes
     tight = block.solve(top, saved // 4)
     block.solve(block.model.lowest_peak, 0)
@@ -67,7 +67,7 @@ def test_one_program_serves_all_budgets_in_any_order() -> None:
 
 def test_a_solution_becomes_a_start_and_comes_back() -> None:
     graph = mlp_half()
-    block = _Block(graph, OptionSettings(gap=0.0, time_limit=60))
+    block = _BlockProgram(graph, OptionSettings(gap=0.0, time_limit=60))
     solution = block.solve(peak(block.save_all), block.save_all.saved_bytes // 3)
     assert solution.option is not None
     values = block.model.values(solution.option.backward)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from rkmate.ilp.evaluate_option import judge, without_waste
+from rkmate.ilp.evaluate_option import evaluate_option, without_waste
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.chain import Block, Chain, Option
 from rkmate.planners.protocol import Problem
@@ -120,8 +120,8 @@ def _local(graph: CDGraph, c: Sequence[int], cuts: Sequence[set[int]], grads: Se
 
 def _options(graph: CDGraph) -> Block:
     """Two options: nothing recomputed, and all of the forward computed again."""
-    everything = judge(graph, graph.backward)
-    again = judge(graph, without_waste(graph, [*graph.forward, *graph.backward]))
+    everything = evaluate_option(graph, graph.backward)
+    again = evaluate_option(graph, without_waste(graph, [*graph.forward, *graph.backward]))
     options: tuple[Option, ...] = (everything, again)
     peak = sum(graph.d[j].size for i in graph.forward for j in graph.c[i].outputs)
     peak += max(graph.c[i].overhead for i in graph.forward)

@@ -14,7 +14,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.pipeline.prepare import prepare
 from rkmate.pipeline.search import Searcher
 from rkmate.pipeline.settings import Settings
-from rkmate.rotor import Backward, ForwardKeeping
+from rkmate.rotor import Backward, ForwardSaving
 from rkmate.support.progress import Progress
 from tests.capturing import captured_once
 from tests.equality import assert_same_step
@@ -44,13 +44,13 @@ def check_the_same_step() -> None:
     for more in (1.05, 1.15, 1.3):
         limit = int(least * more)
         found = [c for c in searcher._of_chain(limit)
-                 if any(isinstance(op, ForwardKeeping) for op in c.ops)]
+                 if any(isinstance(op, ForwardSaving) for op in c.ops)]
         if not found:
             continue
         plans += 1
         best = min(found, key=lambda c: c.seconds)
         assert best.peak <= limit
-        assert any(isinstance(op, Backward) and op.level is not None for op in best.ops)
+        assert any(isinstance(op, Backward) and op.save_index is not None for op in best.ops)
         plan = searcher._plan(searcher._finish(best, limit), limit, "rockmate", "", None)
         original = copy.deepcopy(model)
         wrapped = rkmate.wrap(model, (x,), plan=plan, progress=False)

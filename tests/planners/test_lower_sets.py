@@ -16,11 +16,14 @@ from rkmate.planners.lower_sets import (
     TooManyLowerSets,
     all_lower_sets,
     count_lower_sets,
+    estimated_seconds,
     lower_sets,
     overhead,
     peak,
     pruned_lower_sets,
 )
+from rkmate.planners.registry import planner
+from tests.planners.problems import problem_of, training_graph
 
 CASES = json.loads((Path(__file__).parent / "data" / "lower_sets.json").read_text())
 
@@ -66,6 +69,42 @@ def test_exact_refuses_what_it_cannot_enumerate() -> None:
     with pytest.raises(TooManyLowerSets, match=r"1,099,511,627,776 lower sets") as error:
         lower_sets(wide, 10, "exact")
     assert error.value.count == 2**40
+
+
+def test_exact_refuses_by_estimated_time_and_runs_when_asked() -> None:
+    """Nine branches of one node each: 2^9 sets between two nodes."""
+    edges = tuple((0, v) for v in range(1, 10)) + tuple((v, 10) for v in range(1, 10))
+    dag = Dag((1.0,) * 11, (1,) * 11, edges)
+    with pytest.raises(TooManyLowerSets, match=r"514 lower sets.* about 1 s, and has 0\.2 s") as error:
+        LowerSetProgram(dag, "exact", time_limit=0.2)
+    assert error.value.count == 514
+    assert estimated_seconds(514) == pytest.approx(0.53, abs=0.01)
+    asked = LowerSetProgram(dag, "exact", time_limit=2.0)
+    assert len(asked.sets) == 514 and asked.minimum_bytes() > 0
+
+
+def test_the_planner_runs_the_exact_family_in_the_time_that_it_is_given() -> None:
+    n = 9
+    graph = training_graph([[], *([0] for _ in range(n)), list(range(1, n + 1))], [2] * (n + 2),
+                           [1] * (n + 2), [0] * (n + 2), [0] * (n + 2), [False] * (n + 2))
+    problem = problem_of(graph, [1])
+    refused = planner("lower-sets-exact").plan(problem, 10**6, time_limit=0.1)
+    assert refused.status == "infeasible" and "514 lower sets" in refused.note
+    assert planner("lower-sets-exact").plan(problem, 10**6, time_limit=60.0).status == "ok"
+
+
+@pytest.mark.parametrize("columns", [1, 3, 128])
+def test_steps_are_the_same_whatever_is_tabulated_at_once(columns: int,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    dag = read(CASES["inception8"]["graph"])
+    known = LowerSetProgram(dag, "exact")
+    monkeypatch.setattr("rkmate.planners.lower_sets.COLUMNS", columns)
+    monkeypatch.setattr("rkmate.planners.lower_sets.KEPT_SETS", 0)
+    found = LowerSetProgram(dag, "exact")
+    least = known.minimum_bytes()
+    assert found.minimum_bytes() == least
+    assert [found.solve(b) for b in range(least, least + 8)] == [
+        known.solve(b) for b in range(least, least + 8)]
 
 
 def test_hundreds_of_nodes_with_the_pruned_family() -> None:

@@ -17,45 +17,45 @@ from rkmate.rotor import (
     Block,
     Chain,
     Forward,
-    ForwardKeeping,
     ForwardPlain,
-    Kept,
+    ForwardSaving,
     Option,
+    PartialSave,
     minimum,
     replay,
     solve,
 )
-from rkmate.rotor.memory_requirements import Needs
-from rkmate.rotor.partial_saves import Level
+from rkmate.rotor.memory_requirements import MemoryRequirements
+from rkmate.rotor.partial_saves import PartialSaves
 from tests.rotor.chains import chains, options, small
 
 
 @st.composite
 def keeping(draw: st.DrawFn, longest: int = 4) -> Chain:
-    """Chains with one or two levels, of any cost."""
+    """Chains with one or two partial saves a block, of any cost."""
     chain = draw(chains(longest))
     count = draw(st.integers(1, 2))
     blocks = []
     for block in chain.blocks:
-        kept = [Kept(size, (), draw(st.integers(0, 3)), draw(st.integers(0, 8)),
+        kept = [PartialSave(size, (), draw(st.integers(0, 3)), draw(st.integers(0, 8)),
                      size + draw(st.integers(0, 8)),
                      tuple(draw(st.lists(options(), min_size=1, max_size=2))))
                 for size in draw(st.lists(small, min_size=count, max_size=count))]
-        # Dear forwards, cheap levels: else the third case hardly ever pays.
-        blocks.append(replace(block, forward_seconds=block.forward_seconds + 3, kept=tuple(kept)))
+        # Dear forwards, cheap saves: else the third case hardly ever pays.
+        blocks.append(replace(block, forward_seconds=block.forward_seconds + 3, partial_saves=tuple(kept)))
     return replace(chain, blocks=tuple(blocks)).verify()
 
 
 def without(chain: Chain) -> Chain:
-    return replace(chain, blocks=tuple(replace(b, kept=()) for b in chain.blocks))
+    return replace(chain, blocks=tuple(replace(b, partial_saves=()) for b in chain.blocks))
 
 
 def by_recursion(chain: Chain, budget: int) -> float:
     """Least time in so many bytes, by the three cases written down plainly."""
     n = len(chain)
-    base = Needs(chain)
+    base = MemoryRequirements(chain)
     # What keeps no byte is left out, as it is of the tables.
-    levels = [Level(chain, k, base) for k in range(len(chain.blocks[0].kept))]
+    levels = [PartialSaves(chain, k, base) for k in range(len(chain.blocks[0].partial_saves))]
     elapsed = base.elapsed
 
     @functools.cache
@@ -114,8 +114,8 @@ def test_slots_never_exceed_the_budget(chain: Chain, slot: int) -> None:
 def line(length: int) -> Chain:
     """Blocks of four seconds, of which a kept byte saves three."""
     option = Option((), (), 4.0, 1.0, 20, 22, 24)
-    kept = Kept(1, (), 1.0, 2, 3, (replace(option, forward_seconds=1.0),))
-    block = Block(4.0, 2, (option,), kept=(kept,))
+    kept = PartialSave(1, (), 1.0, 2, 3, (replace(option, forward_seconds=1.0),))
+    block = Block(4.0, 2, (option,), partial_saves=(kept,))
     return Chain((block,) * length, tuple(frozenset({i}) for i in range(length + 1)),
                  {i: 2 if i else 0 for i in range(length + 1)}, (2,) * (length + 1)).verify()
 
@@ -127,26 +127,26 @@ def test_a_byte_kept_in_the_first_forward_saves_later_ones() -> None:
     table = solve(chain, slot_bytes=1)
     ops = table.sequence(budget)
     assert ops is not None
-    assert ops[:3] == [ForwardKeeping(b, 0) for b in range(3)]
+    assert ops[:3] == [ForwardSaving(b, 0) for b in range(3)]
     assert replay(chain, ops).peak_bytes <= budget
     assert replay(chain, ops).seconds < solve(without(chain), slot_bytes=1).seconds(budget)
 
 
 def test_replay_knows_what_is_kept() -> None:
     chain = line(2)
-    good = [ForwardKeeping(0, 0), Forward(1, 0), Backward(1, 0), Forward(0, 0, 0), Backward(0, 0, 0)]
+    good = [ForwardSaving(0, 0), Forward(1, 0), Backward(1, 0), Forward(0, 0, 0), Backward(0, 0, 0)]
     cost = replay(chain, good)
     assert cost.seconds == 4 + 5 + 2
     assert cost.peak_bytes == 24 + 2 + 1
     with pytest.raises(ScheduleError, match="kept of block 0 is None"):
         replay(chain, [ForwardPlain(0, 0)])
     with pytest.raises(ScheduleError, match="kept of block 0 is 0"):
-        replay(chain, [ForwardKeeping(0, 0), ForwardKeeping(0, 0)])
+        replay(chain, [ForwardSaving(0, 0), ForwardSaving(0, 0)])
 
 
-def test_levels_are_the_same_number_for_all_blocks() -> None:
+def test_partial_saves_are_the_same_number_for_all_blocks() -> None:
     chain = line(2)
-    for blocks in product(*((b, replace(b, kept=())) for b in chain.blocks)):
-        if len({len(b.kept) for b in blocks}) > 1:
-            with pytest.raises(GraphError, match="other levels"):
+    for blocks in product(*((b, replace(b, partial_saves=())) for b in chain.blocks)):
+        if len({len(b.partial_saves) for b in blocks}) > 1:
+            with pytest.raises(GraphError, match="as many partial saves"):
                 replace(chain, blocks=blocks).verify()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.ilp import OptionSettings, block_options
-from rkmate.ilp.partial_saves import keep, levels
+from rkmate.ilp.partial_saves import partial_save, partial_saves
 from tests.ilp.bank import attention_half, mlp_half, random_graph
 
 QUICK = OptionSettings(grid=(3, 3), time_limit=0.5)
@@ -23,7 +23,7 @@ def test_later_runs_take_no_more(seed: int) -> None:
     found = block_options(graph, QUICK).options
     inner = [j for i in graph.forward for j in graph.c[i].outputs if j not in graph.outputs]
     kept = frozenset(j for j in inner if rng.random() < 0.5)
-    result = keep(graph, found, kept)
+    result = partial_save(graph, found, kept)
     assert result.bytes == graph.bytes(kept)
     assert result.first_peak_bytes >= result.bytes
     assert result.forward_seconds <= sum(graph.c[i].time for i in graph.forward)
@@ -42,7 +42,7 @@ def test_later_runs_take_no_more(seed: int) -> None:
 def test_nothing_kept_changes_nothing() -> None:
     graph = mlp_half()
     found = block_options(graph, QUICK).options
-    result = keep(graph, found, frozenset())
+    result = partial_save(graph, found, frozenset())
     assert result.bytes == 0 and result.forward_seconds == sum(
         graph.c[i].time for i in graph.forward if i in result.forward)
     figures = {(o.saved_bytes, o.forward_peak_bytes, o.backward_peak_bytes) for o in found}
@@ -50,9 +50,9 @@ def test_nothing_kept_changes_nothing() -> None:
                for o in result.options)
 
 
-def test_levels_are_as_many_for_all_classes() -> None:
+def test_there_are_as_many_saves_for_all_classes() -> None:
     graphs = [mlp_half(), attention_half()]
     found = [block_options(g, QUICK).options for g in graphs]
-    result = levels(graphs, found, 4)
+    result = partial_saves(graphs, found, 4)
     assert len(result) == 2 and len(result[0]) == len(result[1]) <= 4
     assert any(k.bytes for kept in result for k in kept)

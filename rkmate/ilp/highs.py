@@ -1,0 +1,168 @@
+"""HiGHS behind a small face: a program in, a status, values and a bound out.
+
+The program, PuLP's or `Rows`, is handed over once; `solve` may be called again after bounds of a
+variable changed. The words, options and status codes of HiGHS stay in this file, and nothing else
+imports it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pulp
+
+from rkmate.errors import ArgumentError, SolverError
+from rkmate.ilp.rows import Rows
+from rkmate.support.side_process import run_on_the_side
+
+
+class Status(Enum):
+    """How a solve ended."""
+
+    OPTIMAL = "optimal"
+    """A solution, proven within the gap."""
+    FEASIBLE = "feasible"
+    """A solution; the time was over before it was proven."""
+    INFEASIBLE = "infeasible"
+    """Proven: there is no solution."""
+    TIMED_OUT = "timed out"
+    """The time was over before any solution was found; nothing is proven."""
+
+
+_ENDS = {
+    "kModelEmpty": Status.OPTIMAL,
+    "kOptimal": Status.OPTIMAL,
+    "kInfeasible": Status.INFEASIBLE,
+    # All variables are bounded, so it can only be infeasible.
+    "kUnboundedOrInfeasible": Status.INFEASIBLE,
+    "kTimeLimit": Status.TIMED_OUT,
+    "kSolutionLimit": Status.TIMED_OUT,
+    "kIterationLimit": Status.TIMED_OUT,
+    "kInterrupt": Status.TIMED_OUT,
+}
+"""By the name of HiGHS's model status; all others are failures."""
+_NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver says."""
+
+    status: Status
+    values: dict[str, float] = field(default_factory=dict)
+    """Value of each variable by name; empty without a solution."""
+    bound: float = float("-inf")
+    """No solution has a smaller objective (units of the program's objective)."""
+    objective: float = float("inf")
+
+
+def status_of(name: str, *, found: bool) -> Status:
+    """The status for HiGHS's name of one; `found`: there is a solution. Raises `SolverError`."""
+    status = _ENDS.get(name)
+    if status is None:
+        raise SolverError(f"HiGHS ended with {name}")
+    return Status.FEASIBLE if status is Status.TIMED_OUT and found else status
+
+
+class Highs:
+    """A program inside HiGHS, on one thread, so that several can be solved side by side."""
+
+    def __init__(self, program: pulp.LpProblem | Rows, stop: threading.Event | None = None) -> None:
+        """`stop`: ends a solve early when somebody sets it, as if its time were over."""
+        adapter = pulp.HiGHS(msg=False, threads=1)
+        if not adapter.available():
+            raise ArgumentError("solver is 'HiGHS', but highspy cannot be imported; install highspy")
+        if isinstance(program, Rows):
+            empty = pulp.LpProblem()
+            adapter.createAndConfigureSolver(empty)
+            self._highs: Any = empty.solverModel
+            program.handed_over(self._highs)
+            self._index = program.columns
+        else:
+            adapter.createAndConfigureSolver(program)
+            adapter.buildSolverModel(program)
+            self._highs = program.solverModel
+            self._index = {v.name: v.index for v in program.variables()}
+        self._stop = stop
+        self._interrupted = False
+        self._highs.cbMipInterrupt.subscribe(self._may_stop)
+        self._relaxed = False
+
+    def fix(self, name: str, value: float) -> None:
+        """Set both bounds of a variable; one that no row names is not there, and is left alone."""
+        if name in self._index:
+            self._highs.changeColBounds(self._index[name], value, value)
+
+    def solve(self, time_limit: float, *, gap: float = 0.0, absolute_gap: float = 1e-6,
+              relax: bool = False, start: Mapping[str, float] | None = None,
+              nodes: int | None = None) -> Solution:
+        """Minimize. Raises `SolverError` when HiGHS itself fails.
+
+        `time_limit` in seconds. `gap`: relative to the objective, `absolute_gap`: in its units; within
+        either of them a solution is optimal. `relax`: leave integrality out. `start`: values of some
+        variables of a known solution. `nodes`: of branch and bound, at most. An interrupt stops
+        HiGHS first and is raised then.
+        """
+        highs = self._highs
+        highs.clearSolver()
+        # The limit of a linear program counts from the first run on, an integer one's does not.
+        spent = highs.getRunTime() if relax else 0.0
+        highs.setOptionValue("time_limit", spent + max(0.0, float(time_limit)))
+        highs.setOptionValue("mip_rel_gap", gap)
+        highs.setOptionValue("mip_abs_gap", absolute_gap)
+        highs.setOptionValue("mip_max_nodes", _NO_LIMIT if nodes is None else nodes)
+        highs.setOptionValue("solve_relaxation", relax)
+        highs.setOptionValue("solver", "ipm" if relax else "choose")
+        if start:
+            self._start_from(start)
+        if relax and not self._relaxed:
+            self._relaxed = True
+            highs.cbIpmInterrupt.subscribe(self._may_stop)
+            highs.cbSimplexInterrupt.subscribe(self._may_stop)
+        self._run()
+        if relax and highs.getModelStatus().name == "kSolveError":
+            highs.clearSolver()          # the interior point method broke down; simplex is slower
+            highs.setOptionValue("solver", "simplex")
+            self._run()
+        return self._solution(relax=relax)
+
+    def _solution(self, *, relax: bool) -> Solution:
+        import highspy
+
+        info = self._highs.getInfo()
+        found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        name = self._highs.getModelStatus().name
+        status = status_of(name, found=found)
+        if name == "kModelEmpty":
+            return Solution(status, {}, 0.0, 0.0)
+        if status is Status.INFEASIBLE:
+            return Solution(status, {}, float("inf"))
+        objective = info.objective_function_value
+        bound = info.mip_dual_bound
+        if relax:
+            bound = objective if status is Status.OPTIMAL else float("-inf")
+        if not found:
+            return Solution(status, {}, bound)
+        column = self._highs.getSolution().col_value
+        return Solution(status, {n: column[i] for n, i in self._index.items()}, bound, objective)
+
+    def _start_from(self, start: Mapping[str, float]) -> None:
+        known = [(self._index[k], v) for k, v in start.items() if k in self._index]
+        self._highs.setSolution(len(known), np.array([i for i, _ in known], dtype=np.int32),
+                                np.array([v for _, v in known], dtype=np.float64))
+
+    def _run(self) -> None:
+        self._interrupted = False
+        run_on_the_side(self._highs.run, self._interrupt)
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+
+    def _may_stop(self, event: Any) -> None:
+        if self._interrupted or (self._stop is not None and self._stop.is_set()):
+            event.interrupt()

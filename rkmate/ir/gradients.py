@@ -1,0 +1,57 @@
+"""The memory of the backward's own data, which no choice of recomputations changes.
+
+Backward nodes run once, in the graph's order, so a gradient lives from its producer (or the loss) to
+its last reader, its release, or the end, whatever is recomputed in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rkmate.ir.cd import CDGraph
+
+
+@dataclass(frozen=True)
+class GradientMemory:
+    """Per backward node, in order; bytes."""
+
+    at_loss: int
+    """Gradients that arrive at the loss and that somebody reads."""
+    before: tuple[int, ...]
+    """Gradients alive right before the node."""
+    during: tuple[int, ...]
+    """Gradients alive while it runs, its outputs included, its temporaries left out."""
+    dying: tuple[frozenset[int], ...]
+    """Gradients that leave memory right after it; outputs that nobody reads among them."""
+
+
+def gradient_memory(graph: CDGraph) -> GradientMemory:
+    """The memory of a graph's backward nodes."""
+    ours = {j for j, made in enumerate(graph.producer)
+            if (j in graph.output_grads if made is None else made >= graph.loss)
+            and j not in graph.inputs}
+    last: dict[int, int] = {}
+    for b in graph.backward:
+        for j in graph.c[b].inputs:
+            last[j] = b
+    for j, i in graph.releases.items():
+        last[j] = max(last.get(j, -1), i)
+    stay = set(graph.input_grads)
+    leaving: dict[int, set[int]] = {}
+    for j in ours - stay:
+        made = graph.producer[j]
+        end = last.get(j, made)
+        if end is not None:         # an arriving gradient that nobody reads leaves at the loss
+            leaving.setdefault(end, set()).add(j)
+    at_loss = live = graph.bytes(j for j in graph.output_grads if j in ours and (j in last or j in stay))
+    before: list[int] = []
+    during: list[int] = []
+    dying: list[frozenset[int]] = []
+    for b in graph.backward:
+        before.append(live)
+        live += graph.bytes(j for j in graph.c[b].outputs if j in ours)
+        during.append(live)
+        gone = frozenset(leaving.get(b, ()))
+        dying.append(gone)
+        live -= graph.bytes(gone)
+    return GradientMemory(at_loss, tuple(before), tuple(during), tuple(dying))
