@@ -49,13 +49,13 @@ def measure_peak(fn: Callable[[], T], kind: str, index: int | None = None, *,
         seconds = time.perf_counter() - begin
     start = session.kineto_results.trace_start_ns()
     live = peak = 0
-    levels: list[tuple[float, int]] = []
+    history: list[tuple[float, int]] = []
     for change in changes(session.kineto_results, kind, index):
         live += change.bytes
         peak = max(peak, live)
         if timeline:
-            levels.append((max(0, change.ns - start) / 1e9, live))
-    return Peak(peak, live, seconds, result, tuple(levels))
+            history.append((max(0, change.ns - start) / 1e9, live))
+    return Peak(peak, live, seconds, result, tuple(history))
 
 
 def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:

@@ -98,17 +98,17 @@ class FakeDevice:
         return MemoryState(self._total - self.statistics.allocated(), self._total, 0)
 
     def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
-        levels: list[tuple[float, int]] = []
+        history: list[tuple[float, int]] = []
         start, before = self.clock, self.statistics.allocated()
 
         def run() -> Peak[T]:
             with self.counting():
                 result = fn()
-            return Peak(0, 0, self.clock - start, result, tuple(levels))
+            return Peak(0, 0, self.clock - start, result, tuple(history))
 
         self.synchronize()
         if timeline:
-            self.statistics.on_change = lambda level: levels.append((self.clock - start, level - before))
+            self.statistics.on_change = lambda level: history.append((self.clock - start, level - before))
         try:
             return measured(self.statistics, run)
         finally:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rkmate
 import rkmate.dtr
 from rkmate import device as devices
+from rkmate.cli import main
 from rkmate.device.cpu import Cpu
 from rkmate.device.cuda import Cuda
 from rkmate.device.fake import FakeDevice
@@ -97,6 +98,13 @@ def test_an_input_on_such_an_accelerator_is_refused_first(monkeypatch: pytest.Mo
     monkeypatch.setattr("rkmate.pipeline.prepare.capture", lambda *_: pytest.fail("began to capture"))
     with pytest.raises(rkmate.ArgumentError, match="the device is xpu:0"):
         rkmate.wrap(nn.Linear(4, 4), (on("xpu", 2, 4),), budget=0.5)
+
+
+@pytest.mark.parametrize(("name", "message"), [("xpu", "the device is xpu"), ("meta", "meta"),
+                                               ("abacus", "should be cpu")])
+def test_the_command_refuses(name: str, message: str) -> None:
+    with pytest.raises(rkmate.ArgumentError, match=message):
+        main._moved(nn.Linear(4, 4), (torch.zeros(1),), {}, name)
 
 
 def test_a_dtr_session_refuses_at_the_first_operation() -> None:
