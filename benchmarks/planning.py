@@ -35,9 +35,6 @@ def gpt(layers: int, width: int, length: int) -> tuple[Any, dict[str, Any]]:
 class _Unmetered:
     """In place of the meter that planning itself uses: the two cannot run at once."""
 
-    def __init__(self, device: object) -> None:
-        pass
-
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -52,9 +49,9 @@ def allocated(layers: int, width: int, length: int) -> None:
     """What planning allocates beside the model, and what the largest block takes to train: one line of
     JSON."""
     from rkmate.budget import Budget
+    from rkmate.device.cpu import Cpu
     from rkmate.ir.schedule import from_order
     from rkmate.ir.simulate import simulate
-    from rkmate.measure import costs
     from rkmate.measure.meter import measure_peak
     from rkmate.pipeline.prepare import prepare
     from rkmate.pipeline.search import Searcher
@@ -62,7 +59,7 @@ def allocated(layers: int, width: int, length: int) -> None:
     from rkmate.support.progress import Progress
 
     model, kwargs = gpt(layers, width, length)
-    costs.PartsMeter = _Unmetered  # type: ignore[assignment,misc]
+    Cpu.parts_meter = lambda device: _Unmetered()  # type: ignore[assignment,method-assign,misc]
     found = []
 
     def plan() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.graph.passes import operators
+from rkmate.device import cpu
 
 X = torch.randn(4, 8)
 
@@ -85,7 +85,7 @@ def _no_cache() -> None:
     ("cannot be written", _no_cache)])
 def test_names_the_callers_line(warning: str, act: Callable[[], None], tmp_path: Path,
                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "PART_BYTES", 2**13)
+    monkeypatch.setattr(cpu, "PART_BYTES", 2**13)
     if act is _no_cache:
         (tmp_path / "file").touch()
         monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path / "file" / "folder"))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+from rkmate import device as devices
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.step import measure_step
@@ -99,6 +100,5 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def _backward(loss: torch.Tensor, device: torch.device) -> torch.Tensor:
     loss.backward()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    devices.of(device).synchronize()
     return loss.detach()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rkmate import device as devices
+from rkmate.device.random_state import RandomState
+
 
 class State:
     """What a failed step must leave as it was: a module's buffers, and the generators' states."""
@@ -16,14 +19,11 @@ class State:
             for b in model.buffers()
             if b.layout is torch.strided
         ]
-        self._cpu = torch.get_rng_state().numpy().copy()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._random = RandomState.of(*devices.in_use())
 
     def restore(self) -> None:
         """Put everything back."""
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(torch.from_numpy(value).view(buffer.dtype).reshape(buffer.shape))
-        torch.set_rng_state(torch.from_numpy(self._cpu))
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        self._random.restore()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from rkmate import device as devices
 from rkmate.dtr.errors import BudgetExceeded, ThrashingError
 from rkmate.dtr.runtime.report import Report
 from rkmate.dtr.session import Session
@@ -230,6 +231,9 @@ def wrap(model: nn.Module, budget: int | str | None, **options: Any) -> DynamicM
         raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, DynamicModule):
         raise ArgumentError("model is wrapped already")
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:          # it may get its memory later
+            devices.of(tensor)
     if options.get("restore") is not None:
         raise ArgumentError("restore is for the context manager: a module restores itself")
     if options.get("log") is not None:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +25,7 @@ from rkmate.ilp.grid import OptionSet
 from rkmate.ilp.pareto_front import undominated
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ir.cd import CDGraph
+from rkmate.support.json_store import read_json, write_json
 from rkmate.support.warn import warn
 
 FORMAT = 1
@@ -105,15 +105,17 @@ class OptionCache:
 
     def load(self, graph: CDGraph, settings: OptionSettings) -> OptionSet | None:
         """The stored options, judged for this graph; None when there are none that serve."""
+        entry = read_json(self._path(graph, settings))
+        if entry is None:
+            return None
         try:
-            entry = json.loads(self._path(graph, settings).read_text(encoding="utf-8"))
             if not self._close(graph, entry["times"]):
                 return None
             orders = [_order(graph, order) for order in entry["backward"]]
             options = undominated(evaluate_option(graph, order) for order in orders)
             timed_out = int(entry["timed_out"])
-        except (OSError, ValueError, KeyError, TypeError, IndexError, ScheduleError):
-            return None   # not there, or broken: it will be replaced
+        except (ValueError, KeyError, TypeError, IndexError, ScheduleError):
+            return None   # of another graph, or edited: it will be replaced
         if not options:
             return None
         return OptionSet(options, solves=0, timed_out=timed_out, seconds=0.0)
@@ -131,15 +133,7 @@ class OptionCache:
                  "backward": [list(o.backward) for o in found.options]}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16],
-                                                 suffix=".part")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(entry, file)
-                os.replace(temporary, path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            write_json(path, entry)
         except OSError as error:
             warn(
                 f"the cache folder {self.folder} cannot be written ({error.strerror}): these "

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from rkmate.errors import GraphError, PlanError
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, Step
 from rkmate.ir.summary import GraphSummary, read_summary
+from rkmate.support.json_store import write_json
 
 Drawable = Literal["chain", "forward", "simplified", "block", "schedule"]
 """What `Plan.draw` draws."""
@@ -103,10 +104,10 @@ class PlanData:
                 f"time {self.overhead:+.1%}, {len(self.blocks)} blocks>")
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. Reading it back runs no code."""
+        """Write the plan as JSON, whole or not at all. Reading it back runs no code."""
         content = self._content()
         content["checksum"] = _checksum(content)
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(Path(path), content, indent=1)
 
     @classmethod
     def load(cls: type[Saved], path: str | Path) -> Saved:

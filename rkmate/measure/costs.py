@@ -7,26 +7,22 @@ than one block is in memory: a model that only fits after rematerialization can 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 
+from rkmate import device as devices
+from rkmate.device import Device, PartsMeter
+from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
 from rkmate.graph.passes.simplify import is_view
 from rkmate.ir.cd import HOISTED
-from rkmate.measure.meter import PartsMeter
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
-
-_GENERATOR_STATE = torch.get_rng_state().numel()
-"""Bytes of the generator's state, which is read before and after a random operation."""
-
 
 Costs = dict[int, tuple[float, int]]
 """C node -> (seconds, bytes of temporary memory)."""
@@ -38,13 +34,13 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     """Costs of every C node.
 
     `texts`: each block's text; blocks with the same text are identical and measured once. `sources`
-    gives the tensors that the caller holds. What `memory` knows is not measured again.
+    gives the tensors that the caller holds. What `memory` knows, measured with equal settings, is not
+    measured again.
     """
-    device = next((t.device for t in sources.values() if t.device.type != "cpu"),
-                  torch.device("cpu"))
-    prelude = tuple(i for i, b in enumerate(partition.block_of) if b == HOISTED)
-    # The prelude depends on the whole graph: its key is the text of all blocks.
-    beginning = f"prelude of {len(prelude)} before\n" + "\n".join(texts)
+    device = devices.common(sources.values())
+    hoisted = tuple(i for i, b in enumerate(partition.block_of) if b == HOISTED)
+    # Which constants are hoisted depends on the whole graph: their key is the text of all blocks.
+    beginning = f"{len(hoisted)} hoisted before\n" + "\n".join(texts)
     costs: Costs = {}
 
     def fill(c: Sequence[int], numbers: Sequence[tuple[float, int]]) -> None:
@@ -52,16 +48,17 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
 
     unknown: dict[str, int] = {}
     for block, text in zip(partition.blocks, texts, strict=True):
-        if memory.get(text, device, len(block.c)) is None:
+        if memory.get(text, device, settings, len(block.c)) is None:
             unknown.setdefault(text, block.index)
-    known_beginning = memory.get(beginning, device, len(prelude))
+    known_beginning = memory.get(beginning, device, settings, len(hoisted))
     if unknown or known_beginning is None:
         runner = _Runner(partition, sources, settings, device)
         last = max(unknown.values(), default=-1)
         # The traced operations hold the casts that autocast made.
-        with torch.no_grad(), _keep_random_state(device), torch.autocast(device.type, enabled=False):
-            runner.prelude(prelude)
-            memory.put(beginning, device, tuple(runner.costs[i] for i in prelude))
+        with torch.no_grad(), unchanged_random_state(device), \
+                torch.autocast(device.autocast_kind, enabled=False):
+            runner.hoisted(hoisted)
+            memory.put(beginning, device, settings, tuple(runner.costs[i] for i in hoisted))
             for number in range(settings.passes):
                 runner.start_pass()
                 for block in partition.blocks[:last + 1]:
@@ -70,29 +67,23 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
                     runner.block(block, timed=unknown.get(texts[block.index]) == block.index,
                                  metered=number == 0)
             for text, k in unknown.items():
-                memory.put(text, device, tuple(runner.costs[i] for i in partition.blocks[k].c))
-    found = memory.get(beginning, device, len(prelude))
+                memory.put(text, device, settings,
+                           tuple(runner.costs[i] for i in partition.blocks[k].c))
+    found = memory.get(beginning, device, settings, len(hoisted))
     assert found is not None
-    fill(prelude, found)
+    fill(hoisted, found)
     for block, text in zip(partition.blocks, texts, strict=True):
-        numbers = memory.get(text, device, len(block.c))
+        numbers = memory.get(text, device, settings, len(block.c))
         assert numbers is not None
         fill(block.c, numbers)
     return costs
-
-
-@contextmanager
-def _keep_random_state(device: torch.device) -> Any:
-    devices = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 class _Runner:
     """Interprets a partition's operations on real tensors."""
 
     def __init__(self, partition: Partition, sources: Mapping[Source, torch.Tensor],
-                 settings: MeasureSettings, device: torch.device) -> None:
+                 settings: MeasureSettings, device: Device) -> None:
         self.partition = partition
         self.program = partition.program
         self.cd = self.program.cd
@@ -107,8 +98,8 @@ class _Runner:
         self.overhead: dict[int, int] = {}
         self.device = device
 
-    def prelude(self, nodes: Sequence[int]) -> None:
-        """What is computed once at the start, and stays."""
+    def hoisted(self, nodes: Sequence[int]) -> None:
+        """Constants that are computed once at the start, and stay."""
         for i in nodes:
             self.run_timed(i)
         self.fixed = dict(self.values)
@@ -136,13 +127,14 @@ class _Runner:
     def _meter(self, block: Block) -> None:
         """The temporary memory of each operation."""
         entering = dict(self.values)
-        meter = PartsMeter(self.device)
+        meter = self.device.parts_meter()
         with meter.running():
             self._forward(block, lambda i: self.run(i, meter), block.c)
             self._backward(block, lambda i: self.run(i, meter))
         for i, peak in meter.peaks().items():
             kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs)
-            least = _GENERATOR_STATE if self.cd.c[i].random else 0
+            # The generator's state is read before and after a random operation.
+            least = STATE_BYTES if self.cd.c[i].random else 0
             self.overhead[i] = max(least, peak - kept)
         self.values = entering
 
@@ -167,7 +159,7 @@ class _Runner:
                     self.values.pop(j, None)
 
     def _ours(self, j: int) -> bool:
-        """Whether a storage belongs to a block, and not to the prelude."""
+        """Whether a storage belongs to a block, and is no hoisted constant."""
         made = self.cd.producer[j]
         return made is None or self.partition.block_of[made] != HOISTED
 
@@ -201,8 +193,8 @@ class _Runner:
             self._keep(i, self._prepared(i)[0]())
             return
         longest = self._at_zero(i)
-        if self.device.type == "cuda":
-            self._prepared(i)[0]()       # what libraries allocate at their first call, and keep
+        if self.device.first_call_allocates:
+            self._prepared(i)[0]()       # not a part: what is taken for good is not temporary
         # Views that turn out to be copies belong to the operation that takes them.
         with meter.part(i):
             for other in longest:
@@ -251,21 +243,10 @@ class _Runner:
     def _seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
         times: list[float] = []
         result = None
-        cuda = self.device.type == "cuda"
         while len(times) < self.settings.repeats and sum(times) < self.settings.enough_seconds:
-            if cuda:
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                result = None
-                start.record()
-                result = call()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) / 1e3)
-            else:
-                result = None
-                begin = time.perf_counter()
-                result = call()
-                times.append(time.perf_counter() - begin)
+            result = None                # freed before the call, as its memory may serve again
+            seconds, result = self.device.timed(call)
+            times.append(seconds)
         return min(times), result
 
 

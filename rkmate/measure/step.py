@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.errors import ArgumentError
 from rkmate.ir.peak import Peak
-from rkmate.measure.meter import measure_peak
 
 T = TypeVar("T")
 
@@ -33,20 +33,22 @@ def measure_step(module: nn.Module, step: Callable[[], T], *, timeline: bool = T
 
     Raises:
         MeterError: a profiler is running.
-        ArgumentError: the module has no parameters, or stands on several devices.
+        ArgumentError: the module has no parameters, or stands on several devices or on one that memory
+            cannot be measured on.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
-    devices = {p.device for p in module.parameters()}
-    if len(devices) != 1:
-        raise ArgumentError("the module has no parameters" if not devices else
-                            f"the module stands on several devices: {', '.join(map(str, devices))}")
+    places = {p.device for p in module.parameters()}
+    if len(places) != 1:
+        raise ArgumentError("the module has no parameters" if not places else
+                            f"the module stands on several devices: {', '.join(map(str, places))}")
+    device = devices.of(places.pop())
     before = [None if p.grad is None else p.grad.detach().clone() for p in trained]
     try:
         step()                                   # first-time work stays out of the measurement
         for p in trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        measured: Peak[Any] = measure_peak(step, devices.pop(), timeline=timeline)
+        measured: Peak[Any] = device.measure_peak(step, timeline=timeline)
         return measured
     finally:
         for p, grad in zip(trained, before, strict=True):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
@@ -48,20 +48,18 @@ def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int
         ArgumentError: the model is not on a CUDA device, or nothing is left for a step.
     """
     check_model(model)
-    devices = {p.device for p in model.parameters()}
-    cuda = [d for d in devices if d.type == "cuda"]
-    if len(devices) != 1 or not cuda:
-        where = ", ".join(sorted(map(str, devices))) or "nowhere"
+    places = {p.device: devices.of(p) for p in model.parameters()}
+    memory = next(iter(places.values())).memory() if len(places) == 1 else None
+    if memory is None:
+        where = ", ".join(sorted(map(str, places))) or "nowhere"
         raise ArgumentError('budget="auto" asks the CUDA device how much memory is free, and the model '
                             f'is on {where}: give the budget in bytes ("2GiB"), or as a share of the '
                             "model's own peak (0.5)")
-    device = cuda[0]
-    free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = memory.free + memory.cached
     needed = training_bytes(model, optimizer_states)
-    result = free + cached - needed - int(_SLACK * total)
+    result = free - needed - int(_SLACK * memory.total)
     if result <= 0:
-        raise ArgumentError(f"nothing is left for a training step on {device}: {free + cached:,} bytes "
+        raise ArgumentError(f"nothing is left for a training step on {next(iter(places))}: {free:,} bytes "
                             f"are free, gradients and optimizer need {needed:,}")
     return result
 
@@ -116,6 +114,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         ArgumentError: an argument is wrong, or the model alone does not fit.
     """
     check_model(model)
+    devices.common((*model.parameters(), *model.buffers()))
     if costs not in ("measured", "analytic"):
         raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError, RkmateError
 from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
@@ -300,15 +301,7 @@ def held_tensors(captured: Capture, model: nn.Module,
 
 
 def _device(model: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.device:
-    devices = {t.device for t in (*model.parameters(), *tensors)}
-    accelerators = {d for d in devices if d.type != "cpu"}
-    if len(accelerators) > 1:
-        raise ArgumentError(f"the model and its inputs stand on several devices: "
-                            f"{', '.join(map(str, sorted(devices, key=str)))}; a plan is for one")
-    if any(d.type == "meta" for d in devices):
-        raise ArgumentError("the model has parameters on the meta device: give it memory first "
-                            "(model.to_empty)")
-    return next(iter(accelerators or devices))
+    return devices.common((*model.parameters(), *tensors)).torch_device
 
 
 def _plain_forward(graph: CDGraph) -> tuple[float, int]:

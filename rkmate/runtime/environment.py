@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rkmate import device as devices
+from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import BackwardError
 
 _random = threading.RLock()
@@ -30,7 +32,7 @@ class Environment:
         backward, because it does not depend on their value. `dry`: nothing is written back."""
         self._values: dict[str, torch.Tensor] = {}
         self._held = held
-        self._rng: dict[str, tuple[State, State]] = {}
+        self._rng: dict[str, tuple[RandomState, RandomState]] = {}
         self._versions = versions
         self._watched: dict[str, int] = {}
         self.device = device
@@ -106,9 +108,9 @@ class Environment:
     def remember(self, name: str) -> Iterator[None]:
         """Store the generator's state around a random operation that will run again."""
         with _random:
-            before = _state(self.device)
+            before = generator_state(self.device)
             yield
-            self._rng[name] = before, _state(self.device)
+            self._rng[name] = before, generator_state(self.device)
 
     @contextmanager
     def replay(self, name: str) -> Iterator[None]:
@@ -116,7 +118,7 @@ class Environment:
         before, after = self._rng[name]
         with generators_at(self.device, before):
             yield
-            if _state(self.device) != after:
+            if generator_state(self.device) != after:
                 raise BackwardError("another thread drew random numbers while a planned step "
                                     "drew or repeated its own: the gradients would be wrong")
 
@@ -142,10 +144,6 @@ def _changed(key: str) -> str:
             "would be wrong: run the backward before the change, or change a copy")
 
 
-State = tuple[bytes, bytes | None]
-"""States of the CPU's generator and of the device's: no business of the device's allocator."""
-
-
 @dataclass(frozen=True)
 class Kept:
     """What a second run of one forward needs."""
@@ -153,36 +151,19 @@ class Kept:
     held: Mapping[str, torch.Tensor]
     """By source key; the very tensors of the first run."""
     versions: Mapping[str, int]
-    state: State | None
+    state: RandomState | None
     """Of the generators before the forward; None when nothing is drawn."""
 
 
-def generator_state(device: torch.device) -> State:
+def generator_state(device: torch.device) -> RandomState:
     """The states of the generators that a step on `device` draws from."""
-    return _state(device)
+    return RandomState.of(devices.of(device))
 
 
 @contextmanager
-def generators_at(device: torch.device, state: State) -> Iterator[None]:
+def generators_at(device: torch.device, state: RandomState) -> Iterator[None]:
     """Run with the generators at a state from before; afterwards they are where they were."""
     with _random:
-        now = _state(device)
-        try:
-            _restore(device, state)
+        with unchanged_random_state(devices.of(device)):
+            state.restore()
             yield
-        finally:
-            _restore(device, now)
-
-
-def _state(device: torch.device) -> State:
-    cpu = torch.get_rng_state().numpy().tobytes()
-    if device.type == "cpu":
-        return cpu, None
-    return cpu, torch.get_device_module(device).get_rng_state(device).numpy().tobytes()
-
-
-def _restore(device: torch.device, state: State) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(state[0]), dtype=torch.uint8))
-    if state[1] is not None:
-        own = torch.frombuffer(bytearray(state[1]), dtype=torch.uint8)
-        torch.get_device_module(device).set_rng_state(own, device)

@@ -3,65 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
+from rkmate import device as devices
+from rkmate.device import Statistics
+from rkmate.device.statistics import PeakWatch
 from rkmate.support.warn import warn
-
-
-class Statistics(Protocol):
-    """What a device's allocator tells."""
-
-    def allocated(self) -> int:
-        """Bytes alive now."""
-
-    def peak(self) -> int:
-        """Most bytes alive since the last reset."""
-
-    def reset(self) -> None:
-        """Start to look for a new peak."""
-
-
-class _Cuda:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 def statistics_of(device: torch.device) -> Statistics | None:
     """The device's statistics; None for a device that keeps none (the CPU)."""
-    return _Cuda(device) if device.type == "cuda" else None
+    return devices.of(device).statistics
 
 
 class FirstStep:
-    """Watches one training step, from its forward to the end of its backward."""
+    """Watches one training step, from its forward to the end of its backward.
+
+    The device's statistics are read and not reset. A step is judged by its peak where that is a new
+    one since the statistics were last reset (planning that measures does it), else by the levels
+    before and after it.
+    """
 
     def __init__(self, statistics: Statistics, predicted: int, budget: int,
                  params: Iterable[torch.Tensor]) -> None:
         """`predicted`, `budget`: bytes above the level at the start, parameter gradients left out.
         `params`: those whose gradients the step makes."""
-        self._statistics = statistics
         self._predicted = predicted
         self._budget = budget
         self._new_gradients = sum(p.numel() * p.element_size() for p in params
                                   if p.requires_grad and p.grad is None)
-        statistics.reset()
-        self._before = statistics.allocated()
+        self._watch = PeakWatch(statistics)
         self.done = False
 
     def finish(self) -> None:
         """The backward is over: warn when the step took more than its budget."""
         self.done = True
-        peak = self._statistics.peak() - self._before
+        peak = self._watch.peak() - self._watch.start
         allowed = self._budget + self._new_gradients
         if peak > allowed:
             warn(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.graph.capture.library_paths import is_observer, weight_made_by
 from rkmate.graph.capture.state import MISSING, Assigned
 from rkmate.graph.capture.structure import Structure, take_apart
@@ -174,8 +175,8 @@ class Watch:
             same = Same(parts)
             self._attributes = attributes = self._attributes_of(same)
         place = latest.places.or_new(tuple(places))
-        kinds = latest.kinds if place is latest.places else frozenset(
-            p.type for p in places if isinstance(p, torch.device))
+        kinds = latest.kinds if place is latest.places else devices.autocast_kinds(
+            p for p in places if isinstance(p, torch.device))
         look = Look(Flags(same, latest.flags.flags.or_new(tuple(flags))), attributes.now(hooks),
                     place, kinds)
         self._latest = look
@@ -340,7 +341,7 @@ def signature(watch: Watch, args: Sequence[Any], kwargs: Mapping[str, Any]
                     t.stride() if t.layout is torch.strided and not t.is_nested else t.layout)
                    for t in tensors)
     look = watch.look()
-    kinds = {"cpu", *look.kinds, *(t.device.type for t in tensors)}
+    kinds = {"cpu", *look.kinds, *devices.autocast_kinds(t.device for t in tensors)}
     autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
                      if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
     return Signature(look.flags, look.attributes, shapes, structure.spec, _constants(structure), autocast,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rkmate import device as devices
 from rkmate.errors import BackwardError
 from rkmate.runtime.environment import Environment, Kept
 
@@ -101,8 +102,8 @@ def token(device: torch.device) -> torch.Tensor:
 
 def without_autocast(device: torch.device) -> Any:
     """A planned step holds the casts that autocast made while it was traced."""
-    return torch.autocast(device.type, enabled=False) \
-        if torch.is_autocast_enabled(device.type) else _NOTHING
+    kind = devices.of(device).autocast_kind
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 class _Nothing:

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import rkmate.dtr
+from rkmate.device.fake import FakeDevice
 from rkmate.dtr import BudgetExceeded, RuntimeStateError, ThrashingError
 from rkmate.dtr.runtime import replay, sizes
+from rkmate.dtr.runtime.arguments import Arguments
 from rkmate.errors import ArgumentError
 from rkmate.measure.meter import measure_peak
 
@@ -385,3 +388,30 @@ def test_learned_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             x = torch.ones(length)
             assert torch.equal(x + x, torch.full((length,), 2.0))
     assert 0 < len(sizes.Sizes._known) <= 8
+
+
+def test_sizes_are_learned_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes.Sizes, "_known", {})
+    add = torch.ops.aten.add.Tensor
+
+    def need(x: torch.Tensor) -> sizes.Need:
+        return sizes.Sizes().need((add, *Arguments({}, (x, x), {}).key), add, (x, x), {})
+
+    x = torch.ones(1000)
+    with rkmate.dtr("1MiB"):
+        x + x
+    assert need(x).measured
+    assert not need(torch.empty(1000, device="meta")).measured
+    with FakeTensorMode():
+        elsewhere = torch.empty(1000, device="cuda")
+    assert not need(elsewhere).measured
+
+
+def test_an_accelerators_sizes_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To measure a call there would wait for the device, and reset the user's statistics."""
+    monkeypatch.setattr(sizes.Sizes, "_known", {})
+    with FakeDevice() as device, rkmate.dtr("1MiB"):
+        x = torch.ones(1000)
+        assert torch.equal(x + x, torch.full((1000,), 2.0))
+    assert (device.statistics.resets, device.waits) == (0, 0)
+    assert not any(need.measured for need in sizes.Sizes._known.values())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rkmate
-from rkmate.graph.passes import operators
+from rkmate.device import cpu
 from rkmate.graph.passes.simplify import simplify
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline import prepare as pipeline
@@ -26,7 +26,7 @@ own = torch.ops.rkmate
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a kibibyte, so that small tensors have many."""
-    monkeypatch.setattr(operators, "PART_BYTES", 2**10)
+    monkeypatch.setattr(cpu, "PART_BYTES", 2**10)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -87,7 +87,7 @@ def test_no_more_memory_than_one_part() -> None:
     one = torch.ones(())
     peak = measure_peak(lambda: own.cross_entropy_backward.out(
         one, log_probs, target, None, 1, -100, one, 1, out=log_probs)).peak
-    assert peak <= 1.1 * operators.PART_BYTES, peak
+    assert peak <= 1.1 * cpu.PART_BYTES, peak
 
 
 class _Wide(nn.Module):
@@ -113,7 +113,7 @@ def wide() -> Sample:
 
 @pytest.mark.parametrize("budget", [1.0, 0.9])
 def test_a_wrapped_module_uses_them(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "PART_BYTES", 2**16)
+    monkeypatch.setattr(cpu, "PART_BYTES", 2**16)
     sample = wide()
     wrapped = rkmate.wrap(sample.model, sample.args, budget=budget, progress=False)
     assert "rkmate.batch_norm_backward.over(" in wrapped.source
@@ -125,7 +125,7 @@ def test_a_wrapped_module_uses_them(budget: float, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("budget", [1.0, 0.5])
 def test_whole_where_there_is_room(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the peak torch's kernel runs, which is faster and takes more; the peak stays as predicted."""
-    monkeypatch.setattr(operators, "PART_BYTES", 2**16)
+    monkeypatch.setattr(cpu, "PART_BYTES", 2**16)
     layers: list[nn.Module] = []
     for before in (3, 16, 16, 16, 16):
         layers += [nn.Conv2d(before, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import rkmate
+from rkmate.device import cpu
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.passes import operators
 from rkmate.graph.passes.simplify import simplify
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline.settings import Settings
@@ -29,7 +29,7 @@ NEVER = Settings(split_head="never")
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a few kibibytes, so that small tensors have many."""
-    monkeypatch.setattr(operators, "PART_BYTES", 2**13)
+    monkeypatch.setattr(cpu, "PART_BYTES", 2**13)
 
 
 @pytest.mark.parametrize("ignore", [-100, 0, 7])

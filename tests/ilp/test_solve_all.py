@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,7 +122,9 @@ def test_a_broken_entry_is_ignored_and_replaced(tmp_path: Path, damage: str) -> 
     first, = solve_options([graph], SMALL, cache=cache)
     path, = entries(tmp_path)
     path.write_text(damage % [c.time for c in graph.c] if "%" in damage else damage)
-    again, = solve_options([graph], SMALL, cache=cache)
+    no_json = damage in ("", "{")
+    with pytest.warns(RkmateWarning, match="is broken") if no_json else nullcontext():
+        again, = solve_options([graph], SMALL, cache=cache)
     assert again.solves > 0
     assert again.options == first.options
     served, = solve_options([graph], SMALL, cache=cache)

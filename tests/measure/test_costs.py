@@ -4,46 +4,104 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from rkmate.measure import costs
+from rkmate.device.fake import FakeDevice
+from rkmate.device.random_state import STATE_BYTES
+from rkmate.graph.blocks.text import block_text
+from rkmate.measure.costs import Costs, measure
+from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
-from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.prepare import Prepared, held_tensors, prepare
 from rkmate.pipeline.settings import Settings
 from rkmate.support.progress import Progress
 
-
-def measured(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: Callable[[int], float],
-             passes: int) -> list[float]:
-    """Times of all operations by a clock that gains `seconds` of its n-th reading."""
-    now, readings = 0.0, 0
-
-    def clock() -> float:
-        nonlocal now, readings
-        now, readings = now + seconds(readings), readings + 1
-        return now
-
-    monkeypatch.setenv("RKMATE_CACHE_DIR", str(folder))
-    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=clock))
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
-    settings = Settings(measure=MeasureSettings(passes=passes))
-    prepared = prepare(model, (torch.randn(4, 8),), {}, settings, Progress(False))
-    monkeypatch.undo()
-    return [*[c.time for c in prepared.graph.c], float(readings)]
+MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)))
+X = torch.randn(4, 8)
 
 
-def test_what_disturbs_one_pass_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    *quiet, readings = measured(monkeypatch, tmp_path / "1", lambda n: 0.25, 1)
-    assert max(quiet) == 0.25
-    *times, more = measured(monkeypatch, tmp_path / "2", lambda n: 0.25 if n < readings else 0.0625, 2)
-    assert more > readings
-    assert max(times) == 0.0625
+@pytest.fixture(scope="module")
+def prepared() -> Prepared:
+    """A small model's graph, as on an accelerator."""
+    with FakeDevice():
+        return prepare(MODEL, (X,), {}, Settings(costs="analytic"), Progress(False))
 
 
-def test_every_run_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    *times, readings = measured(monkeypatch, tmp_path, lambda n: 0.03125 if n % 6 > 2 else 0.015625, 2)
-    assert max(times) == 0.015625 and readings > 12
+Measure = Callable[..., tuple[Costs, FakeDevice]]
+
+
+@pytest.fixture
+def measured(prepared: Prepared, tmp_path: Path) -> Measure:
+    """Costs of all operations on a device whose n-th timed call takes `seconds(n)`. What is remembered
+    lies in `folder`."""
+    parts = prepared.partition
+    texts = [block_text(parts.program, b) for b in parts.blocks]
+    sources = held_tensors(prepared.capture, MODEL, [X])
+
+    def run(seconds: Callable[[int], float], folder: str | None = None, name: str = "fake",
+            **settings: float) -> tuple[Costs, FakeDevice]:
+        memory = CostMemory(None if folder is None else tmp_path / folder)
+        with FakeDevice(seconds=seconds, name=name) as device:
+            return measure(parts, texts, sources, memory,
+                           MeasureSettings(**settings)), device      # type: ignore[arg-type]
+    return run
+
+
+def greatest(costs: Costs) -> float:
+    return max(seconds for seconds, _ in costs.values())
+
+
+def test_what_disturbs_one_pass_is_not_counted(measured: Measure) -> None:
+    quiet, first = measured(lambda n: 0.25, passes=1)
+    assert greatest(quiet) == 0.25
+    times, device = measured(lambda n: 0.25 if n < first.calls else 0.0625, passes=2)
+    assert device.calls > first.calls
+    assert greatest(times) == 0.0625
+
+
+def test_every_run_counts(measured: Measure) -> None:
+    times, device = measured(lambda n: 0.03125 if n % 3 else 0.015625, passes=2)
+    assert greatest(times) == 0.015625 and device.calls > 6
+
+
+def test_what_takes_long_is_not_repeated(measured: Measure) -> None:
+    _, often = measured(lambda n: 0.03, passes=1, repeats=3)
+    _, once = measured(lambda n: 0.03, passes=1, repeats=3, enough_seconds=0.02)
+    assert often.calls == 3 * once.calls
+
+
+def test_other_settings_measure_anew(measured: Measure) -> None:
+    """Else a first, noisy measurement would stand for good."""
+    noisy, _ = measured(lambda n: 0.5, "folder", passes=1)
+    again, device = measured(lambda n: 0.25, "folder", passes=1)
+    assert again == noisy and device.calls == 0
+    better, device = measured(lambda n: 0.25, "folder", passes=3)
+    assert greatest(better) == 0.25 and device.calls > 0
+
+
+def test_another_device_measures_anew(measured: Measure) -> None:
+    first, _ = measured(lambda n: 0.5, "folder")
+    other, _ = measured(lambda n: 0.25, "folder", name="a newer one")
+    assert greatest(other) == 0.25 < greatest(first)
+
+
+def test_an_accelerators_rounding_and_counters(prepared: Prepared, measured: Measure) -> None:
+    graph = prepared.graph
+    costs, device = measured(lambda n: 0.5, passes=2)
+    made = {j for c in graph.c for j in c.outputs}
+    assert {graph.d[j].size for j in made} == {512}         # of 4 x 8 and of 8 floats
+    classes = dict(zip(prepared.classes, prepared.partition.blocks, strict=True))
+    assert device.statistics.resets == sum(len(b.c) for b in classes.values()), "once for each part"
+    assert device.statistics.allocated() == 0
+    # The generator's state is read around what draws; nothing else takes temporary memory here.
+    assert [costs[i][1] for i in range(len(graph.c))] == [STATE_BYTES * c.random for c in graph.c]
+    assert any(c.random for c in graph.c)
+
+
+def test_the_generators_are_left_as_they_were(measured: Measure) -> None:
+    before = torch.get_rng_state()
+    measured(lambda n: 0.5)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,4 +1,4 @@
-"""The first step is measured where the device keeps statistics: here, one that we make up."""
+"""The first step is measured where the device keeps statistics: here, ones that we make up."""
 
 from __future__ import annotations
 
@@ -9,60 +9,102 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.device.fake import FakeDevice, Ledger
 from rkmate.runtime.first_step import FirstStep
 
 
-class Told:
-    """An allocator whose peak is known beforehand."""
+def ledger(mark: int = 1000) -> Ledger:
+    """An allocator that holds 1,000 bytes, and once held `mark`."""
+    told = Ledger()
+    told.add(mark)
+    told.add(1000 - mark)
+    return told
 
-    def __init__(self, peak: int) -> None:
-        self._peak = peak
-        self.resets = 0
 
-    def allocated(self) -> int:
-        return 1000
-
-    def peak(self) -> int:
-        return 1000 + self._peak
-
-    def reset(self) -> None:
-        self.resets += 1
+def take(told: Ledger, size: int) -> None:
+    """Allocate for a moment."""
+    told.add(size)
+    told.add(-size)
 
 
 def test_over_the_budget_is_said_with_both_figures() -> None:
-    step = FirstStep(Told(501), 480, 500, [])
+    told = ledger()
+    step = FirstStep(told, 480, 500, [])
+    take(told, 501)
     with pytest.warns(rkmate.RkmateWarning, match=r"took 501 bytes.*predicted were 480.*is 500"):
         step.finish()
 
 
 def test_new_gradients_are_not_the_budgets() -> None:
     weight = nn.Parameter(torch.zeros(10))
+    told = ledger()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        FirstStep(Told(540), 480, 500, [weight]).finish()
+        step = FirstStep(told, 480, 500, [weight])
+        take(told, 540)
+        step.finish()
     weight.grad = torch.zeros(10)
+    told = ledger()
+    step = FirstStep(told, 480, 500, [weight])
+    take(told, 540)
     with pytest.warns(rkmate.RkmateWarning):
-        FirstStep(Told(540), 480, 500, [weight]).finish()
+        step.finish()
 
 
-def test_a_wrapped_module_measures_its_first_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Told] = []
+def test_the_users_own_peak_stays() -> None:
+    """An allocator has one peak: whoever resets it takes it from the user."""
+    told = ledger(mark=9000)
+    step = FirstStep(told, 480, 500, [])
+    take(told, 400)
+    step.finish()
+    assert told.peak() == 9000 and told.resets == 0
 
-    def statistics(device: torch.device) -> Told:
-        told.append(Told(1 << 40))
-        return told[-1]
 
-    monkeypatch.setattr("rkmate.runtime.module.statistics_of", statistics)
+def test_a_step_above_the_users_own_peak_is_seen() -> None:
+    told = ledger(mark=9000)
+    step = FirstStep(told, 480, 500, [])
+    take(told, 8001)
+    with pytest.warns(rkmate.RkmateWarning, match="took 8,001 bytes"):
+        step.finish()
+    assert told.resets == 0
+
+
+def test_under_the_users_own_peak_what_is_left_is_seen() -> None:
+    told = ledger(mark=9000)
+    step = FirstStep(told, 480, 500, [])
+    told.add(600)
+    with pytest.warns(rkmate.RkmateWarning, match="took 600 bytes"):
+        step.finish()
+
+
+def test_the_user_resets_in_the_middle() -> None:
+    told = ledger(mark=9000)
+    step = FirstStep(told, 480, 500, [])
+    told.reset_peak()
+    take(told, 600)
+    with pytest.warns(rkmate.RkmateWarning, match="took 600 bytes"):
+        step.finish()
+
+
+def test_a_wrapped_module_measures_its_first_step_only() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     x = torch.randn(3, 4)
-    wrapped = rkmate.wrap(model, (x,), budget=1.0, progress=False)
-    with pytest.warns(rkmate.RkmateWarning, match="the first training step took"):
-        wrapped(x).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrapped(x).sum().backward()
-    assert sum(t.resets for t in told) == 1
-    silent = rkmate.wrap(model, (x,), budget=1.0, progress=False, verify=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        silent(x).sum().backward()
+    with FakeDevice() as device:
+        def step(module: nn.Module) -> None:
+            out = module(x)
+            take(device.statistics, 1 << 40)
+            out.sum().backward()
+
+        wrapped = rkmate.wrap(model, (x,), budget=1.0, progress=False)
+        planning = device.statistics.resets
+        with pytest.warns(rkmate.RkmateWarning, match="the first training step took"):
+            step(wrapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(wrapped)
+        assert device.statistics.resets == planning
+        assert device.statistics.peak() == 1 << 40
+        silent = rkmate.wrap(model, (x,), budget=1.0, progress=False, verify=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(silent)

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from rkmate.measure import costs
-from rkmate.measure.meter import PartsMeter, measure_peak
+from rkmate.device.cpu import Cpu, EventsMeter
+from rkmate.measure.meter import measure_peak
 from rkmate.pipeline.prepare import Prepared, prepare
 from rkmate.pipeline.settings import Settings
 from rkmate.support.progress import Progress
@@ -34,10 +34,10 @@ def test_values_die_as_in_training() -> None:
         found.append(prepare(model, inputs, {}, Settings(), Progress(False)))
 
     # The meter that planning uses and this test's cannot run at once.
-    meter = mock.create_autospec(PartsMeter, instance=True)
+    meter = mock.create_autospec(EventsMeter, instance=True)
     meter.running.side_effect, meter.part.side_effect = nullcontext, lambda number: nullcontext()
     meter.peaks.return_value = {}
-    with mock.patch.object(costs, "PartsMeter", return_value=meter):
+    with mock.patch.object(Cpu, "parts_meter", return_value=meter):
         peak = measure_peak(plan).peak
     meter.part.assert_called()
     # Logits and log-probabilities, then these and their gradient; and a part of half their size.

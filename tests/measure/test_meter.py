@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from rkmate import device
 from rkmate.errors import ArgumentError
 from rkmate.ir.peak import Peak
-from rkmate.measure.meter import MeterError, PartsMeter, measure_peak, tracking
+from rkmate.measure.meter import MeterError, measure_peak, tracking
 
 KB = 1024
 
@@ -154,7 +155,7 @@ def test_threads_of_the_autograd_engine() -> None:
     _Reentrant.kept.clear()
 
 def test_parts_of_one_run() -> None:
-    meter = PartsMeter(torch.device("cpu"))
+    meter = device.of("cpu").parts_meter()
     with meter.running():
         with meter.part(4):
             a = zeros(6)
@@ -170,7 +171,7 @@ def test_parts_of_one_run() -> None:
 
 
 def test_parts_inside_a_profiler() -> None:
-    meter = PartsMeter(torch.device("cpu"))
+    meter = device.of("cpu").parts_meter()
     with torch.autograd.profiler.profile(), pytest.raises(MeterError), meter.running():
         pass
 

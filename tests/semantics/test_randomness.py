@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,7 +73,8 @@ def test_a_draw_of_another_thread_within_a_replay_is_noticed() -> None:
     env = loss.grad_fn.next_functions[0][0].call.env
     name = next(iter(env._rng))
     before, after = env._rng[name]
-    env._rng[name] = before, (bytes(len(after[0])), after[1])
+    other = bytes(len(after.states[0]))
+    env._rng[name] = before, replace(after, states=(other, *after.states[1:]))
     with pytest.raises(rkmate.BackwardError, match="another thread"):
         loss.backward()
 

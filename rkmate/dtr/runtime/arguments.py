@@ -23,7 +23,7 @@ class Arguments:
         self.constants: dict[int, torch.Tensor] = {}
         """Tensors on untracked storages, by the storage's address."""
         self.key: list[Any] = []
-        """Shapes, strides, types and plain values: what an operation's memory depends on."""
+        """Shapes, strides, types, devices and plain values: what an operation's memory depends on."""
         self._live = live
         self.args = tuple([self._read(value) for value in args])
         """The arguments with places for tensors."""
@@ -44,7 +44,7 @@ class Arguments:
             else:
                 self.inputs[buffer] = None
                 place = Place(buffer, value)
-            self.key.append(place.shape)
+            self.key.append((place.shape, value.device))
             return place
         if isinstance(value, (list, tuple)):
             self.key.append(len(value))

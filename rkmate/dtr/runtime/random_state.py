@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 
+from rkmate import device as devices
+from rkmate.device.random_state import set_state, state_of
+
+__all__ = ["generator_of", "replayed", "state_of"]
+
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
     """The generator that a random operation draws from."""
@@ -22,24 +27,15 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generat
         if isinstance(value, torch.Tensor):
             device = value.device
             break
-    device = torch.device(device) if device is not None else torch.device("cpu")
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
-
-
-def state_of(generator: torch.Generator) -> bytes:
-    """The generator's state, outside the tensors' memory."""
-    return bytes(generator.get_state().numpy().tobytes())
+    return devices.of("cpu" if device is None else device).generator()
 
 
 @contextmanager
 def replayed(generator: torch.Generator, state: bytes) -> Iterator[None]:
     """Draw from ``state`` inside the block; the generator continues as before after it."""
-    now = generator.get_state()
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    now = state_of(generator)
+    set_state(generator, state)
     try:
         yield
     finally:
-        generator.set_state(now)
+        set_state(generator, now)

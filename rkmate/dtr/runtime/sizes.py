@@ -8,8 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from rkmate import device as devices
+from rkmate.device import Device, MeterError
 from rkmate.dtr.runtime.operation import map_tensors
-from rkmate.measure.meter import MeterError, measure_peak
 
 
 class Need(NamedTuple):
@@ -41,6 +42,7 @@ class Ran(NamedTuple):
 
 _LEARNED = 50_000
 """Signatures that are kept at most; then the older half is dropped."""
+_SHAPES_ONLY = torch.device("meta")
 _SMALL = 64
 """Scalars that an operation turns into tensors on the way."""
 
@@ -49,28 +51,33 @@ class Sizes:
     """Learns each signature's need at its first call; knows it afterwards.
 
     Before the first call, the results' sizes come from a run on the ``meta`` device, which computes
-    shapes only. Temporary memory is measured during the first call, unless a profiler is running,
-    which the measurement would disturb: then it is estimated as the bytes of all inputs and
-    outputs.
+    shapes only. Temporary memory is measured during the first call on the CPU, unless a profiler is
+    running, which the measurement would disturb: then, and on other devices, it is estimated as the
+    bytes of all inputs and outputs.
     """
 
     _known: ClassVar[dict[Any, Need]] = {}
 
     def need(self, key: Any, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:
-        """What the call will allocate."""
+        """What the call will allocate. `key`: all that it depends on, the device too.
+
+        Raises `ArgumentError` for tensors on a device without an implementation.
+        """
         known = self._known.get(key)
-        return known if known is not None else _estimate(function, args, kwargs)
+        if known is not None:
+            return known
+        _host(args, kwargs)
+        return _estimate(function, args, kwargs)
 
     def run(
         self, key: Any, need: Need, function: OpOverload, args: Any, kwargs: dict[str, Any]
     ) -> Ran:
         """Call the function, and learn from the call."""
         # A shape that depends on values is not learned: its estimate stays.
-        if (
-            need.measured
-            or torch.Tag.dynamic_output_shape in function.tags
-            or not _on_cpu(args, kwargs)
-        ):
+        host = None
+        if not need.measured and torch.Tag.dynamic_output_shape not in function.tags:
+            host = _host(args, kwargs)
+        if host is None:
             began = time.perf_counter_ns()
             result = function(*args, **kwargs)
             spent = time.perf_counter_ns() - began
@@ -81,7 +88,7 @@ class Sizes:
             return Ran(result, need.extra, need.measured, spent, cost)
         began = time.perf_counter_ns()
         try:
-            seen = measure_peak(lambda: function(*args, **kwargs))
+            seen = host.measure_peak(lambda: function(*args, **kwargs))
         except MeterError:
             result = function(*args, **kwargs)
             spent = time.perf_counter_ns() - began
@@ -96,13 +103,15 @@ class Sizes:
         return Ran(seen.result, extra, True, spent, spent)
 
 
-def _on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
-    devices: set[str] = set()
-    map_tensors([*args, *kwargs.values()], lambda t: devices.add(t.device.type))
+def _host(args: Any, kwargs: dict[str, Any]) -> Device | None:
+    """The CPU, when a call has to do with no other device."""
+    places: set[torch.device] = set()
+    map_tensors([*args, *kwargs.values()], lambda t: places.add(t.device))
     device = kwargs.get("device")
     if device is not None:
-        devices.add(torch.device(device).type)
-    return devices <= {"cpu"}
+        places.add(torch.device(device))
+    found = [devices.of(p) for p in places if p != _SHAPES_ONLY]
+    return devices.of("cpu") if len(found) == len(places) and all(d.host for d in found) else None
 
 
 def _estimate(function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:

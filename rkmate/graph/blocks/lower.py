@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.in_place import overwrites
@@ -58,15 +59,12 @@ class Program:
         return iter(self.operation[c].all_input_nodes)
 
 
-_CUDA_ROUNDING = 512
-
-
 def storage_bytes(value: Any) -> int:
     """Bytes that the allocator hands out for the storage behind a (fake) tensor."""
     if not isinstance(value, torch.Tensor):
         return 0
     size = int(value.untyped_storage().nbytes())
-    return -(-size // _CUDA_ROUNDING) * _CUDA_ROUNDING if value.device.type == "cuda" else size
+    return devices.of(value).storage_bytes(size)
 
 
 def lower(joint: Joint) -> Program:

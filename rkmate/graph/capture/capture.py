@@ -21,6 +21,8 @@ from torch._functorch._aot_autograd import descriptors as D
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rkmate import device as devices
+from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.capture.buffers import Registered
@@ -195,9 +197,9 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                t.detach().requires_grad_(t.requires_grad) for k, t in enumerate(given)]
     flat = _Flat(model, inputs, before)
     flat.training = model.training
-    with _unchanged_random_state(), warnings.catch_warnings(), torch.inference_mode(False), \
-            torch.enable_grad(), _quiet(), as_eager_computes(), as_kernels_return_them(), \
-                without_value_checks():
+    with unchanged_random_state(*devices.in_use()), warnings.catch_warnings(), \
+            torch.inference_mode(False), torch.enable_grad(), _quiet(), as_eager_computes(), \
+            as_kernels_return_them(), without_value_checks():
         warnings.simplefilter("ignore")
         program = None
         try:
@@ -331,9 +333,3 @@ def _quiet() -> Iterator[None]:
         for tracer, level in zip(tracers, before, strict=True):
             tracer.setLevel(level)
 
-
-@contextlib.contextmanager
-def _unchanged_random_state() -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        yield

@@ -18,6 +18,7 @@ import torch
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rkmate import device as devices
 from rkmate.graph.capture.recurrent import gates_as_eager_computes
 
 aten = torch.ops.aten
@@ -141,7 +142,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return x.clone()
     if p == 1:
         return x * torch.zeros((), dtype=x.dtype, device=x.device)
-    if x.device.type != "cpu":
+    if not devices.of(x).cpu_kernels:
         result: torch.Tensor = aten.native_dropout(x, p, True)[0]
         return result
     if _same_scale(p, x.dtype):

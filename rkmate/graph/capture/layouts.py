@@ -17,6 +17,8 @@ from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rkmate import device as devices
+
 aten = torch.ops.aten
 Layout = Callable[..., torch.Tensor]
 """A tensor of the layout that a kernel's first result has: of the traced one, and of the arguments."""
@@ -69,7 +71,7 @@ def _as_the_kernel(trace: Callable[..., Any], layout: Layout, *, everywhere: boo
         result = trace(args[0].contiguous(), *args[1:], **kwargs)
         alone = isinstance(result, torch.Tensor)
         first, *others = (result,) if alone else result
-        if first is not None and (everywhere or first.device.type == "cpu"):
+        if first is not None and (everywhere or devices.of(first).cpu_kernels):
             first = layout(first, *args)
         return first if alone else (first, *others)
     return run

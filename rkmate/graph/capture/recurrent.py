@@ -22,6 +22,7 @@ from torch import fx
 from torch._decomp import decompositions
 from torch.nn import functional as F
 
+from rkmate import device as devices
 from rkmate.errors import CaptureError
 
 aten = torch.ops.aten
@@ -81,7 +82,7 @@ def as_eager_runs_them(program: fx.GraphModule) -> None:
     the fused LSTM layer for the first layer only. A single cell is decomposed as in eager mode.
     """
     for node in program.graph.nodes:
-        if node.target is aten.gru_cell.default and node.meta["val"].device.type == "cpu":
+        if node.target is aten.gru_cell.default and devices.of(node.meta["val"]).cpu_kernels:
             node.target = _cell
         if node.target in _LAYERED:
             if _has_dropout(node, first=3) or node.target is aten.lstm.input:
@@ -135,7 +136,7 @@ def _fusable(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Ten
     projected = states[0].shape[2] != states[1].shape[2]
     usable = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
     return usable and not projected and all(
-        t.device.type == "cpu" and t.dtype is torch.float32 and t.numel() > 0 for t in tensors)
+        devices.of(t).cpu_kernels and t.dtype is torch.float32 and t.numel() > 0 for t in tensors)
 
 
 def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[torch.Tensor],
@@ -182,7 +183,7 @@ def gates_as_eager_computes() -> Iterator[None]:
         original = getattr(decompositions, name)
 
         def run(inp: torch.Tensor, hidden: torch.Tensor, *weights: Any) -> Any:
-            return (cell if hidden.device.type == "cpu" else original)(inp, hidden, *weights)
+            return (cell if devices.of(hidden).cpu_kernels else original)(inp, hidden, *weights)
 
         return mock.patch.object(decompositions, name, run)
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo import OptimizedModule
 
+from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.library_paths import is_observer, weight_made_by
 from rkmate.graph.capture.structure import objects_in
@@ -43,6 +44,8 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')
     for value in objects_in((args, kwargs)):
+        if isinstance(value, torch.Tensor):
+            devices.of(value)
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
             raise ArgumentError("an input tensor is nested; only dense tensors can be planned: pad it "
                                 "(torch.nested.to_padded_tensor)" if value.is_nested else
@@ -56,9 +59,10 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ArgumentError(f"{tensor_name} has no shape yet (a lazy module): run the model once "
                                 "before wrapping it")
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             raise ArgumentError(f"{tensor_name} is on the meta device: give the model memory first "
                                 "(model.to_empty)")
+        devices.of(tensor)
         if type(tensor).__name__ == "DTensor":
             raise ArgumentError(
                 f"{tensor_name} is a DTensor: a sharded model cannot be captured. Wrap the model "

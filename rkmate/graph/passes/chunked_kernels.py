@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes import operators
+from rkmate import device as devices
 
 aten = torch.ops.aten
 own = torch.ops.rkmate
@@ -55,7 +55,7 @@ def is_wide(value: Any, dim: int) -> bool:
     if not isinstance(value, torch.Tensor) or value.dim() <= dim:
         return False
     total = value.numel() * value.element_size()
-    return total >= 2 * operators.part_bytes(total, value.device.type) and value.shape[dim] > 1
+    return total >= 2 * devices.of(value).part_bytes(total) and value.shape[dim] > 1
 
 
 def _cross_entropy(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
@@ -77,7 +77,7 @@ def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     values = [n.meta["val"] for n in (grad, input)]  # type: ignore[union-attr]
     if train is not True or mask != [True] * 3 or mean is None or invstd is None \
             or not is_wide(values[0], 1) or values[0].shape[2:].numel() < 2 or any(
-                v.device.type != "cpu" or not v.is_contiguous() for v in values) \
+                not (devices.of(v).cpu_kernels and v.is_contiguous()) for v in values) \
             or values[0].dtype != values[1].dtype:
         return None
     return own.batch_norm_backward.default, (grad, input, weight, mean, invstd, eps)

@@ -10,25 +10,16 @@ from collections.abc import Iterator
 
 import torch
 
-PART_BYTES = 2**21
-"""About how large a part is on a CPU."""
-CUDA_PART_BYTES = 2**24
-"""The least that keeps a GPU busy."""
-MOST_CUDA_PARTS = 16
+from rkmate import device as devices
 
 aten = torch.ops.aten
 _library = torch.library.Library("rkmate", "FRAGMENT")
 
 
-def part_bytes(total: int, device_type: str) -> int:
-    """About how many bytes of a tensor to work on at a time."""
-    return PART_BYTES if device_type == "cpu" else max(CUDA_PART_BYTES, total // MOST_CUDA_PARTS)
-
-
 def _parts(tensor: torch.Tensor, dim: int) -> Iterator[slice]:
     """Stretches of a dimension, of about a part's bytes each."""
     total = tensor.numel() * tensor.element_size()
-    return stretches(tensor.shape[dim], total, part_bytes(total, tensor.device.type))
+    return stretches(tensor.shape[dim], total, devices.of(tensor).part_bytes(total))
 
 
 def stretches(length: int, total: int, part: int) -> Iterator[slice]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate import device as devices
 from rkmate.graph.capture.capture import Capture, Source
 from rkmate.graph.passes.chunked_kernels import split_wide
 from rkmate.graph.passes.chunked_loss import find_heads, split_heads
@@ -243,7 +244,7 @@ class _Work:
             grad, input, weight, _, _, mean, invstd, train, *rest = node.args
             # Without a weight, the kernels of GPUs take the statistics' type for the arithmetic's.
             if train is True and mean is not None and invstd is not None \
-                    and (weight is not None or input.meta["val"].device.type == "cpu"):
+                    and (weight is not None or devices.of(input.meta["val"]).cpu_kernels):
                 node.args = (grad, input, weight, None, None, mean, invstd, train, *rest)
 
     def protect_overwritten(self) -> None:

@@ -1,0 +1,117 @@
+"""The CPU. Its allocator counts nothing, so peaks come from the profiler's memory events."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import profiler
+
+from rkmate.device import events
+from rkmate.ir.peak import Peak
+
+T = TypeVar("T")
+
+PART_BYTES = 2**21
+"""About how large a chunk is: so much stays in the processor's cache."""
+
+
+class Cpu:
+    """The processor that Python runs on."""
+
+    host = True
+    cpu_kernels = True
+    autocast_kind = "cpu"
+    statistics = None
+    first_call_allocates = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def available(self) -> bool:
+        return True
+
+    def key(self) -> str:
+        return (f"cpu {_processor()} {torch.backends.cpu.get_cpu_capability()} "
+                f"{torch.backends.mkldnn.is_available()} {torch._C._get_mkldnn_enabled()}")
+
+    def storage_bytes(self, size: int) -> int:
+        return size
+
+    def part_bytes(self, total: int) -> int:
+        return PART_BYTES
+
+    def memory(self) -> None:
+        """None: the machine's memory is not this process's alone."""
+
+    def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
+        return events.measure_peak(fn, "cpu", timeline=timeline)
+
+    def parts_meter(self) -> EventsMeter:
+        return EventsMeter()
+
+    def timed(self, call: Callable[[], T]) -> tuple[float, T]:
+        begin = time.perf_counter()
+        result = call()
+        return time.perf_counter() - begin, result
+
+    def synchronize(self) -> None:
+        """Calls have returned when they are done."""
+
+    def generator(self) -> torch.Generator:
+        return torch.default_generator
+
+
+class EventsMeter:
+    """The peak of each of several parts of one run, from one profile of it."""
+
+    def __init__(self) -> None:
+        self._session: Any = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with events.profiling() as self._session:
+            yield
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        with profiler.record_function(f"{_MARK}{number}"):
+            yield
+
+    def peaks(self) -> dict[int, int]:
+        results = self._session.kineto_results
+        changes = events.changes(results, "cpu")
+        marks = sorted((e.start_ns(), e.end_ns(), int(e.name()[len(_MARK):]))
+                       for e in results.events() if e.name().startswith(_MARK))
+        peaks: dict[int, int] = {}
+        k = 0
+        for start, end, number in marks:
+            while k < len(changes) and changes[k].ns < start:
+                k += 1
+            live = peak = 0
+            while k < len(changes) and changes[k].ns <= end:
+                live += changes[k].bytes
+                peak = max(peak, live)
+                k += 1
+            peaks[number] = peak
+        return peaks
+
+
+_MARK = "rkmate part "
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's name; Python's `platform` knows it on some systems only."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

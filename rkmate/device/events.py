@@ -1,0 +1,180 @@
+"""The profiler's memory events: each allocation and each free, temporary memory inside operations too.
+
+What does not come from torch's allocator (scratch memory of math libraries, NumPy, Python) is not
+seen, and neither is what a thread allocates that the call starts by itself; the threads of the
+autograd engine are.
+
+Private names of torch are used here, in versions 2.11 to 2.13: the tree of the profiler's events,
+the flag by which the CPU allocator remembers sizes, and its log level.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd import profiler
+
+from rkmate.device.protocol import MeterError
+from rkmate.ir.peak import Peak
+
+T = TypeVar("T")
+
+
+class Change(NamedTuple):
+    """An allocation (bytes > 0) or a free (bytes < 0)."""
+
+    ns: int
+    bytes: int
+
+
+def measure_peak(fn: Callable[[], T], kind: str, index: int | None = None, *,
+                 timeline: bool = False) -> Peak[T]:
+    """Call `fn`, which returns when the device is done, and measure what it allocates on a device of
+    this kind (and with this index, where it has one).
+
+    Frees of CPU blocks that were allocated before entry count only under `tracking`.
+    """
+    with profiling() as session:
+        begin = time.perf_counter()
+        result = fn()
+        seconds = time.perf_counter() - begin
+    start = session.kineto_results.trace_start_ns()
+    live = peak = 0
+    history: list[tuple[float, int]] = []
+    for change in changes(session.kineto_results, kind, index):
+        live += change.bytes
+        peak = max(peak, live)
+        if timeline:
+            history.append((max(0, change.ns - start) / 1e9, live))
+    return Peak(peak, live, seconds, result, tuple(history))
+
+
+def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:
+    """A device's allocations and frees, in order of time."""
+    allocation = torch._C._profiler._EventType.Allocation
+    found: list[tuple[int, int, int]] = []
+    todo = list(results.experimental_event_tree())
+    while todo:
+        node = todo.pop()
+        todo.extend(node.children)
+        if node.tag != allocation:
+            continue
+        fields = node.extra_fields
+        where = fields.device
+        if (where.type, index if index is None else where.index) == (kind, index):
+            found.append((node.start_time_ns, fields.ptr, fields.alloc_size))
+    found.sort(key=lambda change: change[0])
+    sizes_known = _Tracked.depth > 0 or kind != "cpu"
+    inside: set[int] = set()
+    result: list[Change] = []
+    for ns, address, size in found:
+        if size > 0:
+            inside.add(address)
+        elif address in inside:
+            inside.remove(address)
+        elif not sizes_known:
+            # Allocated before entry. The allocator may know a size for this address from an earlier
+            # measurement, but another block may have taken the address since.
+            continue
+        result.append(Change(ns, size))
+    return result
+
+
+@contextmanager
+def tracking() -> Iterator[None]:
+    """Inside, torch's CPU allocator remembers the size of every block that it allocates.
+
+    A block allocated inside and freed within a later `measure_peak` call, also inside, is then
+    subtracted. Costs about a microsecond for each allocation. May be nested.
+
+    Raises:
+        MeterError: this build of torch does not have the flag.
+    """
+    flag = _c10_variable("FLAGS_caffe2_report_cpu_memory_usage", ctypes.c_bool)
+    if flag is None:
+        raise MeterError("this build of torch cannot remember the sizes of CPU blocks")
+    with _Tracked.lock:
+        _Tracked.depth += 1
+        flag.value = True
+    try:
+        yield
+    finally:
+        with _Tracked.lock:
+            _Tracked.depth -= 1
+            flag.value = _Tracked.depth > 0
+
+
+class _Tracked:
+    """How many `tracking` contexts are open, in the whole process as the flag is."""
+
+    lock = threading.Lock()
+    depth = 0
+
+
+_measuring = threading.Lock()
+_QUIET = "99"
+"""A log level of the profiler's library above all that it prints."""
+_ERRORS_ONLY = 2
+"""The log level of torch's core library that leaves warnings out."""
+
+
+@contextmanager
+def profiling() -> Iterator[Any]:
+    """A profiler of memory events; its results can be read after it."""
+    if not _measuring.acquire(blocking=False):
+        raise MeterError("memory is being measured already: measurements cannot be nested, and one "
+                         "thread at a time can measure")
+    try:
+        if profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
+            raise MeterError("a profiler is running: memory cannot be measured inside it. Measure "
+                             "outside, or stop the profiler first")
+        session: Any = profiler.profile(use_cpu=True, profile_memory=True)
+        with _silence(), session:
+            yield session
+    finally:
+        _measuring.release()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep the profiler's notices off the standard error.
+
+    It announces each start and stop, and warns about each free of a block that it does not know.
+    The first is decided by the environment, which is read when the profiler starts.
+    """
+    level = _c10_variable("FLAGS_caffe2_log_level", ctypes.c_int)
+    verbosity = level.value if level is not None else 0
+    announced = os.environ.get("KINETO_LOG_LEVEL")
+    if announced is None:
+        os.environ["KINETO_LOG_LEVEL"] = _QUIET
+    if level is not None:
+        level.value = max(verbosity, _ERRORS_ONLY)
+    try:
+        yield
+    finally:
+        if level is not None:
+            level.value = verbosity
+        if announced is None:
+            os.environ.pop("KINETO_LOG_LEVEL", None)
+
+
+_Variable = TypeVar("_Variable", ctypes.c_bool, ctypes.c_int)
+
+
+def _c10_variable(name: str, kind: type[_Variable]) -> _Variable | None:
+    """A global variable of torch's core library; None where the build has no such symbol."""
+    file = {"win32": "c10.dll", "darwin": "libc10.dylib"}.get(sys.platform, "libc10.so")
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / file))
+        return kind.in_dll(library, name)
+    except (OSError, ValueError):
+        return None

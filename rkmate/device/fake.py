@@ -1,0 +1,169 @@
+"""A test double: an accelerator over the CPU's tensors, with its own rounding, counters and clock.
+
+Inside ``with FakeDevice() as device:`` every CPU tensor counts as being on it, so what the package does
+on an accelerator runs where there is none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkmate.device.protocol import MemoryState
+from rkmate.device.registry import standing_in
+from rkmate.device.statistics import StatisticsMeter, measured
+from rkmate.ir.peak import Peak
+
+T = TypeVar("T")
+
+
+class Ledger:
+    """An allocator's counters, moved by hand or by `FakeDevice.counting`."""
+
+    def __init__(self) -> None:
+        self._level = self._peak = 0
+        self.resets = 0
+        """How often somebody reset the peak."""
+        self.on_change: Callable[[int], None] = lambda level: None
+        """Told of each new level."""
+
+    def add(self, size: int) -> None:
+        """Allocate bytes; a negative number frees them."""
+        self._level += size
+        self._peak = max(self._peak, self._level)
+        self.on_change(self._level)
+
+    def allocated(self) -> int:
+        return self._level
+
+    def peak(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self._level
+        self.resets += 1
+
+
+class FakeDevice:
+    """An accelerator that is none."""
+
+    host = False
+    autocast_kind = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, *, rounding: int = 512, part_bytes: int = 2**12, total: int = 2**30,
+                 seconds: Callable[[int], float] = lambda n: 1e-3, cpu_kernels: bool = False,
+                 first_call_allocates: bool = False, name: str = "fake") -> None:
+        """`rounding`: of storages, in bytes. `total`: bytes of the whole device. `seconds`: what the
+        n-th timed call takes, from 0. `name`: part of the keys of remembered costs."""
+        self.statistics = Ledger()
+        self.clock = 0.0
+        """Seconds that all timed calls took."""
+        self.calls = 0
+        """Timed so far."""
+        self.waits = 0
+        """How often somebody waited for the device."""
+        self.cpu_kernels = cpu_kernels
+        self.first_call_allocates = first_call_allocates
+        self._rounding, self._part_bytes, self._total = rounding, part_bytes, total
+        self._seconds, self._name = seconds, name
+        self._stack = ExitStack()
+
+    def __enter__(self) -> FakeDevice:
+        self._stack.enter_context(standing_in("cpu", self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def available(self) -> bool:
+        return True
+
+    def key(self) -> str:
+        return self._name
+
+    def storage_bytes(self, size: int) -> int:
+        return -(-size // self._rounding) * self._rounding
+
+    def part_bytes(self, total: int) -> int:
+        return self._part_bytes
+
+    def memory(self) -> MemoryState:
+        return MemoryState(self._total - self.statistics.allocated(), self._total, 0)
+
+    def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
+        history: list[tuple[float, int]] = []
+        start, before = self.clock, self.statistics.allocated()
+
+        def run() -> Peak[T]:
+            with self.counting():
+                result = fn()
+            return Peak(0, 0, self.clock - start, result, tuple(history))
+
+        self.synchronize()
+        if timeline:
+            self.statistics.on_change = lambda level: history.append((self.clock - start, level - before))
+        try:
+            return measured(self.statistics, run)
+        finally:
+            self.statistics.on_change = lambda level: None
+
+    def parts_meter(self) -> StatisticsMeter:
+        return StatisticsMeter(self.statistics, self.counting)
+
+    def timed(self, call: Callable[[], T]) -> tuple[float, T]:
+        seconds = self._seconds(self.calls)
+        self.calls += 1
+        self.clock += seconds
+        return seconds, call()
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def generator(self) -> torch.Generator:
+        return torch.default_generator
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, the counters follow the storages of the results of operations; memory that an
+        operation takes and gives back within itself is not seen."""
+        with _Counting(self):
+            yield
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            self._watch(tensor, new=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            self._watch(tensor, new=True)
+        return result
+
+    def _watch(self, tensor: Any, *, new: bool) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._watched:
+            return
+        size = self._device.storage_bytes(storage.nbytes()) if new else 0
+        self._device.statistics.add(size)
+
+        def gone(_: object) -> None:
+            del self._watched[address]
+            self._device.statistics.add(-size)
+
+        self._watched[address] = weakref.ref(storage, gone)

@@ -1,0 +1,53 @@
+"""States of generators, kept to be put back. They are bytes: no business of a device's allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from rkmate.device.protocol import Device
+
+STATE_BYTES = torch.default_generator.get_state().numel()
+"""What torch allocates on the CPU for a moment when the state of the CPU's generator is read."""
+
+
+def state_of(generator: torch.Generator) -> bytes:
+    """A generator's state."""
+    return bytes(generator.get_state().numpy().tobytes())
+
+
+def set_state(generator: torch.Generator, state: bytes) -> None:
+    """Put a generator back to a state."""
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of the default generators of the CPU and of some devices, at one moment."""
+
+    generators: tuple[torch.Generator, ...]
+    states: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, *devices: Device) -> RandomState:
+        """As they are now."""
+        generators = tuple(dict.fromkeys((torch.default_generator, *(d.generator() for d in devices))))
+        return cls(generators, tuple(map(state_of, generators)))
+
+    def restore(self) -> None:
+        """Put all of them back."""
+        for generator, state in zip(self.generators, self.states, strict=True):
+            set_state(generator, state)
+
+
+@contextmanager
+def unchanged_random_state(*devices: Device) -> Iterator[None]:
+    """What is drawn inside, on the CPU or on a device, is not missing after it."""
+    before = RandomState.of(*devices)
+    try:
+        yield
+    finally:
+        before.restore()

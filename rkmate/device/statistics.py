@@ -1,0 +1,62 @@
+"""Peaks from what an allocator counts. Sizes are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TypeVar
+
+from rkmate.device.protocol import Statistics
+from rkmate.ir.peak import Peak
+
+T = TypeVar("T")
+
+
+def measured(statistics: Statistics, run: Callable[[], Peak[T]]) -> Peak[T]:
+    """What `run` returns, with the peak and the net that the allocator counts. The device must be
+    idle before it and after it. Resets the allocator's peak."""
+    before = statistics.allocated()
+    statistics.reset_peak()
+    found = run()
+    return replace(found, peak=statistics.peak() - before, net=statistics.allocated() - before)
+
+
+class StatisticsMeter:
+    """The peak of each of several parts of one run. Resets the allocator's peak."""
+
+    def __init__(self, statistics: Statistics,
+                 running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """`running`: entered around the whole run."""
+        self._statistics = statistics
+        self._peaks: dict[int, int] = {}
+        self.running = running
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        before = self._statistics.allocated()
+        self._statistics.reset_peak()
+        yield
+        self._peaks[number] = self._statistics.peak() - before
+
+    def peaks(self) -> dict[int, int]:
+        return self._peaks
+
+
+class PeakWatch:
+    """The peak from now on, read without a reset: an allocator has one peak, and it is the user's.
+
+    Where that peak rises (or the user resets it), the most since now is known. Else it is at most
+    what it was before, and only the levels that were seen are known to have been reached.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self.start = statistics.allocated()
+        """Bytes alive when the watch began."""
+        self._before = statistics.peak()
+
+    def peak(self) -> int:
+        """Bytes alive at once since the watch began: the most that are known."""
+        now = self._statistics.peak()
+        return now if now != self._before else max(self.start, self._statistics.allocated())

@@ -1,0 +1,44 @@
+"""JSON files that appear whole or not at all, whoever else writes them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+from rkmate.support.warn import warn
+
+
+def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
+    """Write a file, replacing what was there. On any failure what was there stays, and nothing is left
+    beside it.
+
+    Raises:
+        OSError: the file cannot be written: a full disk, no folder, no permission.
+        TypeError: `content` is not JSON.
+    """
+    text = json.dumps(content, indent=indent) + "\n"
+    path = path.resolve()                       # a link stays a link
+    if path.exists() and not path.is_file():    # a pipe, or a device: there is nothing to replace
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """A file's content; None where there is none. Warns about a file that is no JSON, and counts it
+    as none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except ValueError as error:
+        warn(f"{path} is broken and will not be used ({error})")
+        return None
