@@ -196,7 +196,7 @@ class Plans:
             f"the loss leads to {_names(pattern)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
             f"{ready.plan.peak_bytes:,} bytes beside what it keeps. The next forward is planned for "
-            "this loss")
+            "this loss (trains= says from the start which outputs a loss takes)")
         with torch.no_grad():
             return ready.compiled.again(kept, dict(given))
 
@@ -254,8 +254,8 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 
 def _check_plan(plan: Plan, prepared: Prepared) -> None:
     if plan.fingerprint != prepared.fingerprint:
-        raise PlanError("the plan belongs to another model, or to other input shapes, dtypes or train "
-                        "flags: make a plan for this one")
+        raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
+                        "flags or trained outputs (trains=): make a plan for this one")
     try:
         result = prepared.simulate(plan.schedule)
     except (ScheduleError, IndexError, KeyError) as error:
