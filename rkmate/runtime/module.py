@@ -17,7 +17,7 @@ from rkmate.graph.capture.capture import inside_transform
 from rkmate.runtime.environment import Kept
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
-from rkmate.runtime.guards import Watch, signature
+from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.plan_cache import Known, Planning, Plans, Ready
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
@@ -35,11 +35,11 @@ class PlannedModule(StandIn):
     state dictionaries have the same keys. Other attributes are the original's.
     """
 
-    _FIELDS = frozenset(("_plans", "_latest", "_watch", "_told", "_verify", "_on_new_shape",
+    _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_verify", "_on_new_shape",
                          "_planned_forward"))
     _plans: Plans
     _latest: Ready | None
-    _watch: Watch
+    _reader: ModuleReader
     _told: set[str]
     _verify: bool
     _on_new_shape: NewShape
@@ -50,9 +50,9 @@ class PlannedModule(StandIn):
                  planning: Planning, plan: Plan | None, verify: bool, on_new_shape: NewShape) -> None:
         self._stand_in_for(model)
         self._set_up(planning, (), verify, on_new_shape)
-        key, tensors = signature(self._watch, args, kwargs)
+        key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
-        self._watch.follow(known.capture.assigned)
+        self._reader.follow(known.capture.assigned)
         self.__dict__["_latest"] = self._plans.current(known, tensors)
 
     def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
@@ -60,7 +60,7 @@ class PlannedModule(StandIn):
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=Plans(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _latest=None,
-                             _watch=Watch(self._original), _planned_forward=forward, forward=forward)
+                             _reader=ModuleReader(self._original), _planned_forward=forward, forward=forward)
 
     # -- planning -------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class PlannedModule(StandIn):
         if inside_transform():
             raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
                                 "jvp): use the original module (.original) there")
-        key, tensors = signature(self._watch, args, kwargs)
+        key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.find(key)
         if known is None:
             known = self._new_signature(key, args, kwargs)
@@ -142,7 +142,7 @@ class PlannedModule(StandIn):
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
                                "kept (this is said once)", self._plans.differing(key))
         known = self._plans.make(key, args, kwargs)
-        self._watch.follow(known.capture.assigned)
+        self._reader.follow(known.capture.assigned)
         return known
 
     def _tell(self, what: str, message: str) -> None:
