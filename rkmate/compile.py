@@ -11,7 +11,7 @@ from torch import nn
 from rkmate.errors import ArgumentError
 from rkmate.runtime.module import PlannedModule
 
-_OPTIONS = ("budget", "planner", "costs", "on_new_shape")
+_OPTIONS = ("budget", "planner", "costs", "on_new_shape", "trains")
 
 
 def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
@@ -23,7 +23,8 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
 
     Args:
         graph, examples: from Dynamo.
-        options: ``budget`` (needed), ``planner``, ``costs``, ``on_new_shape``: as of `rkmate.wrap`.
+        options: ``budget`` (needed), ``planner``, ``costs``, ``on_new_shape``,
+            ``trains``: as of `rkmate.wrap`. The outputs of a graph have numbers and no names.
 
     Raises:
         ArgumentError: an option is missing or unknown, or the shapes are dynamic.

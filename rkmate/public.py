@@ -14,6 +14,7 @@ from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.prepare import check_model, prepare
 from rkmate.pipeline.search import Searcher
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.trained_outputs import checked_trains
 from rkmate.pipeline.variants import fitting, fitting_curve, with_heads_split
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.module import NewShape, PlannedModule
@@ -26,7 +27,8 @@ from rkmate.support.progress import Progress
 def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
          plan: Plan | None = None, costs: str = "measured", verify: bool = True,
-         on_new_shape: NewShape = "plan", planning_seconds: float | None = None,
+         on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
+         planning_seconds: float | None = None,
          settings: Settings | None = None) -> PlannedModule:
     """An equivalent module that trains inside a memory budget.
 
@@ -44,6 +46,11 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         on_new_shape: what a call with other shapes, dtypes or constants does: ``"plan"`` makes a
             plan for it with the same budget, ``"original"`` runs the original module, ``"error"``
             raises.
+        trains: which outputs the loss is computed from: ``"all"``, or a list of names (keys and
+            fields, ``"aux.0"`` for the first of those under ``aux``) and numbers of output tensors. Unless
+            given: the output named ``loss`` if it is a scalar, else the scalars, else all but
+            by-products such as caches and hidden states. A loss that leads to others is right, too,
+            but its first step runs the forward twice.
         planning_seconds: the limit of a planner that can stop early (the integer programs on the
             whole graph, ``auto``, ``dtr``); their own unless given.
         settings: of the stages.
@@ -60,7 +67,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     """
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
-                         planning_seconds)
+                         planning_seconds, trains)
     if on_new_shape not in ("plan", "original", "error"):
         raise ArgumentError(f'on_new_shape is {on_new_shape!r}; it should be "plan", "original" or '
                             '"error"')
@@ -69,12 +76,12 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
 
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
-         costs: str = "measured", planning_seconds: float | None = None,
-         settings: Settings | None = None) -> Plan:
+         costs: str = "measured", trains: str | int | Sequence[str | int] | None = None,
+         planning_seconds: float | None = None, settings: Settings | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
-                         planning_seconds)
+                         planning_seconds, trains)
     prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
     return fitting(prepared, planning.budget, lambda p, inside: Searcher(p).plan(inside, planner),
                    lambda: with_heads_split(prepared, model, args, kwargs))
@@ -83,6 +90,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
 def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
              budgets: Sequence[int | float | str] | None = None, planner: str = "rockmate",
              progress: bool = True, costs: str = "measured",
+             trains: str | int | Sequence[str | int] | None = None,
              planning_seconds: float | None = None, settings: Settings | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
 
@@ -93,7 +101,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     """
     args, kwargs = checked_sample(model, args, kwargs)
     wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
-    planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds)
+    planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds, trains)
     prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
     return Curve(tuple(fitting_curve(prepared, wanted, planner,
                                      lambda: with_heads_split(prepared, model, args, kwargs))))
@@ -120,7 +128,7 @@ def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
 
 
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str, settings: Settings | None,
-              progress: bool, planning_seconds: float | None) -> Planning:
+              progress: bool, planning_seconds: float | None, trains: Any) -> Planning:
     if (budget is None) == (plan is None):
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
@@ -132,6 +140,8 @@ def _planning(budget: Any, plan: Plan | None, planner: str, costs: str, settings
 
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
     base = replace(settings or Settings(), costs=costs)  # type: ignore[arg-type]
+    if trains is not None:
+        base = replace(base, trains=checked_trains(trains))
     if planning_seconds is not None:
         if not planning_seconds > 0:
             raise ArgumentError(f"planning_seconds is {planning_seconds}; it should be a positive "

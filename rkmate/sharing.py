@@ -17,6 +17,7 @@ from rkmate.show.plan import Plan
 def shared_plan(model: nn.Module, args: Sequence[Any] = (),
                 kwargs: Mapping[str, Any] | None = None, *, budget: int | float | str,
                 planner: str = "rockmate", progress: bool = True, costs: str = "measured",
+                trains: str | int | Sequence[str | int] | None = None,
                 planning_seconds: float | None = None, settings: Settings | None = None,
                 group: Any = None) -> Plan:
     """The plan that the first process of a group makes, in every process of it.
@@ -26,7 +27,8 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (),
     ``plan``.
 
     Args:
-        model, args, kwargs, budget, planner, progress, costs, planning_seconds, settings: as of `plan`.
+        model, args, kwargs, budget, planner, progress, costs, trains, planning_seconds, settings: as of
+            `plan`.
         group: the process group; the default one unless given.
 
     Raises:
@@ -40,7 +42,7 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (),
     if dist.get_rank(group) == 0:
         try:
             result[0] = plan(model, args, kwargs, budget=budget, planner=planner, progress=progress,
-                             costs=costs, planning_seconds=planning_seconds, settings=settings)
+                             costs=costs, trains=trains, planning_seconds=planning_seconds, settings=settings)
         except RkmateError as error:
             result[0] = error
         except BaseException as error:

@@ -19,6 +19,7 @@ from torch import nn
 from rkmate.comparison.table import Row
 from rkmate.comparison.worker import ERROR, JOB, MODEL, PLAN, RESULT, work
 from rkmate.errors import ArgumentError
+from rkmate.pipeline.settings import Trains
 from rkmate.show.plan import Plan
 
 ROUNDS = 9
@@ -29,7 +30,9 @@ CHECKPOINT = "checkpoint_sequential"
 class Bench:
     """Runs jobs on one model: a context in which the model and its inputs stand in a file."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                 trains: Trains = None) -> None:
+        self._trains = trains
         self._model, self._args, self._kwargs = model, args, dict(kwargs)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -78,7 +81,7 @@ class Bench:
         folder = Path(self._folder.name)
         for name in (RESULT, ERROR):
             (folder / name).unlink(missing_ok=True)
-        everything = {**job, "rounds": ROUNDS, "threads": torch.get_num_threads(),
+        everything = {**job, "rounds": ROUNDS, "trains": self._trains, "threads": torch.get_num_threads(),
                       "deterministic": torch.are_deterministic_algorithms_enabled()}
         (folder / JOB).write_text(json.dumps(everything), encoding="utf-8")
         process = multiprocessing.get_context("spawn").Process(target=work, args=(str(folder),))

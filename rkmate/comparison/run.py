@@ -17,6 +17,7 @@ from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.prepare import prepare
 from rkmate.pipeline.search import Searcher
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.trained_outputs import checked_trains
 from rkmate.planners.registry import PLANNERS
 from rkmate.planners.registry import planner as find_planner
 from rkmate.public import checked_sample
@@ -35,6 +36,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             budgets: Sequence[int | float | str] = BUDGETS, planners: Sequence[str] | None = None,
             measure: bool = False, time_limit: float = TIME_LIMIT, progress: bool = True,
             costs: Literal["measured", "analytic"] = "measured",
+            trains: str | int | Sequence[str | int] | None = None,
             settings: Settings | None = None) -> Comparison:
     """Every planner on one model at equal budgets.
 
@@ -57,6 +59,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing, and these costs
             are the same on every machine. What a planner finds within a limit in seconds, as the
             default's and other integer programs do, need not be.
+        trains: which outputs the loss is computed from, as of `rkmate.wrap`.
         settings: of the stages.
 
     Returns:
@@ -80,14 +83,17 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     if not time_limit > 0:
         raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
     shown = Progress(progress)
-    prepared = prepare(model, args, kwargs, replace(settings or Settings(), costs=costs), shown)
+    chosen = replace(settings or Settings(), costs=costs)
+    if trains is not None:
+        chosen = replace(chosen, trains=checked_trains(trains))
+    prepared = prepare(model, args, kwargs, chosen, shown)
     searcher = Searcher(prepared)
     _ = searcher.problem                             # the options of the blocks, and the chain
     shared = {k: v for k, v in prepared.stage_seconds.items() if k != "chain"}
     found = _planned(searcher, wanted, names, time_limit, shown)
     rows = [row for row, _ in found]
     if measure:
-        rows = _measured(Bench(model, args, kwargs), found, shown)
+        rows = _measured(Bench(model, args, kwargs, chosen.trains), found, shown)
     return Comparison(tuple(rows), type(model).__name__, costs, searcher.baseline.peak,
                       searcher.baseline.seconds, shared)
 

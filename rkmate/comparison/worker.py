@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from rkmate import device as devices
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.step import measure_step
+from rkmate.pipeline.settings import Trains
+from rkmate.pipeline.trained_outputs import chosen_outputs
 from rkmate.public import wrap
 from rkmate.show.plan import Plan
 
@@ -42,24 +44,25 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
     # The file was written by the parent process a moment ago; a whole module needs full unpickling.
     model, args, kwargs = torch.load(folder / MODEL, weights_only=False)
     device = next(model.parameters()).device
+    trains: Trains = tuple(job["trains"]) if isinstance(job["trains"], list) else job["trains"]
 
     def eager() -> torch.Tensor:
-        return _backward(loss_of(model(*args, **kwargs)), device)
+        return _backward(loss_of(model(*args, **kwargs), trains), device)
 
     step: Step = eager
     trained: nn.Module = model
     if job["kind"] == "plan":
         trained = wrap(model, args, kwargs, plan=Plan.load(folder / PLAN), progress=False,
-                       verify=False)
+                       verify=False, trains=trains)
         planned = trained
 
         def step() -> torch.Tensor:
-            return _backward(loss_of(planned(*args, **kwargs)), device)
+            return _backward(loss_of(planned(*args, **kwargs), trains), device)
     elif job["kind"] == "checkpoint":
         def step() -> torch.Tensor:
             run: Any = checkpoint_sequential
             output = run(model, job["segments"], args[0], use_reentrant=False)
-            return _backward(loss_of(output), device)
+            return _backward(loss_of(output, trains), device)
     peak = measure_step(trained, step, timeline=False).peak
     if job["kind"] == "eager":
         return {"peak": peak, "ratio": 1.0}
@@ -80,10 +83,15 @@ def interleaved(first: Step, second: Step, rounds: int) -> float:
     return statistics.median(ratios)
 
 
-def loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: Any, trains: Trains = None) -> torch.Tensor:
     """A scalar to start a backward from: the output's ``loss``, else the sum of its scalars, else
-    the means of its tensors' tanh. Raises `ArgumentError` when nothing requires a gradient."""
+    the means of its tensors' tanh; of those that `trains` names, where it does. Raises `ArgumentError`
+    when nothing requires a gradient."""
     tensors, structure = take_apart(output, result=True)
+    if trains is not None:
+        chosen = chosen_outputs(structure, [t.requires_grad for t in tensors], trains)
+        return _sum([t if t.dim() == 0 else t.tanh().mean()
+                     for t, c in zip(tensors, chosen, strict=True) if c])
     named = structure.index_of("loss")
     if named is not None and tensors[named].requires_grad and tensors[named].dim() == 0:
         return tensors[named]
@@ -91,7 +99,10 @@ def loss_of(output: Any) -> torch.Tensor:
     scalars = [t for t in able if t.dim() == 0]
     if not able:
         raise ArgumentError("no output requires a gradient, so there is no loss to train")
-    parts = scalars or [t.tanh().mean() for t in able]      # within what plans leave for a loss outside
+    return _sum(scalars or [t.tanh().mean() for t in able])    # within what plans leave for a loss outside
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     total = parts[0]
     for part in parts[1:]:
         total = total + part

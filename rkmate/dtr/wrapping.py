@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -15,20 +14,10 @@ from rkmate.dtr.runtime.report import Report
 from rkmate.dtr.session import Session
 from rkmate.dtr.state import State
 from rkmate.errors import ArgumentError, BackwardError
-
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+from rkmate.support.stand_in import StandIn
 
 
-class DynamicModule(nn.Module):
+class DynamicModule(StandIn):
     """A module that trains inside a budget without a plan. Made by ``rkmate.dtr.wrap``.
 
     It shares the original's parameters, buffers and submodules, returns what the original returns,
@@ -36,20 +25,24 @@ class DynamicModule(nn.Module):
     rematerialized from the forward to the end of the backward.
     """
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
-        _adopt(self, model)
-        self.__dict__["_options"] = options
-        self.__dict__["_reports"] = []
+    _FIELDS = frozenset(("_options", "_reports"))
+    _options: dict[str, Any]
+    _reports: list[Report]
 
-    @property
-    def original(self) -> nn.Module:
-        """The module that was wrapped."""
-        return self._original  # type: ignore[no-any-return]
+    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+        self._stand_in_for(model)
+        self._set_up(options)
+
+    def _set_up(self, options: dict[str, Any]) -> None:
+        self.__dict__.update(_options=options, _reports=[])
+
+    def _made_with(self) -> tuple[dict[str, Any]]:
+        return (self._options,)
 
     @property
     def reports(self) -> list[Report]:
         """One report per batch whose backward has ended, oldest first."""
-        return self.__dict__["_reports"]  # type: ignore[no-any-return]
+        return self._reports
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward; inside the budget when gradients are wanted."""
@@ -67,33 +60,6 @@ class DynamicModule(nn.Module):
         batch = _Batch(self, leaves, structure, places, names)
         results = _Boundary.apply(batch, len(tensors), *tensors, *parameters)
         return batch.rebuild(results)
-
-    @property
-    def training(self) -> bool:
-        """The original's train flag."""
-        return bool(self._original.training)
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        self._original.training = value
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_original"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._original, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._original, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicModule:
-        return DynamicModule(copy.deepcopy(self._original, memo), self._options)
-
-    def __reduce__(self) -> Any:
-        return DynamicModule, (self._original, self._options)
 
 
 class _Batch:
@@ -206,16 +172,6 @@ class _Boundary(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return (None, None, *ctx.batch.back(gradients))
-
-
-def _adopt(module: DynamicModule, model: nn.Module) -> None:
-    module.__dict__["_original"] = model
-    training = model.training
-    nn.Module.__init__(module)
-    model.training = training
-    for name in _SHARED:
-        if name in model.__dict__:
-            module.__dict__[name] = model.__dict__[name]
 
 
 def wrap(model: nn.Module, budget: int | str | None, **options: Any) -> DynamicModule:

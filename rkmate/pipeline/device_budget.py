@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.pipeline.prepare import check_model, prepare
 from rkmate.pipeline.search import Searcher
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.trained_outputs import checked_trains
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
 
@@ -94,7 +95,9 @@ class BatchSize:
 
 def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
                    device_memory: int | str | None = None, optimizer_states: int = ADAM_STATES,
-                   most: int = 1 << 16, costs: str = "measured", progress: bool = True) -> BatchSize:
+                   most: int = 1 << 16, costs: str = "measured",
+                   trains: str | int | Sequence[str | int] | None = None,
+                   progress: bool = True) -> BatchSize:
     """The largest batch whose training step fits in a device, and what it costs.
 
     Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
@@ -106,7 +109,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
             and optimizer state are taken off. None: what is free on the model's CUDA device.
         optimizer_states: see `auto_budget`.
         most: greatest batch size to try.
-        costs: see `wrap`.
+        costs, trains: see `wrap`.
         progress: show progress on a terminal.
 
     Raises:
@@ -120,7 +123,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ArgumentError(f"most is {most!r}; it should be a positive number of samples")
     budget = _left_for_step(model, device_memory, optimizer_states)
-    settings = Settings(costs=costs)  # type: ignore[arg-type]
+    settings = Settings(costs=costs, trains=checked_trains(trains))  # type: ignore[arg-type]
     tried: dict[int, int | None] = {}
     plain: dict[int, int] = {}
     best: list[Searcher] = []

@@ -41,6 +41,7 @@ from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.trained_outputs import trained_outputs
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
@@ -198,7 +199,7 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
         if not any(captured.differentiable):
             raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
                                 "requires a gradient, so there is nothing to train")
-        joint = simplify(captured, wanted or wanted_outputs(captured),
+        joint = simplify(captured, wanted or trained_outputs(captured, settings.trains),
                          heads=settings.split_head == "always")
         program = lower(joint)
         seconds["capture"] = time.perf_counter() - start
@@ -255,31 +256,6 @@ def check_model(model: Any) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise ArgumentError("model is a TorchScript module, which cannot be captured; wrap the "
                             "original module")
-
-
-def wanted_outputs(captured: Capture) -> tuple[bool, ...]:
-    """Which outputs the loss will use: the one named ``loss``, else scalars, else all but by-products.
-
-    A model that returns its loss beside other tensors (logits, a cache) is trained by the loss. Where
-    this guess is wrong, the first backward says so, and the plan follows.
-    """
-    meta: list[Any] = [n.meta["val"] if n is not None else None for n in captured.outputs]
-    able = captured.differentiable
-    named = captured.result.index_of("loss")
-    if named is not None and able[named] and meta[named].dim() == 0:
-        return tuple(i == named for i in range(len(able)))
-    scalars = [ok and m is not None and m.dim() == 0 for ok, m in zip(able, meta, strict=True)]
-    if any(scalars):
-        return tuple(scalars)
-    aside = captured.result.under(_BY_PRODUCTS)
-    main = tuple(ok and i not in aside for i, ok in enumerate(able))
-    return main if any(main) else able
-
-
-_BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "cross_attentions", "mems",
-                "encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions",
-                "decoder_hidden_states", "decoder_attentions", "cache_params", "router_logits")
-"""Fields of Hugging Face outputs that stand beside what the model is trained by."""
 
 
 def held_tensors(captured: Capture, model: nn.Module,

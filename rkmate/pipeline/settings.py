@@ -11,6 +11,8 @@ from rkmate.measure.settings import MeasureSettings
 
 CostSource = Literal["measured", "analytic"]
 Split = Literal["auto", "always", "never"]
+Trains = Literal["all"] | tuple[str | int, ...] | None
+"""Outputs that the loss leads to: all, or those of these names and numbers; None: see `Settings.trains`."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class Settings:
     cut: CutSettings = CutSettings()
     measure: MeasureSettings = MeasureSettings()
     options: OptionSettings = OptionSettings()
+    trains: Trains = None
+    """Outputs that the loss is computed from. None: the one named ``loss`` if it is a scalar, else the
+    scalars, else all but by-products such as caches."""
     slots: int = 500
     """Memory slots of the dynamic program."""
     planning_seconds: float | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.blocks.infos import module_path
+from rkmate.graph.blocks.infos import module_of
 from rkmate.graph.passes.simplify import is_backward
 from rkmate.ir.cd import HOISTED
 from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
@@ -19,7 +19,7 @@ def summarise(prepared: Prepared) -> GraphSummary:
     parts = prepared.partition
     program, graph = parts.program, prepared.graph
     computations = tuple(
-        Computation(c.name, _operation(node), path_of(node), c.phase, parts.block_of[i], c.inputs,
+        Computation(c.name, _operation(node), module_of(node), c.phase, parts.block_of[i], c.inputs,
                     c.outputs, c.time, c.overhead, c.random, i in program.constant,
                     c.donors)
         for i, (c, node) in enumerate(zip(graph.c, program.operation, strict=True)))
@@ -29,13 +29,6 @@ def summarise(prepared: Prepared) -> GraphSummary:
         computations, storages, graph.loss, graph.outputs, graph.output_grads, graph.input_grads,
         dict(graph.releases), prepared.pinned, prepared.reserve_at_loss,
         tuple(tuple(sorted(c)) for c in parts.cuts), _captured(prepared))
-
-
-def path_of(node: fx.Node) -> str:
-    """The module of the user's model that an operation comes from."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = next((str(p) for p, _ in reversed(list(stack.values())) if p), "")
-    return module_path(path)
 
 
 def _captured(prepared: Prepared) -> tuple[Captured, ...]:
@@ -59,7 +52,7 @@ def _captured(prepared: Prepared) -> tuple[Captured, ...]:
     for node in nodes:
         kind: CapturedKind = "operation" if node.name in block else \
             "view" if node.name in left else "dropped"
-        result.append(Captured(node.name, _operation(node), path_of(node), where[node], kind,
+        result.append(Captured(node.name, _operation(node), module_of(node), where[node], kind,
                                tuple(number[n] for n in node.all_input_nodes if n in number)))
     return tuple(result)
 

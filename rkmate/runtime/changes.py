@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rkmate.runtime.guards import Flags, Signature
+from rkmate.runtime.guards import FlagGuards, Guards
 
 _MANY = 4
 """Values of one attribute that say that it will go on to change."""
@@ -20,13 +20,13 @@ _WORDS = {
 }
 
 
-def differing(key: Signature, others: Iterable[Signature]) -> str:
+def differing(key: Guards, others: Iterable[Guards]) -> str:
     """In what a call differs from the nearest of those that were planned."""
     nearest = min((_differences(key, k) for k in others), key=len)
     return "; ".join(nearest)
 
 
-def _differences(key: Signature, other: Signature) -> list[str]:
+def _differences(key: Guards, other: Guards) -> list[str]:
     found = []
     if key.flags != other.flags:
         found.append(_flags(key.flags, other.flags))
@@ -38,19 +38,19 @@ def _differences(key: Signature, other: Signature) -> list[str]:
                     if getattr(key, field) != getattr(other, field)]
 
 
-def _flags(flags: Flags, other: Flags) -> str:
+def _flags(flags: FlagGuards, other: FlagGuards) -> str:
     if flags.parts != other.parts:
         return "its submodules (which there are, their classes or forwards)"
     return "a submodule's train flag, number of hooks, or a parameter's requires_grad"
 
 
-def _attributes(key: Signature, other: Signature) -> list[str]:
+def _attributes(key: Guards, other: Guards) -> list[str]:
     now, before = dict(key.attributes.content), dict(other.attributes.content)
     return [name for name in (*now, *(n for n in before if n not in now))
             if now.get(name) != before.get(name)]
 
 
-def changing(key: Signature, others: Iterable[Signature]) -> list[str]:
+def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
     """Attributes that have had another value in each of the latest keys that are alike otherwise.
 
     `others`: the latest last. Empty while the values are few.

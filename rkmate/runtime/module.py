@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Mapping
@@ -18,44 +17,50 @@ from rkmate.graph.capture.capture import inside_transform
 from rkmate.runtime.environment import Kept
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
-from rkmate.runtime.guards import Watch, signature
+from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.plan_cache import Known, Planning, Plans, Ready
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
+from rkmate.support.stand_in import StandIn
 from rkmate.support.warn import warn
 
 NewShape = Literal["plan", "original", "error"]
 logger = logging.getLogger("rkmate")
 
 
-class PlannedModule(nn.Module):
+class PlannedModule(StandIn):
     """An equivalent of a module that trains inside a budget. Made by `rkmate.wrap`.
 
     It shares the original's parameters, buffers and submodules: they are the same objects, and
     state dictionaries have the same keys. Other attributes are the original's.
     """
 
-    _original: nn.Module
+    _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_verify", "_on_new_shape",
+                         "_planned_forward"))
     _plans: Plans
     _latest: Ready | None
-    _watch: Watch
+    _reader: ModuleReader
     _told: set[str]
     _verify: bool
     _on_new_shape: NewShape
+    _planned_forward: MethodType
+    """What `forward` is, as long as no library puts another in its place."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, plan: Plan | None, verify: bool, on_new_shape: NewShape) -> None:
-        _adopt(self, model)
-        self._set_up(Plans(model, planning), verify, on_new_shape)
-        key, tensors = signature(self._watch, args, kwargs)
+        self._stand_in_for(model)
+        self._set_up(planning, (), verify, on_new_shape)
+        key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
-        self._watch.follow(known.capture.assigned)
+        self._reader.follow(known.capture.assigned)
         self.__dict__["_latest"] = self._plans.current(known, tensors)
 
-    def _set_up(self, plans: Plans, verify: bool, on_new_shape: NewShape) -> None:
-        self.__dict__.update(_plans=plans, _verify=verify, _on_new_shape=on_new_shape, _told=set(),
-                             _latest=None, _watch=Watch(self._original))
-        self.__dict__["forward"] = MethodType(_with_signature_of(self._original), self)
+    def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
+                on_new_shape: NewShape) -> None:
+        forward = MethodType(_with_signature_of(self._original), self)
+        self.__dict__.update(_plans=Plans(self._original, planning, saved), _verify=verify,
+                             _on_new_shape=on_new_shape, _told=set(), _latest=None,
+                             _reader=ModuleReader(self._original), _planned_forward=forward, forward=forward)
 
     # -- planning -------------------------------------------------------------------------
 
@@ -74,11 +79,6 @@ class PlannedModule(nn.Module):
         """The generated Python of the latest signature."""
         return self.plan.source
 
-    @property
-    def original(self) -> nn.Module:
-        """The module that was wrapped."""
-        return self._original
-
     # -- running --------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class PlannedModule(nn.Module):
         if inside_transform():
             raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
                                 "jvp): use the original module (.original) there")
-        key, tensors = signature(self._watch, args, kwargs)
+        key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.find(key)
         if known is None:
             known = self._new_signature(key, args, kwargs)
@@ -142,7 +142,7 @@ class PlannedModule(nn.Module):
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
                                "kept (this is said once)", self._plans.differing(key))
         known = self._plans.make(key, args, kwargs)
-        self._watch.follow(known.capture.assigned)
+        self._reader.follow(known.capture.assigned)
         return known
 
     def _tell(self, what: str, message: str) -> None:
@@ -152,63 +152,19 @@ class PlannedModule(nn.Module):
 
     # -- being the original ---------------------------------------------------------------
 
-    @property
-    def training(self) -> bool:
-        """The original's train flag."""
-        return bool(self._original.training)
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        self._original.training = value
-
-    def train(self, mode: bool = True) -> PlannedModule:
-        """The original's `train`, which may leave some submodules in eval mode."""
-        self._original.train(mode)
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> PlannedModule:
-        self._original._apply(fn, recurse)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_original"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "training":
-            self._original.training = value
-        elif name in self.__dict__ or hasattr(PlannedModule, name):
-            # What concerns the wrapper itself: `forward` when a library puts another in its place,
-            # `__class__`, hooks.
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._original, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            object.__delattr__(self, name)
-        else:
-            delattr(self._original, name)
-
     def extra_repr(self) -> str:
         """The plan in one line."""
         return repr(self.plan) if self._latest is not None else "no plan yet"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModule:
-        """A copy with parameters of its own, which follows the same plans."""
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        module = _revive(copy.deepcopy(self._original, memo), *self._state())
-        memo[id(self)] = module
-        return module
-
-    def __reduce__(self) -> Any:
-        return _revive, (self._original, *self._state())
-
-    def _state(self) -> tuple[Any, ...]:
+    def _made_with(self) -> tuple[Any, ...]:
+        """A copy follows the same plans: the first call of each signature finds its own."""
         return self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape
+
+    def _added(self) -> dict[str, Any]:
+        added = super()._added()
+        if added.get("forward") is self._planned_forward:
+            del added["forward"]
+        return added
 
 
 def _with_signature_of(model: nn.Module) -> Any:
@@ -241,27 +197,3 @@ def _traced_here() -> bool:
     Torch's flag does not say: it is one for all threads.
     """
     return planning_lock.is_mine() or detect_fake_mode() is not None
-
-
-def _revive(model: nn.Module, planning: Planning, saved: tuple[Plan, ...], verify: bool,
-            on_new_shape: NewShape) -> PlannedModule:
-    """A wrapped module that follows saved plans: the first call of each signature finds its own."""
-    module = PlannedModule.__new__(PlannedModule)
-    _adopt(module, model)
-    module._set_up(Plans(model, planning, saved), verify, on_new_shape)
-    return module
-
-
-def _adopt(module: PlannedModule, model: nn.Module) -> None:
-    """Share the original's registries: parameters, buffers, submodules and state-dict hooks."""
-    module.__dict__["_original"] = model
-    training = model.training
-    nn.Module.__init__(module)              # sets the train flag, which is the original's
-    model.training = training
-    for name in _SHARED:
-        if name in model.__dict__:
-            module.__dict__[name] = model.__dict__[name]
-
-
-_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
-           "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")

@@ -26,7 +26,7 @@ from rkmate.pipeline.variants import fitting, with_heads_split
 from rkmate.runtime.changes import changing, differing
 from rkmate.runtime.environment import Kept
 from rkmate.runtime.executable import Compiled, Gradients
-from rkmate.runtime.guards import Flags, Signature
+from rkmate.runtime.guards import FlagGuards, Guards
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
@@ -81,7 +81,7 @@ class Plans:
         self.model = model
         self.planning = planning
         self._saved = list(saved)
-        self._known: OrderedDict[Signature, Known] = OrderedDict()
+        self._known: OrderedDict[Guards, Known] = OrderedDict()
         self._warned = False
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Plans:
         with planning_lock:
             return [r.plan for k in self._known.values() for r in k.ready.values()] or self._saved
 
-    def find(self, key: Signature) -> Known | None:
+    def find(self, key: Guards) -> Known | None:
         """The plans of a signature; it becomes the latest used."""
         known = self._known.get(key)
         if known is not None:
@@ -101,7 +101,7 @@ class Plans:
                     self._known.move_to_end(key)
         return known
 
-    def has_flags(self, flags: Flags) -> bool:
+    def has_flags(self, flags: FlagGuards) -> bool:
         """Whether some plan was made under these train and gradient flags.
 
         Flags of other submodules than any plan was made for are flags to plan for.
@@ -109,15 +109,15 @@ class Plans:
         with planning_lock:
             return any(k.flags == flags for k in self._known) or self._has_new_parts(flags)
 
-    def differing(self, key: Signature) -> str:
+    def differing(self, key: Guards) -> str:
         """In what a call differs from the nearest that a plan was made for."""
         with planning_lock:
             return differing(key, self._known)
 
-    def _has_new_parts(self, flags: Flags) -> bool:
+    def _has_new_parts(self, flags: FlagGuards) -> bool:
         return all(k.flags.parts != flags.parts for k in self._known)
 
-    def make(self, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any],
+    def make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any],
              plan: Plan | None = None) -> Known:
         """Plan for a new signature. `plan`: one to follow; `PlanError` when it does not fit."""
         with planning_lock:
@@ -153,7 +153,7 @@ class Plans:
                 self._known.popitem(last=False)
             return known
 
-    def _warn_of_changes(self, key: Signature) -> None:
+    def _warn_of_changes(self, key: Guards) -> None:
         names = [] if self._warned else changing(key, self._known)
         if names:
             self._warned = True
@@ -196,7 +196,7 @@ class Plans:
             f"the loss leads to {_names(pattern)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
             f"{ready.plan.peak_bytes:,} bytes beside what it keeps. The next forward is planned for "
-            "this loss")
+            "this loss (trains= says from the start which outputs a loss takes)")
         with torch.no_grad():
             return ready.compiled.again(kept, dict(given))
 
@@ -254,8 +254,8 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 
 def _check_plan(plan: Plan, prepared: Prepared) -> None:
     if plan.fingerprint != prepared.fingerprint:
-        raise PlanError("the plan belongs to another model, or to other input shapes, dtypes or train "
-                        "flags: make a plan for this one")
+        raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
+                        "flags or trained outputs (trains=): make a plan for this one")
     try:
         result = prepared.simulate(plan.schedule)
     except (ScheduleError, IndexError, KeyError) as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 import rkmate
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
 from tests.architectures.bank import ARCHITECTURES, BY_NAME, REFUSED, Architecture
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
@@ -13,16 +15,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::rkmate.RkmateWarning", "ignore:
                                         "ignore::DeprecationWarning", "ignore::UserWarning")
 
 
-def train(architecture: Architecture, fraction: float) -> rkmate.PlannedModule:
+# A small grid: the options need not be the best here, only right.
+QUICK = Settings(options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=2.0))
+
+
+def train(architecture: Architecture, fraction: float,
+          settings: Settings | None = None) -> rkmate.PlannedModule:
     """Wrap, hold two steps against the original's, and measure; at least the smallest budget."""
     sample = architecture.build()
     twin = architecture.build().model
     with captured_once():
         try:
-            module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=fraction, progress=False)
+            module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=fraction, progress=False,
+                                 settings=settings)
         except rkmate.InfeasibleBudget as error:
             module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=error.minimum_bytes,
-                                 progress=False)
+                                 progress=False, settings=settings)
     assert_same_step(twin, module, sample)
     peak = measured_peak(module, sample)
     assert peak <= module.plan.budget_bytes
@@ -37,7 +45,7 @@ def _cases() -> list[object]:
 
 @pytest.mark.parametrize(("architecture", "fraction"), _cases())
 def test_trains(architecture: Architecture, fraction: float) -> None:
-    train(architecture, fraction)
+    train(architecture, fraction, QUICK)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in REFUSED])

@@ -208,7 +208,7 @@ def test_settings_that_the_first_forward_completes() -> None:
     assert len(module._plans) == 2
     # The next call finds its plan by identity, without a comparison of all attributes.
     keys = [k.attributes for k in module._plans._known]
-    assert any(module._watch.look().attributes is k for k in keys)
+    assert any(module._reader.read().attributes is k for k in keys)
 
 
 def test_a_counter_in_an_object_is_refused() -> None:

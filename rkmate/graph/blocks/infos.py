@@ -41,11 +41,8 @@ def _label(number: int) -> str:
 
 
 def module_of(node: torch.fx.Node) -> str:
-    """The module of the user's model that a forward operation comes from."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return module_path(next((p for p, _ in reversed(list(stack.values())) if p), ""))
-
-
-def module_path(path: str) -> str:
-    """A path inside the user's model, without the tracer's own wrapping."""
-    return path.removeprefix("model.") if path != "model" else ""
+    """The path of the module of the user's model that an operation comes from; of a backward
+    operation, that of the forward operation that it was derived from."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next((str(p) for p, _ in reversed(list(stack.values())) if p), "")
+    return path.removeprefix("model.") if path != "model" else ""       # the tracer's own wrapping

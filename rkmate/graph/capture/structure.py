@@ -75,9 +75,49 @@ class Structure:
         return {s.index for k, v in content.items() if k in names
                 for s in objects_in(v) if isinstance(s, _Slot)}
 
+    def names(self) -> dict[str, frozenset[int]]:
+        """The tensors under each key, field or index, with dots between: ``aux.0`` and ``aux``."""
+        names: dict[str, frozenset[int]] = {}
+
+        def visit(value: Any, path: str, above: frozenset[int]) -> frozenset[int]:
+            if isinstance(value, _Slot):
+                found = frozenset((value.index,))
+            elif isinstance(value, _PLAIN) or id(value) in above:     # it may refer to itself
+                return frozenset()
+            else:
+                below = [visit(v, f"{path}.{k}" if path else str(k), above | {id(value)})
+                         for k, v in _parts(value)]
+                found = frozenset(i for part in below for i in part)
+            if found and path:
+                names[path] = found
+            return found
+
+        visit(pytree.tree_unflatten(list(self.leaves), self.spec), "", frozenset())
+        return names
+
     def constants(self) -> tuple[Any, ...]:
         """The leaves that are not tensors, in order: what a call is specialised on."""
         return tuple(leaf for leaf in self.leaves if not isinstance(leaf, _Slot))
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """What stands directly in a container or object, after its key, index or name."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return [*zip(getattr(value, "_fields", ()), value, strict=False), *enumerate(value),
+                *enumerate(value, -len(value))]
+    return list(_attributes(value).items())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds, in its dictionary and in slots."""
+    state = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        for name in getattr(cls, "__slots__", ()):
+            if hasattr(value, name):
+                state[name] = getattr(value, name)
+    return state
 
 
 def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structure]:
@@ -136,10 +176,5 @@ def objects_in(value: Any) -> list[Any]:
         elif isinstance(item, (list, tuple, set, frozenset)):
             stack.extend(reversed(list(item)))
         else:
-            state = dict(getattr(item, "__dict__", {}))
-            for cls in type(item).__mro__:
-                for name in getattr(cls, "__slots__", ()):
-                    if hasattr(item, name):
-                        state[name] = getattr(item, name)
-            stack.extend(reversed(list(state.values())))
+            stack.extend(reversed(list(_attributes(item).values())))
     return found

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.pipeline.search import Searcher
-from rkmate.runtime.guards import Watch, signature
+from rkmate.runtime.guards import ModuleReader, guards_of
 from tests.semantics.steps import Tower, assert_same_gradients, planned
 
 
@@ -149,13 +149,13 @@ def test_autocast_of_the_parameters_device() -> None:
     model, x = nn.Module(), torch.randn(4, 8)
     with FakeTensorMode():
         model.weight = nn.Parameter(torch.empty(8, 8, device="cuda"))
-    watch = Watch(model)
+    reader = ModuleReader(model)
     before = torch.is_autocast_enabled("cuda")
     try:
         keys = []
         for enabled in (False, True):
             torch.set_autocast_enabled("cuda", enabled)
-            keys.append(signature(watch, (x,), {})[0])
+            keys.append(guards_of(reader, (x,), {})[0])
     finally:
         torch.set_autocast_enabled("cuda", before)
     assert keys[0] != keys[1]
@@ -352,13 +352,13 @@ def test_copies_follow_the_saved_plans(copied: Callable[[Any], Any],
 
 def test_what_has_not_changed_is_not_compared_again() -> None:
     model, x = Tower(), torch.randn(4, 16)
-    watch = Watch(model)
-    first, _ = signature(watch, (x,), {})
-    second, _ = signature(watch, (x,), {})
+    reader = ModuleReader(model)
+    first, _ = guards_of(reader, (x,), {})
+    second, _ = guards_of(reader, (x,), {})
     assert first == second and hash(first) == hash(second)
     for name in ("attributes", "places"):
         assert getattr(first, name) is getattr(second, name)
     assert first.flags.parts is second.flags.parts
     assert first.flags.flags is second.flags.flags
-    other, _ = signature(Watch(model), (x,), {})
+    other, _ = guards_of(ModuleReader(model), (x,), {})
     assert first == other and hash(first) == hash(other)

@@ -1,0 +1,96 @@
+"""Hashable stand-ins for values that a captured step has baked in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
+           torch.memory_format)
+"""Compared by value."""
+FUNCTIONS = (type, FunctionType, MethodType, BuiltinFunctionType)
+
+
+class Part:
+    """A part of a key, with its hash: equal where the content is."""
+
+    __slots__ = ("_hash", "content")
+
+    def __init__(self, content: tuple[Any, ...] = ()) -> None:
+        self.content = content
+        self._hash = hash(content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Part) and self._hash == other._hash
+                                 and self.content == other.content)
+
+    def or_new(self, content: tuple[Any, ...]) -> Part:
+        """This part where it has that content, else a new one."""
+        return self if self.content == content else Part(content)
+
+
+class Same(Part):
+    """Objects as a part of a key: equal to these objects alone.
+
+    It refers to them: as long as a plan is kept under it, no other object gets their addresses.
+    """
+
+    __slots__ = ("objects",)
+
+    def __init__(self, objects: Sequence[Any] = ()) -> None:
+        super().__init__(tuple(map(id, objects)))
+        self.objects = objects
+
+    def is_of(self, objects: Sequence[Any]) -> bool:
+        """Whether it stands for these objects, in this order."""
+        return identical(self.objects, objects)
+
+
+def identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether both are the very same objects, in one order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def by_value(value: Any) -> Any:
+    """A scalar, or a tuple of them, by its value; anything else by being this very object."""
+    if isinstance(value, SCALARS):
+        return type(value), value
+    if isinstance(value, tuple):
+        return type(value), tuple(map(by_value, value))
+    if isinstance(value, MethodType):       # made anew whenever one asks for it
+        return "method", Same((value.__func__, value.__self__))
+    return "object", Same((value,))
+
+
+def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
+    """An argument by all that it holds: containers, and the attributes of objects.
+
+    `above`: ids of what holds it, as it may hold itself.
+    """
+    if isinstance(value, SCALARS):
+        return type(value), value
+    if id(value) in above:
+        return "itself"
+    above = above | {id(value)}
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(by_content(v, above) for v in value)
+    if isinstance(value, dict):
+        return type(value), tuple((by_content(k, above), by_content(v, above)) for k, v in value.items())
+    if isinstance(value, (*FUNCTIONS, nn.Module)):
+        return by_value(value)
+    state = getattr(value, "__dict__", None)
+    if state:
+        return type(value), tuple((k, by_content(v, above)) for k, v in sorted(state.items()))
+    try:
+        hash(value)
+    except TypeError:
+        return "object", Same((value,))
+    return type(value), value

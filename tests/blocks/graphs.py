@@ -1,0 +1,84 @@
+"""CD graphs by hand and at random, and programs around them without a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from rkmate.graph.blocks.cut import CutSettings
+from rkmate.graph.blocks.lower import Program
+from rkmate.graph.capture.capture import Source
+from rkmate.ir.cd import CDGraph
+from tests.planners.problems import training_graph
+
+
+def trained(reads: Sequence[Sequence[int]], sizes: Sequence[int] | None = None,
+            needs_output: Sequence[bool] | None = None) -> CDGraph:
+    """`training_graph` with one byte (or `sizes`) for each value, and nothing saved."""
+    n = len(reads)
+    return training_graph(reads, sizes or [1] * n, [1] * n, [0] * n, [0] * n, needs_output or [False] * n)
+
+
+def chain(n: int) -> list[list[int]]:
+    """Reads of nodes in a row."""
+    return [[]] + [[i] for i in range(n - 1)]
+
+
+def origins(cd: CDGraph) -> list[int | None]:
+    """Of `training_graph`: the last forward node has the first backward node."""
+    return [None] * cd.loss + [2 * cd.loss - 1 - i for i in cd.backward]
+
+
+@st.composite
+def graphs(draw: st.DrawFn, most: int = 24) -> CDGraph:
+    """A training graph; its nodes read what was made shortly before."""
+    n = draw(st.integers(2, most))
+    reads: list[list[int]] = [[]]
+    for i in range(1, n):
+        reads.append(sorted(draw(st.sets(st.integers(max(0, i - 3), i - 1), min_size=1, max_size=2))))
+
+    def numbers(low: int, high: int) -> list[int]:
+        return draw(st.lists(st.integers(low, high), min_size=n, max_size=n))
+
+    return training_graph(reads, numbers(1, 6), numbers(1, 5), numbers(0, 3), numbers(0, 2),
+                          draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> CutSettings:
+    """Any that can be met: a piece that is too long can be cut in two."""
+    least = draw(st.integers(1, 5))
+    return CutSettings(least, draw(st.integers(2 * least - 1, 14)))
+
+
+def node(path: str = "", number: int | None = None, **meta: Any) -> Any:
+    """Stands for a torch operation: a module's path, and autograd's sequence number."""
+    if path:
+        meta["nn_module_stack"] = {"0": ("", object), "1": (path, object)}
+    if number is not None:
+        meta["seq_nr"] = number
+    return SimpleNamespace(meta=meta)
+
+
+class Gradient:
+    """Stands for the value that is a parameter's gradient."""
+
+
+def program_of(cd: CDGraph, *, paths: Mapping[int, str] | None = None, constant: Sequence[int] = (),
+               of_one_parameter: Sequence[Sequence[int]] = ()) -> Program:
+    """A program around a graph of `training_graph`: only what the cutting reads.
+
+    `paths`: of C nodes. `of_one_parameter`: D nodes in `releases` that are gradients of one parameter.
+    """
+    shared = {j: k for k, js in enumerate(of_one_parameter) for j in js}
+    grads = {j: Gradient() for j in cd.releases}
+    number = [i if i < cd.loss else o for i, o in enumerate(origins(cd))]
+    return Program(
+        None, cd, tuple(node((paths or {}).get(i, ""), number[i]) for i in range(len(cd.c))),  # type: ignore[arg-type]
+        (), (), {g: j for j, g in grads.items()},  # type: ignore[misc]
+        tuple((Source("param", f"shared {shared[j]}" if j in shared else f"w{j}"), grads[j])  # type: ignore[misc]
+              for j in sorted(grads, key=lambda j: cd.producer[j] or 0)),
+        (), frozenset(constant), (), cd.outputs)

@@ -1,0 +1,160 @@
+"""Snapshots of a module's plain attributes, and their stand-ins in keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rkmate.graph.capture.state import MISSING, Assigned
+from rkmate.runtime.key_parts import Part, Same, by_content, by_value
+from rkmate.runtime.snapshot import Equivalents, attributes_of, before, snapshot
+
+
+def _model() -> nn.Module:
+    model = nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 2))
+    model.scale = 2.0
+    model.settings = model[1].settings = SimpleNamespace(kind="plain", deep=[1])
+    model.tables = {"a": torch.zeros(2)}
+    model.call = partial(torch.add, alpha=2)
+    return model
+
+
+def _replace_settings(model: nn.Module) -> None:
+    model.settings = model[1].settings = SimpleNamespace(**vars(model.settings))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "number": lambda m: setattr(m, "scale", 3.0),
+    "number of another type": lambda m: setattr(m, "scale", 2),
+    "of a submodule": lambda m: setattr(m[0], "p", 0.5),
+    "forward": lambda m: setattr(m[1], "forward", torch.tanh),
+    "of an object": lambda m: setattr(m.settings, "kind", "other"),
+    "new, of an object": lambda m: setattr(m.settings, "more", 1),
+    "deleted": lambda m: delattr(m, "scale"),
+    "object apart": lambda m: setattr(m[1], "settings", SimpleNamespace(kind="plain", deep=[1])),
+    "member of a dictionary": lambda m: m.tables.update(a=torch.zeros(2)),
+    "object without content": lambda m: setattr(m, "call", partial(torch.add, alpha=2)),
+}
+NO_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "equal": lambda m: setattr(m, "scale", float("2")),
+    "an equal object in all places": _replace_settings,
+    "its own forward": lambda m: setattr(m[1], "forward", m[1].forward),
+    "train flag": lambda m: m.train(not m.training),
+    "new attribute of a module": lambda m: setattr(m, "more", 1),
+    "deep in an object": lambda m: m.settings.deep.append(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_another_state(change: str) -> None:
+    model = _model()
+    first = snapshot(attributes_of(model))
+    assert first.is_now([])
+    assert snapshot(first.attributes).part == first.part
+    CHANGES[change](model)
+    now = snapshot(first.attributes)
+    assert now.part != first.part
+    # An attribute that is new in an object is seen once something else has changed.
+    assert first.is_now([]) == (change == "new, of an object")
+    assert now.is_now([])
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_what_is_the_same_state(change: str) -> None:
+    model = _model()
+    first = snapshot(attributes_of(model))
+    NO_CHANGES[change](model)
+    assert snapshot(first.attributes).part == first.part
+
+
+def test_hooks_are_part_of_it() -> None:
+    first = snapshot(attributes_of(_model()), [print])
+    assert first.is_now([print])
+    assert not first.is_now([]) and not first.is_now([len])
+    assert snapshot(first.attributes).part != first.part != snapshot(first.attributes, [len]).part
+
+
+def test_the_state_before_a_forward_assigned() -> None:
+    model = _model()
+    first = snapshot(attributes_of(model))
+    settings = model.settings
+    settings.kind, settings.more = "other", 1
+    now = snapshot(first.attributes)
+    assigned = [Assigned("settings.kind", settings, "kind", "plain", "other"),
+                Assigned("settings.more", settings, "more", MISSING, 1)]
+    assert before(now, assigned).part == first.part != now.part
+    assert settings.kind == "other"
+    del settings.more
+    assigned = [assigned[0], Assigned("settings.more", settings, "more", 1, MISSING)]
+    was = dict(before(snapshot(first.attributes), assigned).part.content)
+    assert was["settings.more"] == (int, 1) and was["settings.kind"] == (str, "plain")
+
+
+def test_equivalents_lead_to_the_first() -> None:
+    parts, known = [Part((k,)) for k in range(40)], Equivalents()
+    known.add(parts[1], parts[0])
+    assert known.of(Part((1,))) is parts[0]
+    assert known.of(parts[2]) is parts[2]
+    known.add(parts[3], parts[3])
+    assert known.of(parts[3]) is parts[3]
+    for p in parts[4:]:
+        known.add(p, parts[0])
+    assert known.of(parts[1]) is parts[1]           # long ago
+    assert known.of(parts[39]) is parts[0]
+
+
+# -- stand-ins ----------------------------------------------------------------------------
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def method(self) -> None: ...
+
+
+def _itself() -> list[Any]:
+    value: list[Any] = [1]
+    value.append(value)
+    return value
+
+
+HOLDER, TENSOR = Holder(1), torch.zeros(2)
+
+
+@pytest.mark.parametrize(("make", "equal"), [
+    (lambda: 1, True), (lambda: (1, "a", None), True), (lambda: HOLDER.method, True),
+    (lambda: TENSOR, True), (lambda: torch.zeros(2), False), (lambda: [1], False),
+    (lambda: Holder(1), False)])
+def test_by_value(make: Callable[[], Any], *, equal: bool) -> None:
+    some, others = make(), make()
+    assert (by_value(some) == by_value(others)) == equal
+    hash(by_value(some))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: [1, (2, {"a": Holder([3])})], _itself, lambda: HOLDER.method, lambda: torch.float32, lambda: len,
+    lambda: nn.Module, lambda: Holder(None)])
+def test_by_content(make: Callable[[], Any]) -> None:
+    some, others = make(), make()
+    assert by_content(some) == by_content(others)
+    hash(by_content(some))
+
+
+@pytest.mark.parametrize(("a", "b"), [
+    (1, 1.0), (True, 1), ([1], (1,)), ({"a": 1, "b": 2}, {"b": 2, "a": 1}), (Holder(1), Holder(2)),
+    ({1}, {1}), (nn.Linear(1, 1), nn.Linear(1, 1)), (_itself(), [1, [1]])])
+def test_other_content(a: Any, b: Any) -> None:
+    assert by_content(a) != by_content(b)
+
+
+def test_same_is_equal_to_these_objects_alone() -> None:
+    a, b = [1], [1]
+    assert Same((a, b)) == Same((a, b)) != Same((b, a))
+    assert Same((a,)).is_of([a]) and not Same((a,)).is_of([b]) and not Same((a,)).is_of([a, b])

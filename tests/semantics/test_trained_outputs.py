@@ -1,0 +1,192 @@
+"""`trains`: the user says which outputs the loss is computed from, and the first step runs as planned."""
+
+from __future__ import annotations
+
+import copy
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rkmate
+from rkmate.comparison.worker import loss_of
+from rkmate.graph.capture.structure import take_apart
+from rkmate.measure.meter import measure_peak
+from rkmate.pipeline.trained_outputs import checked_trains, chosen_outputs
+from rkmate.runtime.executable import Compiled
+from tests.capturing import captured_once
+from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned
+
+FORWARDS: list[int] = []
+
+
+@torch.library.custom_op("rkmate_tests::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """A copy; each run of it is one of the forward."""
+    FORWARDS.append(1)
+    return x.clone()
+
+
+@counted.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+counted.register_autograd(lambda ctx, grad: grad)
+
+
+class Segmenter(nn.Module):
+    """A tower of wide layers; its scores, and those of an auxiliary head half-way up."""
+
+    def __init__(self, *, depth: int = 2, loss: bool = False) -> None:
+        super().__init__()
+        self.lower, self.upper = Tower(32, depth, 0.1), Tower(32, depth, 0.1)
+        self.scores, self.aux = nn.Linear(32, 4), nn.Linear(32, 4)
+        self.with_loss = loss
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        middle = self.lower(counted(x))
+        top = self.upper(middle)
+        out = {"out": self.scores(top), "aux": (self.aux(middle), x.sum()), "inputs": x}
+        return {"loss": out["out"].pow(2).mean(), **out} if self.with_loss else out
+
+
+def both(out: dict[str, Any]) -> torch.Tensor:
+    labels = torch.arange(len(out["inputs"])) % 4
+    return F.cross_entropy(out["out"], labels) + 0.4 * F.cross_entropy(out["aux"][0], labels)
+
+
+@pytest.fixture(scope="module")
+def x() -> torch.Tensor:
+    return torch.randn(512, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("trains", "budget"), [
+    ("all", 1.0), (("out", "aux"), 0.7), (["aux[0]", "out"], 1.0), (("loss", 1, "aux.0"), 0.7)])
+def test_the_first_step_is_as_planned(trains: Any, budget: float, x: torch.Tensor) -> None:
+    """Once through the forward, inside the budget, with eager mode's bits. Without `trains`, the loss
+    that is among the outputs would be taken for the one that trains."""
+    with_loss = trains == "all" or "loss" in trains
+    model = Segmenter(loss=with_loss)
+
+    def loss(out: Any) -> torch.Tensor:
+        return both(out) + out["loss"] if with_loss else both(out)
+
+    module = rkmate.wrap(model, (x,), budget=budget, progress=False, trains=trains)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    FORWARDS.clear()
+    with mock.patch.object(Compiled, "again", side_effect=AssertionError("a second forward")):
+        found = measure_peak(lambda: loss(module(x)).backward())        # a warning would be an error
+    assert budget < 1 or len(FORWARDS) == 1
+    assert found.peak <= module.plan.budget_bytes
+    assert_same_gradients(model, module, lambda run: loss(run(x)))
+
+
+def test_without_it_the_first_step_runs_twice(x: torch.Tensor) -> None:
+    model = Segmenter(depth=1, loss=True)
+    module = planned(model, x)
+    FORWARDS.clear()
+    with pytest.warns(rkmate.RkmateWarning, match="trains= says"):
+        (both(module(x)) + module(x)["loss"]).backward()
+    assert len(FORWARDS) > 2
+
+
+@pytest.mark.parametrize(("trains", "message"), [
+    ("logits", "trains names 'logits', and the model returns no such output: there are 'out' .number 0.; "
+               "'aux.0' .number 1.; 'aux.1' .number 2., which takes no gradient; 'inputs' .number 3., which"),
+    (("out", "aux.2"), "names 'aux.2', and the model returns no such output"),
+    (4, "names 4, and the model returns no such output"),
+    (-1, "names -1, and"),
+    (("out", "inputs"), "names 'inputs', which depends on no parameter or input that requires a gradient"),
+    (("out", "aux[1]"), r"names 'aux\[1\]', which depends on no parameter"),
+    ((), r"trains is \(\); it should be"),
+    (0.5, "trains is 0.5; it should be"),
+    (True, "trains is True; it should be"),
+    ({"out": 1}, "it should be"),
+    (("out", None), "it should be"),
+])
+def test_wrong_ones_are_refused(trains: Any, message: str, x: torch.Tensor,
+                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rkmate.pipeline.prepare.partition", None)           # nothing is planned before
+    with captured_once("segmenter"), pytest.raises(rkmate.ArgumentError, match=message):
+        planned(Segmenter(depth=1), x, trains=trains)
+
+
+def test_every_public_call_takes_it(x: torch.Tensor) -> None:
+    model = Segmenter(depth=1, loss=True)
+    options: dict[str, Any] = {"progress": False, "costs": "analytic", "trains": ("out", "aux")}
+    with captured_once():
+        plan = rkmate.plan(model, (x,), budget=0.9, **options)
+        curve = rkmate.tradeoff(model, (x,), budgets=[0.9], **options)
+        table = rkmate.compare(model, (x,), budgets=[1.0], planners=["chen"], **options)
+        other = rkmate.plan(model, (x,), budget=0.9, **(options | {"trains": None}))
+        module = planned(model, x, budget=None, plan=plan, trains=("aux", "out"))
+        with pytest.raises(rkmate.PlanError, match="trains="):
+            planned(model, x, budget=None, plan=plan)
+    assert curve[0].fingerprint == plan.fingerprint != other.fingerprint
+    assert table.rows[0].status == "ok"
+    batch = rkmate.max_batch_size(model, lambda n: (x[:n],), device_memory="1MiB", most=2, **options)
+    assert batch.plan.baseline_peak_bytes > 0
+    for copied in (module, copy.deepcopy(module)):
+        with mock.patch.object(Compiled, "again", side_effect=AssertionError("a second forward")):
+            both(copied(x)).backward()
+        assert copied.plan.schedule == plan.schedule
+
+
+def test_another_loss_than_that_is_right_too() -> None:
+    model, x = Heads(dropout=0.2), torch.randn(4, 8)
+    module = planned(model, x, trains="left")
+    assert_same_gradients(model, module, lambda run: run(x)["left"].pow(2).sum())
+    with pytest.warns(rkmate.RkmateWarning, match=r"output 1 .* a second time"):
+        assert_same_gradients(model, module, lambda run: sum(t.pow(2).sum() for t in run(x).values()),
+                              close=True)
+
+
+# -- names --------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    more: Any = None
+
+
+def test_names_of_every_container() -> None:
+    a, b, c, d = (torch.zeros(k) for k in range(4))
+    batch = Batch(c)
+    batch.more = [batch, d]                                                  # refers to itself
+    _, structure = take_apart({"pair": Pair(a, b), 3: batch, "again": [a, "text"], "none": None}, result=True)
+    names = structure.names()
+    assert {n: set(found) for n, found in names.items() if "-" not in n} == {
+        "pair": {0, 1}, "pair.left": {0}, "pair.right": {1}, "pair.0": {0}, "pair.1": {1},
+        "3": {2, 3}, "3.x": {2}, "3.more": {3}, "3.more.1": {3}, "again": {0}, "again.0": {0}}
+    assert names["3.more.-1"] == {3}
+    able = [True, True, False, True]
+    assert chosen_outputs(structure, able, ("pair[1]", "3")) == (False, True, False, True)
+    assert chosen_outputs(structure, able, ("[3].more[-1]", "again['0']")) == (True, False, False, True)
+    assert chosen_outputs(structure, able, "all") == tuple(able)
+    assert take_apart(a, result=True)[1].names() == {}
+
+
+def test_one_name_or_number_is_a_list_of_one() -> None:
+    assert checked_trains("logits") == ("logits",)
+    assert checked_trains(2) == (2,)
+    assert checked_trains(["a", 1]) == ("a", 1)
+    assert checked_trains("all") == "all"
+    assert checked_trains(("all",)) == ("all",)
+    assert checked_trains(None) is None
+
+
+def test_the_loss_of_a_comparison_takes_them() -> None:
+    w = torch.ones(3, requires_grad=True)
+    out = {"loss": w.sum(), "a": w * 2, "b": w * 3}
+    assert torch.equal(loss_of(out), out["loss"])
+    assert torch.equal(loss_of(out, ("a", 0)), out["loss"] + out["a"].tanh().mean())
