@@ -62,6 +62,11 @@ _EVERYWHERE: dict[Any, Layout] = {
         aten.logit_backward.default), _of_product_with(1))}
 
 
+def _has_cpu_kernels(device: torch.device) -> bool:
+    """Whether the table of the CPU's kernels holds for a device."""
+    return device.type == "cpu"
+
+
 def _as_the_kernel(trace: Callable[..., Any], layout: Layout, *, everywhere: bool) -> Callable[..., Any]:
     @functools.wraps(trace)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +74,7 @@ def _as_the_kernel(trace: Callable[..., Any], layout: Layout, *, everywhere: boo
         result = trace(args[0].contiguous(), *args[1:], **kwargs)
         alone = isinstance(result, torch.Tensor)
         first, *others = (result,) if alone else result
-        if first is not None and (everywhere or first.device.type == "cpu"):
+        if first is not None and (everywhere or _has_cpu_kernels(first.device)):
             first = layout(first, *args)
         return first if alone else (first, *others)
     return run

@@ -68,6 +68,11 @@ def _workspace_bytes(node: fx.Node) -> int:
     return int(workspace.numel() * workspace.element_size())
 
 
+def _has_cpu_kernels(device: torch.device) -> bool:
+    """Whether recurrent layers run step by step, or in the fused layer of the CPU's library."""
+    return device.type == "cpu"
+
+
 _LAYERED = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
 _PACKED = {aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data}
 _LSTM = 2
@@ -81,7 +86,7 @@ def as_eager_runs_them(program: fx.GraphModule) -> None:
     the fused LSTM layer for the first layer only. A single cell is decomposed as in eager mode.
     """
     for node in program.graph.nodes:
-        if node.target is aten.gru_cell.default and node.meta["val"].device.type == "cpu":
+        if node.target is aten.gru_cell.default and _has_cpu_kernels(node.meta["val"].device):
             node.target = _cell
         if node.target in _LAYERED:
             if _has_dropout(node, first=3) or node.target is aten.lstm.input:
@@ -135,7 +140,7 @@ def _fusable(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Ten
     projected = states[0].shape[2] != states[1].shape[2]
     usable = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
     return usable and not projected and all(
-        t.device.type == "cpu" and t.dtype is torch.float32 and t.numel() > 0 for t in tensors)
+        _has_cpu_kernels(t.device) and t.dtype is torch.float32 and t.numel() > 0 for t in tensors)
 
 
 def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[torch.Tensor],
@@ -182,7 +187,7 @@ def gates_as_eager_computes() -> Iterator[None]:
         original = getattr(decompositions, name)
 
         def run(inp: torch.Tensor, hidden: torch.Tensor, *weights: Any) -> Any:
-            return (cell if hidden.device.type == "cpu" else original)(inp, hidden, *weights)
+            return (cell if _has_cpu_kernels(hidden.device) else original)(inp, hidden, *weights)
 
         return mock.patch.object(decompositions, name, run)
 

@@ -1,5 +1,8 @@
 """Models that have no static training step: what is refused before a trace, and what a failed
-trace means for the user."""
+trace means for the user.
+
+Uses private names of torch (the class of compiled modules); tested with torch 2.13.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ArgumentError(f"{tensor_name} has no shape yet (a lazy module): run the model once "
                                 "before wrapping it")
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             raise ArgumentError(f"{tensor_name} is on the meta device: give the model memory first "
                                 "(model.to_empty)")
         if type(tensor).__name__ == "DTensor":
