@@ -77,7 +77,7 @@ def _moves_statistics(norm: Any, *args: Any, **kwargs: Any) -> bool:
 
 def _written(t: torch.Tensor) -> ClosedOverError:
     return ClosedOverError(f"the forward writes to a tensor of shape {tuple(t.shape)} that is none of the "
-                        "module's buffers or arguments: keep it in a buffer (register_buffer)")
+                           "module's buffers or arguments: keep it in a buffer (register_buffer)")
 
 
 def closed_over_as_buffers(program: fx.GraphModule) -> None:

@@ -70,6 +70,7 @@ def kept_whole() -> Iterator[None]:
     code = method.__code__
     plain = types.FunctionType(code, method.__globals__, method.__name__, method.__defaults__,
                                method.__closure__)
+
     def apply(cls: type[torch.autograd.Function], args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Any:
         mode = proxy_tensor.get_proxy_mode()

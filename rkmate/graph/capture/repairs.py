@@ -46,7 +46,7 @@ PHASES: dict[Phase, str] = {
                 "says of an operation which other call may stand for it, and the stages after the "
                 "graph ask.",
 }
-"""When a pass does its work, and how `run` is called. In the order of the stages."""
+"""When a pass does its work, and how its `run` is called; in the order of the stages."""
 
 SEEN = ("2.13",)
 """The versions of torch that the tests run with: what a pass without other word was seen needed on."""
