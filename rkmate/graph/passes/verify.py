@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,8 +66,31 @@ def _verify_call(node: fx.Node, before: set[fx.Node], late: set[fx.Node], result
 
 def form_of(node: fx.Node) -> Form:
     """Shape and dtype of a node's value."""
-    value = node.meta.get("val")
+    return _form(node.meta.get("val"))
+
+
+def _form(value: Any) -> Form:
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A node at one moment. Nothing in it is changed in place, so that the same objects are the same."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    value: Any
+
+    @staticmethod
+    def of(node: fx.Node) -> _Call:
+        return _Call(node.target, node.args, node.kwargs, node.meta.get("val"))
+
+    def inputs(self) -> list[Any]:
+        """The arguments, in order, without what holds them."""
+        found: list[Any] = []
+        fx.node.map_aggregate((self.args, self.kwargs), found.append)
+        return found
 
 
 class Verifier:
@@ -78,36 +102,31 @@ class Verifier:
 
     def _note(self, joint: Joint) -> None:
         self._outputs = [n and form_of(n) for n in joint.outputs]
-        self._forms = {n: form_of(n) for n in joint.graph.nodes}
-        self._calls = {n: (n.target, _read(n)) for n in joint.graph.nodes if n.op == "call_function"}
+        self._calls = {n: _Call.of(n) for n in joint.graph.nodes}
 
     def check(self, joint: Joint, name: str) -> None:
         """Verify the graph that a pass has left. Raises `GraphError`, which names the pass."""
         try:
             verify(joint)
-            self._verify_unchanged(joint)
+            if [n and form_of(n) for n in joint.outputs] != self._outputs:
+                raise GraphError("an output has another form")
+            for node in joint.graph.nodes:
+                if node in self._calls:
+                    self._verify_unchanged(node, self._calls[node])
         except GraphError as error:
             raise GraphError(f"after the pass {name!r}: {error}") from None
         self._note(joint)
 
-    def _verify_unchanged(self, joint: Joint) -> None:
-        if [n and form_of(n) for n in joint.outputs] != self._outputs:
-            raise GraphError("an output has another form")
-        for node in joint.graph.nodes:
-            if node in self._forms and form_of(node) != self._forms[node]:
-                raise GraphError(f"{node.name} has another form: {form_of(node)}, not {self._forms[node]}")
-            target, read = self._calls.get(node, (None, []))
-            if node.target != target or is_view(node):      # a view may look at its base's base
-                continue
-            for place, ((was, form), (now, found)) in enumerate(zip(read, _read(node), strict=False)):
-                if was is not now and found is not None and found != form:
-                    raise GraphError(f"{node.name} reads {now} of the form {found} as argument {place}, "
-                                     f"which was {was} of the form {form}")
-
-
-def _read(node: fx.Node) -> list[tuple[Any, Form]]:
-    """The arguments, in order, and the forms of those that are values."""
-    found: list[tuple[Any, Form]] = []
-    fx.node.map_aggregate((node.args, node.kwargs), lambda a: found.append(
-        (a, form_of(a) if isinstance(a, fx.Node) else None)))
-    return found
+    def _verify_unchanged(self, node: fx.Node, before: _Call) -> None:
+        value = node.meta.get("val")
+        if value is not before.value and _form(value) != _form(before.value):
+            raise GraphError(f"{node.name} has another form: {_form(value)}, not {_form(before.value)}")
+        if (node.args is before.args and node.kwargs is before.kwargs) or node.target != before.target \
+                or is_view(node):                       # a view may look at its base's base
+            return
+        for was, now in zip(before.inputs(), _Call.of(node).inputs(), strict=False):
+            if was is not now and isinstance(was, fx.Node) and isinstance(now, fx.Node):
+                form = _form(self._calls[was].value)
+                if form_of(now) != form:
+                    raise GraphError(f"{node.name} reads {now} of the form {form_of(now)} instead of {was} "
+                                     f"of the form {form}")
