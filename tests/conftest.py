@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rkmate.graph.passes import simplify
 from rkmate.pipeline import search
 
 _MADE: list[Path] = []
@@ -53,6 +54,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most tests need some plan within a budget, and no better one for seconds of solving."""
     monkeypatch.setattr(search, "PATIENCE", 0.2)
     monkeypatch.setattr(search, "KEEP_SECONDS", 0.2)
+
+
+@pytest.fixture(autouse=True)
+def verified_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every graph that a test simplifies is verified after each pass."""
+    monkeypatch.setattr(simplify, "VERIFY", True)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ class Prepared:
     @property
     def can_split_heads(self) -> bool:
         """Whether a rewriting is left for budgets that nothing meets (`Settings.split_head`)."""
-        return self.settings.split_head == "auto" and bool(self.partition.program.joint.heads)
+        return self.settings.split_head == "auto" and bool(self.partition.program.joint.linear_losses)
 
     @property
     def pinned(self) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
             raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
                                 "requires a gradient, so there is nothing to train")
         joint = simplify(captured, wanted or trained_outputs(captured, settings.trains),
-                         heads=settings.split_head == "always")
+                         chunked_loss=settings.split_head == "always")
         program = lower(joint)
         seconds["capture"] = time.perf_counter() - start
         start = time.perf_counter()

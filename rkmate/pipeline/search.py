@@ -388,7 +388,7 @@ class Searcher:
 
     def _with_rewriting(self, note: str) -> str:
         split = self.prepared.settings.split_head == "always"
-        heads = self.prepared.partition.program.joint.heads if split else ()
+        heads = self.prepared.partition.program.joint.linear_losses if split else ()
         return f"{note}; the products with {', '.join(heads)} and their cross entropies are computed a " \
             "few rows at a time" if heads else note
 

@@ -81,7 +81,7 @@ def fitting_curve(prepared: Prepared, budgets: Sequence[Budget] | None, planner:
 
 
 def _warn(prepared: Prepared) -> None:
-    names = ", ".join(prepared.partition.program.joint.heads)
+    names = ", ".join(prepared.partition.program.joint.linear_losses)
     warn(
         f"nothing fits in this budget with the original's operations, so the product with {names} and "
         "its cross entropy are computed a few rows at a time. That weight's gradient is the original's "

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.capture import inside_transform
+from rkmate.graph.capture.modes import inside_fake_mode, inside_transform
 from rkmate.runtime.environment import Kept
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
@@ -196,4 +195,4 @@ def _traced_here() -> bool:
 
     Torch's flag does not say: it is one for all threads.
     """
-    return planning_lock.is_mine() or detect_fake_mode() is not None
+    return planning_lock.is_mine() or inside_fake_mode()

@@ -12,18 +12,11 @@ from torch import fx
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.operations import OpOverload
 from rkmate.graph.passes.chunked_kernels import at_once
 from rkmate.graph.passes.in_place import overwrites
 from rkmate.graph.passes.simplify import is_view
-
-_METHODS: dict[object, str] = {
-    # A kernel may lay its result out otherwise than the tracer was told; reshape then copies.
-    torch.ops.aten.view.default: "reshape", torch.ops.aten._unsafe_view.default: "reshape",
-    torch.ops.aten.t.default: "t", torch.ops.aten.transpose.int: "transpose",
-    torch.ops.aten.unsqueeze.default: "unsqueeze", torch.ops.aten.squeeze.dim: "squeeze",
-    torch.ops.aten.expand.default: "expand", torch.ops.aten.permute.default: "permute",
-    torch.ops.aten.select.int: "select", torch.ops.aten.split.Tensor: "split",
-}
+from rkmate.graph.passes.view_methods import view_method
 
 
 def source_key(source: Source) -> str:
@@ -48,18 +41,18 @@ def literal(value: Any) -> str:
 
 def operator_name(node: fx.Node) -> str:
     """``aten.mm`` for ``aten.mm.default``; overloads other than the default are spelled out."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     return _spelled(node.target)
 
 
-def _spelled(target: torch._ops.OpOverload) -> str:
+def _spelled(target: OpOverload) -> str:
     return f"{target.namespace}.{target._opname}.{target._overloadname}"
 
 
 def operator_namespace(node: fx.Node) -> str:
     """``aten`` for ``aten.mm.default``; empty for what is no operation."""
     target = node.target
-    return str(target.namespace) if isinstance(target, torch._ops.OpOverload) else ""
+    return str(target.namespace) if isinstance(target, OpOverload) else ""
 
 
 class BlockNames:
@@ -142,7 +135,7 @@ class Expressions:
 
     def call(self, node: fx.Node) -> str:
         """The call of an operation; the everyday views as methods of their tensor."""
-        method = _METHODS.get(node.target)
+        method = view_method(node)
         if method is not None and not node.kwargs and isinstance(node.args[0], fx.Node):
             rest = ", ".join(self.argument(a) for a in node.args[1:])
             return f"{self.value(node.args[0])}.{method}({rest})"

@@ -5,13 +5,24 @@ A trace sees what is written to a tensor, not which tensor a module's buffer is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 from rkmate.errors import CaptureError
 
 
-class Registered:
+@contextmanager
+def new_buffers_as_writes(model: nn.Module) -> Iterator[None]:
+    """While a model's forward is traced. Raises `CaptureError` as `_Registered.write_back` does."""
+    registered = _Registered(model)
+    yield
+    registered.write_back()
+
+
+class _Registered:
     """The tensors that a model's modules have registered when a forward begins."""
 
     def __init__(self, model: nn.Module) -> None:

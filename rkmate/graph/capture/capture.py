@@ -1,17 +1,19 @@
 """Capture: the joint forward and backward graph of a module, as ATen operations.
 
-The only file that uses private names of torch. Tested with torch 2.13; written for 2.11 to 2.13.
 `torch.export` first (it tells libraries that they are being compiled, so that data-dependent mask
-checks take the traceable path), then AOTAutograd's joint graph with descriptors.
+checks take the traceable path), then AOTAutograd's joint graph with descriptors. What has to be repaired
+on the way is in the table of `repairs`.
+
+Uses private names of torch (the joint graph of AOTAutograd and its descriptors); tested with torch 2.13,
+written for 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,20 +21,14 @@ import torch
 from torch import nn
 from torch._functorch._aot_autograd import descriptors as D
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
-from rkmate.graph.capture.buffers import Registered
-from rkmate.graph.capture.closed_over import Guard, OutsideError, as_buffers
-from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
-from rkmate.graph.capture.eager_kernels import as_eager_computes
-from rkmate.graph.capture.layouts import as_kernels_return_them
-from rkmate.graph.capture.library_paths import paths, without_value_checks
-from rkmate.graph.capture.recurrent import as_eager_runs_them, make_recurrent_layers_whole
+from rkmate.graph.capture.closed_over import ClosedOverError
+from rkmate.graph.capture.quiet import quiet
 from rkmate.graph.capture.refusals import explained, has_generator
+from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_transient
 from rkmate.graph.capture.structure import Structure, take_apart, tensors_in
 from rkmate.support.warn import warn
@@ -94,10 +90,8 @@ class _Flat(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
-        registered = Registered(self.model)
-        with Guard():
+        with repaired("forward", self.model):
             out = self.model(*args, **kwargs)
-        registered.write_back()
         for name, ids in self._inputs.held_by_objects(args, kwargs).items():
             if ids != before[name]:
                 raise CaptureError(
@@ -122,17 +116,16 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     draws = HostDraws()
     kept: list[Assigned] = []
     try:
-        with cumulative_averages_as_tensors(model):
-            result, assigned = _capture(model, args, kwargs, PythonState(model))
-            draws.refuse_change(model)
-            # A second trace from where the first has left the attributes: an equal graph means that
-            # the forward does not read what it keeps.
-            if assigned and not (all_transient(assigned)
-                                 and _is_repeated(result, model, args, kwargs, before, assigned)):
-                names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
-                raise CaptureError(
-                    f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
-                    "repeat that. Keep such state in a buffer (register_buffer), or return it.")
+        result, assigned = _capture(model, args, kwargs)
+        draws.refuse_change(model)
+        # A second trace from where the first has left the attributes: an equal graph means that the
+        # forward does not read what it keeps.
+        if assigned and not (all_transient(assigned)
+                             and _is_repeated(result, model, args, kwargs, before, assigned)):
+            names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
+            raise CaptureError(
+                f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
+                "repeat that. Keep such state in a buffer (register_buffer), or return it.")
         kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)]
         lost = [a.path for a in assigned if a.makes_tensors()]
         if lost:
@@ -160,8 +153,7 @@ def _again(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], befo
     left.restore_hooks()              # those that the first trace has installed belong to it
     for a in assigned:
         a.repeat()
-    with cumulative_averages_as_tensors(model):
-        return _capture(model, args, kwargs, PythonState(model))[0]
+    return _capture(model, args, kwargs)[0]
 
 
 def _text(found: Capture) -> str:
@@ -171,36 +163,33 @@ def _text(found: Capture) -> str:
 
 
 def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """The exported program, with libraries on eager's path where they can be traced on it."""
-    *ways, last = paths(flat.model)
+    """The exported program, in the first way in which that succeeds."""
+    *ways, last = ways_to_export(flat.model)
     for way in ways:
-        with contextlib.suppress(Exception), way():
-            return _export_once(flat, tensors)
-    with last():
-        return _export_once(flat, tensors)
+        with contextlib.suppress(Exception):
+            return _export_once(flat, tensors, way)
+    return _export_once(flat, tensors, last)
 
 
-def _export_once(flat: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
-    with kept_whole() as calls:
+def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
+                 way: Callable[[], AbstractContextManager[None]]) -> Any:
+    with way():
         program = torch.export.export(flat, tensors, strict=False).module()
-    run_as_they_are(program, calls)
-    as_eager_runs_them(program)
-    as_buffers(program)
+    repair_program(program)
     return program
 
 
-def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-             before: PythonState) -> tuple[Capture, Sequence[Assigned]]:
+def _capture(model: nn.Module, args: tuple[Any, ...],
+             kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
     given, inputs = take_apart((args, kwargs), result=False)
     # One tensor passed twice is two inputs: another call may pass two.
     tensors = [t if all(t is not u for u in given[:k]) else
                t.detach().requires_grad_(t.requires_grad) for k, t in enumerate(given)]
-    flat = _Flat(model, inputs, before)
-    flat.training = model.training
-    with unchanged_random_state(*devices.in_use()), warnings.catch_warnings(), \
-            torch.inference_mode(False), torch.enable_grad(), _quiet(), as_eager_computes(), \
-            as_kernels_return_them(), without_value_checks():
+    with unchanged_random_state(*devices.in_use()), warnings.catch_warnings(), torch.inference_mode(False), \
+            torch.enable_grad(), quiet(), repaired("trace", model):
         warnings.simplefilter("ignore")
+        flat = _Flat(model, inputs, PythonState(model))
+        flat.training = model.training
         program = None
         try:
             program = _export(flat, tuple(tensors))
@@ -209,24 +198,14 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             with contextlib.ExitStack() as stack:
                 joint = aot_export_joint_with_descriptors(stack, program, tuple(tensors))
                 module = joint.graph_module
-        except OutsideError as error:
+        except ClosedOverError as error:
             raise explained(model, args, kwargs, error) from error
         except (ArgumentError, CaptureError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise explained(model, args, kwargs, error, program) from error
-    make_recurrent_layers_whole(module.graph)
-    _tag_what_needs_the_loss(module.graph)
+    repair_joint(module.graph)
     return _read(module, model, program, inputs, structure), flat.found.assigned
-
-
-def _tag_what_needs_the_loss(graph: torch.fx.Graph) -> None:
-    """What depends on a gradient is of the backward, also where a nested graph has lost the tag."""
-    for node in graph.nodes:
-        if node.op == "call_function" and any(
-                n.meta.get("partitioner_tag") == "is_backward"
-                or isinstance(n.meta.get("desc"), D.TangentAOTInput) for n in node.all_input_nodes):
-            node.meta["partitioner_tag"] = "is_backward"
 
 
 def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
@@ -302,34 +281,3 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
     tangents = {s.key for s in sources.values() if s.kind == "tangent"}
     return Capture(module.graph, sources, tuple(outputs), tuple(mutations), tuple(grads), inputs,
                    structure, constants, tuple(i in tangents for i in range(structure.count)))
-
-
-def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
-    """The mode that the graph's fake tensors belong to."""
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
-            return value.fake_mode  # type: ignore[no-any-return]
-    raise CaptureError("the model has no tensors")
-
-
-def inside_transform() -> bool:
-    """Whether a torch.func transform (vmap, grad, jvp) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What the tracer logs about a failure comes back as its exception."""
-    tracers = [logging.getLogger(name) for name in (
-        "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
-    before = [t.level for t in tracers]
-    for tracer in tracers:
-        tracer.setLevel(logging.CRITICAL)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):     # it prints the graph so far
-            yield
-    finally:
-        for tracer, level in zip(tracers, before, strict=True):
-            tracer.setLevel(level)
-

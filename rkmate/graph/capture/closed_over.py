@@ -1,13 +1,16 @@
-"""Tensors that a forward computes with and that are none of its parameters, buffers or arguments:
-plain attributes, members of lists, globals.
+"""Closed-over tensors: a forward computes with them, and they are none of its parameters, buffers or
+arguments, but plain attributes, members of lists, globals.
 
 The tracer takes them as they are, which the trace of the gradients does not: to it they are buffers.
+
+Uses private names of torch (the modes of a trace, a tensor's version); tested with torch 2.13.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,12 +26,17 @@ _NORMS = (F.batch_norm, F.instance_norm)
 _FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
-class OutsideError(CaptureError):
+class ClosedOverError(CaptureError):
     """Raised while a forward is traced, before it is known where."""
 
 
-class Guard(TorchFunctionMode):
-    """Raises `OutsideError` where an operation takes such a tensor that requires a gradient, which the
+def lost_tensors_refused() -> AbstractContextManager[Any]:
+    """While a model's forward is traced; raises `ClosedOverError`."""
+    return _Guard()
+
+
+class _Guard(TorchFunctionMode):
+    """Raises `ClosedOverError` where an operation takes such a tensor that requires a gradient, which the
     trace would lose without a word, or writes to one, which tracing alone would do.
 
     What the tracer puts in the place of parameters, buffers and arguments is of other classes.
@@ -52,7 +60,7 @@ class Guard(TorchFunctionMode):
                 raise _written(t)
         taught = [t for t in given if t.requires_grad]
         if taught and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves(out)):
-            raise OutsideError(
+            raise ClosedOverError(
                 f"the forward computes with a tensor of shape {tuple(taught[0].shape)} that requires a "
                 "gradient and that it does not find as a parameter of the module: register it "
                 "(nn.Parameter, nn.ParameterList), pass it as an argument, or detach it")
@@ -67,13 +75,13 @@ def _moves_statistics(norm: Any, *args: Any, **kwargs: Any) -> bool:
         type(of[name]) is torch.Tensor for name in ("running_mean", "running_var"))
 
 
-def _written(t: torch.Tensor) -> OutsideError:
-    return OutsideError(f"the forward writes to a tensor of shape {tuple(t.shape)} that is none of the "
-                        "module's buffers or arguments: keep it in a buffer (register_buffer)")
+def _written(t: torch.Tensor) -> ClosedOverError:
+    return ClosedOverError(f"the forward writes to a tensor of shape {tuple(t.shape)} that is none of the "
+                           "module's buffers or arguments: keep it in a buffer (register_buffer)")
 
 
-def as_buffers(program: fx.GraphModule) -> None:
-    """Register such tensors with the exported program, which shares them with the user."""
+def closed_over_as_buffers(program: fx.GraphModule) -> None:
+    """Register closed-over tensors with the exported program, which shares them with the user."""
     for node in program.graph.nodes:
         # What the forward itself makes of Python values is fresh, and the trace takes it.
         if node.op != "get_attr" or any(n.target in _FRESH for n in node.users):

@@ -28,20 +28,6 @@ from rkmate.errors import CaptureError
 from rkmate.graph.capture.structure import objects_in
 
 
-class _CustomFunction(HigherOrderOperator):
-    """Stands for one call in an exported program: the call's number, and its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__("rkmate_custom_function")
-
-    def __call__(self, number: int, *tensors: torch.Tensor) -> Any:
-        """Never runs: `run_as_they_are` replaces it."""
-        raise AssertionError("a custom function was left in an exported program")
-
-
-_custom_function = _CustomFunction()
-
-
 @dataclass(frozen=True)
 class _Call:
     """One call of a custom function."""
@@ -53,12 +39,29 @@ class _Call:
     """Where the tensors stand."""
     kwargs: dict[str, Any]
 
+    def again(self, *tensors: torch.Tensor) -> Any:
+        """The call, with these tensors."""
+        args = list(self.args)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            args[place] = tensor
+        result = self.function.apply(*args, **self.kwargs)
+        return tuple(result) if isinstance(result, list) else result
 
-Calls = list[_Call]
+
+class _Recorded(HigherOrderOperator):
+    """Stands for one call in an exported program, and takes its tensors."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__("rkmate_custom_function")
+        self.call = call
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Never runs: `run_as_they_are` replaces it."""
+        raise AssertionError("a custom function was left in an exported program")
 
 
 @contextmanager
-def kept_whole() -> Iterator[Calls]:
+def kept_whole() -> Iterator[None]:
     """While a module is exported. Other threads' calls run as ever.
 
     Modules keep `F.apply` under names of their own, so it is the method's code that changes.
@@ -67,7 +70,6 @@ def kept_whole() -> Iterator[Calls]:
     code = method.__code__
     plain = types.FunctionType(code, method.__globals__, method.__name__, method.__defaults__,
                                method.__closure__)
-    found: Calls = []
 
     def apply(cls: type[torch.autograd.Function], args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Any:
@@ -79,14 +81,14 @@ def kept_whole() -> Iterator[Calls]:
             run, _, *rest = args
             learns = any(isinstance(a, torch.Tensor) and a.requires_grad for a in rest)
             return run(*rest) if learns else plain(cls, *args, **kwargs)
-        return _recorded(mode, found, plain, cls, args, kwargs)
+        return _recorded(mode, plain, cls, args, kwargs)
 
     globals_ = method.__globals__
     globals_[_HOOK] = apply
     method.__code__ = _calling_the_hook(code)
     try:
         with mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
-            yield found
+            yield
     finally:
         method.__code__ = code
         # It stays: another thread's call may have begun with the other code.
@@ -118,9 +120,8 @@ def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
     return register_hook
 
 
-def _recorded(mode: Any, found: Calls, plain: Callable[..., Any],
-              cls: type[torch.autograd.Function], args: tuple[Any, ...],
-              kwargs: dict[str, Any]) -> Any:
+def _recorded(mode: Any, plain: Callable[..., Any], cls: type[torch.autograd.Function],
+              args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     places = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor))
     others = tuple(None if i in places else a for i, a in enumerate(args))
     for value in (*objects_in((others, kwargs)), *others):
@@ -132,29 +133,22 @@ def _recorded(mode: Any, found: Calls, plain: Callable[..., Any],
     proxies = [mode.tracer.unwrap_proxy(args[i]) for i in places]
     with proxy_tensor.disable_proxy_modes_tracing():
         result = plain(cls, *args, **kwargs)
-    proxy = mode.tracer.create_proxy("call_function", _custom_function, (len(found), *proxies), {},
+    call = _Call(cls, others, places, kwargs)
+    proxy = mode.tracer.create_proxy("call_function", _Recorded(call), tuple(proxies), {},
                                      name=cls.__name__)
-    found.append(_Call(cls, others, places, kwargs))
     return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
 
 
-def run_as_they_are(program: fx.GraphModule, calls: Calls) -> None:
+def run_as_they_are(program: fx.GraphModule) -> None:
     """Let the recorded calls of an exported program be calls of their functions again."""
     for node in program.graph.nodes:
-        if node.target is _custom_function:
-            number, *tensors = node.args
-            node.target, node.args = _again(calls[number]), tuple(tensors)
+        if isinstance(node.target, _Recorded):
+            node.target = _custom_function(node.target.call)
     program.recompile()
 
 
-def _again(call: _Call) -> Callable[..., Any]:
+def _custom_function(call: _Call) -> Callable[..., Any]:
+    # A node's target has to have a name that Python code can have.
     def custom_function(*tensors: torch.Tensor) -> Any:
-        args = list(call.args)
-        for place, tensor in zip(call.places, tensors, strict=True):
-            args[place] = tensor
-        result = call.function.apply(*args, **call.kwargs)
-        return tuple(result) if isinstance(result, list) else result
+        return call.again(*tensors)
     return custom_function
-
-
-__all__ = ["Calls", "kept_whole", "run_as_they_are"]

@@ -19,7 +19,6 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rkmate import device as devices
-from rkmate.graph.capture.recurrent import gates_as_eager_computes
 
 aten = torch.ops.aten
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
@@ -87,8 +86,9 @@ _define("cumulative_product", _cumulative_product, _layout_of_cumulative_product
 
 LONGEST_AT_ZERO: dict[Any, int] = {torch.ops.rkmate.product_backward.default: 1,
                                    torch.ops.rkmate.cumulative_product_backward.default: 1}
-"""Operations whose formula depends on values -> the argument where zeros, or one zero, need most
-memory."""
+"""Gradients that are computed by one formula or another, by how many zeros a value holds. Operation ->
+position of that value among its arguments. All zeros or a single one need the most temporary memory, so
+that costs are measured on both."""
 
 
 def _prod_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -142,7 +142,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return x.clone()
     if p == 1:
         return x * torch.zeros((), dtype=x.dtype, device=x.device)
-    if not devices.of(x).cpu_kernels:
+    if not devices.of(x).cpu_kernels:       # others have one kernel for it, which keeps a mask of bytes
         result: torch.Tensor = aten.native_dropout(x, p, True)[0]
         return result
     if _same_scale(p, x.dtype):
@@ -183,8 +183,7 @@ def as_eager_computes() -> Iterator[None]:
                 op.py_kernels[key] = _OWN[op]
         op._dispatch_cache.clear()
     try:
-        with gates_as_eager_computes():
-            yield
+        yield
     finally:
         for op, kernels in changed.items():
             op.py_kernels.clear()

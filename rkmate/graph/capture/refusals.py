@@ -1,5 +1,8 @@
 """Models that have no static training step: what is refused before a trace, and what a failed
-trace means for the user."""
+trace means for the user.
+
+Uses private names of torch (the class of compiled modules); tested with torch 2.13.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A rewriting pass: the last product of a classifier and its cross entropy, a few rows at a time.
+"""A rewriting pass: chunked linear cross-entropy. The last product of a classifier and the cross entropy
+of its logits, a few rows at a time.
 
 For budgets that nothing else meets: the logits of a language model are often its largest tensors. The
 gradients are exact, but the weight's is added up in another order, so that its last bits differ.
@@ -7,7 +8,7 @@ gradients are exact, but the weight's is added up in another order, so that its 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import fx
 
 from rkmate.graph.passes import chunked_loss_operators  # noqa: F401 - defines operators of torch.ops.rkmate
 from rkmate.graph.passes.chunked_kernels import is_wide
+from rkmate.graph.passes.joint import Rewriting
 
 aten = torch.ops.aten
 own = torch.ops.rkmate
@@ -24,8 +26,9 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 @dataclass
-class Head:
-    """What is recognised: nodes of the forward, then of the backward."""
+class LinearLoss:
+    """A product whose cross entropy is the loss, as recognised: nodes of the forward, then of the
+    backward."""
 
     product: fx.Node
     """``mm(x, weight)`` or ``addmm(bias, x, weight)``: [N, V]."""
@@ -54,21 +57,18 @@ class Head:
         return node
 
 
-def find_heads(graph: fx.Graph) -> list[Head]:
-    """Such products, each followed by a cross entropy that is wide enough to be worth it."""
-    return [h for h in map(_head, graph.nodes) if h is not None]
+def chunk_linear_losses(work: Rewriting) -> None:
+    """Note the linear losses that are wide enough to be worth it; rewrite them where that is asked for."""
+    found = [loss for loss in map(_linear_loss, work.graph.nodes) if loss is not None]
+    work.linear_losses = tuple(work.name(loss.weight) for loss in found)
+    if work.chunked_loss:
+        results = work.results()
+        for loss in found:
+            _rewrite(work, loss, seen=_is_read_elsewhere(loss, results))
 
 
-def split_heads(graph: fx.Graph, heads: list[Head], replace: Callable[[fx.Node, fx.Node], None],
-                results: set[fx.Node]) -> None:
-    """Rewrite them. `replace` lets everything read another node; `results` are the values that leave
-    the graph."""
-    for head in heads:
-        _rewrite(graph, head, replace, seen=_is_read_elsewhere(head, results))
-
-
-def _head(node: fx.Node) -> Head | None:
-    """The head whose loss a cross entropy's gradient belongs to; None for what is no such head."""
+def _linear_loss(node: fx.Node) -> LinearLoss | None:
+    """The linear loss that a cross entropy's gradient belongs to; None for any other node."""
     if node.target is not own.cross_entropy_backward.default:
         return None
     _, log_probs, _, weight, _, _, total, _ = tuple[Any, ...](node.args)
@@ -89,10 +89,10 @@ def _head(node: fx.Node) -> Head | None:
             or product.meta["val"].shape != log_probs.meta["val"].shape \
             or any(not n.meta["val"].is_contiguous() for n in (product, logits)):
         return None
-    head = Head(product, loss, node)
-    if product.target is aten.addmm.default and head.arguments[2].meta["val"].dim() != 1:
+    found = LinearLoss(product, loss, node)
+    if product.target is aten.addmm.default and found.arguments[2].meta["val"].dim() != 1:
         return None
-    return head if all(_is_gradient(head, *pair) for pair in _readers(node)) else None
+    return found if all(_is_gradient(found, *pair) for pair in _readers(node)) else None
 
 
 def _is_conversion(node: fx.Node) -> bool:
@@ -112,29 +112,29 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield node, user
 
 
-def _is_gradient(head: Head, value: fx.Node, user: fx.Node) -> bool:
-    """Whether a reader is one of the three gradients; it is noted in the head."""
-    x = head.arguments[0]
-    if value.meta["val"].shape != head.product.meta["val"].shape \
-            or value.meta["val"].dtype != head.product.meta["val"].dtype:
+def _is_gradient(loss: LinearLoss, value: fx.Node, user: fx.Node) -> bool:
+    """Whether a reader is one of the three gradients; it is noted."""
+    x = loss.arguments[0]
+    if value.meta["val"].shape != loss.product.meta["val"].shape \
+            or value.meta["val"].dtype != loss.product.meta["val"].dtype:
         return False
     if user.target is aten.sum.dim_IntList and user.args[1:] == ([0], True) and not user.kwargs:
-        head.of_bias, found = user, head.of_bias
-        return found is None and head.arguments[2] is not None
+        loss.of_bias, found = user, loss.of_bias
+        return found is None and loss.arguments[2] is not None
     if user.target is aten.t.default:
         products = list(user.users)
         if len(products) != 1 or products[0].target is not aten.mm.default \
                 or products[0].args != (user, x):
             return False
-        head.of_weight, found = products[0], head.of_weight
+        loss.of_weight, found = products[0], loss.of_weight
         return found is None
     if user.target is not aten.mm.default:
         return False
-    if user.args[0] is value and _is_transposed(user.args[1], head.arguments[1]):
-        head.of_x, found = user, head.of_x
+    if user.args[0] is value and _is_transposed(user.args[1], loss.arguments[1]):
+        loss.of_x, found = user, loss.of_x
         return found is None
     if user.args[1] is value and _is_transposed(user.args[0], x):
-        head.of_weight, found, head.by_columns = user, head.of_weight, True
+        loss.of_weight, found, loss.by_columns = user, loss.of_weight, True
         return found is None
     return False
 
@@ -152,10 +152,10 @@ def _is_transposed(node: Any, of: fx.Node) -> bool:
     return a is b and turned_a != turned_b
 
 
-def _is_read_elsewhere(head: Head, results: set[fx.Node]) -> bool:
+def _is_read_elsewhere(loss: LinearLoss, results: set[fx.Node]) -> bool:
     """Whether the logits are there anyway: returned, or read by something beside the loss."""
-    log_probs = head.gradient.args[1]
-    todo = [head.product]
+    log_probs = loss.gradient.args[1]
+    todo = [loss.product]
     while todo:
         node = todo.pop()
         if node in results:
@@ -168,33 +168,33 @@ def _is_read_elsewhere(head: Head, results: set[fx.Node]) -> bool:
     return False
 
 
-def _rewrite(graph: fx.Graph, head: Head, replace: Callable[[fx.Node, fx.Node], None], *,
-             seen: bool) -> None:
-    x, weight, bias = head.arguments
-    grad, log_probs, target, _, reduction, ignore, total, _ = head.gradient.args
+def _rewrite(work: Rewriting, found: LinearLoss, *, seen: bool) -> None:
+    graph = work.graph
+    x, weight, bias = found.arguments
+    grad, log_probs, target, _, reduction, ignore, total, _ = found.gradient.args
     dtype = log_probs.meta["val"].dtype  # type: ignore[union-attr]
     logits: fx.Node | None = None
-    with graph.inserting_before(head.loss):
+    with graph.inserting_before(found.loss):
         if seen:
-            logits = head.product
+            logits = found.product
             forward = graph.call_function(own.cross_entropy.default,
                                           (logits, target, reduction, ignore, dtype))
         else:
             forward = graph.call_function(own.linear_cross_entropy.default,
                                           (x, weight, bias, target, reduction, ignore, dtype))
-    forward.meta = dict(head.loss.meta)
-    replace(head.loss, forward)
-    found = (head.of_x, head.of_weight, head.of_bias)
-    with graph.inserting_before(head.gradient):
+    forward.meta = dict(found.loss.meta)
+    work.replace(found.loss, forward)
+    gradients = (found.of_x, found.of_weight, found.of_bias)
+    with graph.inserting_before(found.gradient):
         backward = graph.call_function(own.linear_cross_entropy_backward.default, (
-            grad, logits, x, weight, bias, target, reduction, ignore, total, dtype, head.by_columns,
-            [n is not None for n in found]))
+            grad, logits, x, weight, bias, target, reduction, ignore, total, dtype, found.by_columns,
+            [n is not None for n in gradients]))
         empty = x.meta["val"].new_empty
         with x.meta["val"].fake_mode:
-            values = tuple(empty(0) if n is None else torch.empty_like(n.meta["val"]) for n in found)
-        backward.meta = dict(head.gradient.meta) | {"val": values}
-        for k, old in enumerate(found):
+            values = tuple(empty(0) if n is None else torch.empty_like(n.meta["val"]) for n in gradients)
+        backward.meta = dict(found.gradient.meta) | {"val": values}
+        for k, old in enumerate(gradients):
             if old is not None:
                 new = graph.call_function(operator.getitem, (backward, k))
                 new.meta = dict(old.meta) | {"val": values[k]}
-                replace(old, new)
+                work.replace(old, new)

@@ -7,11 +7,12 @@ the first goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx
+
+from rkmate.graph.passes.joint import Rewriting
 
 aten = torch.ops.aten
 
@@ -23,18 +24,14 @@ _NO_VIEW = (RuntimeError, ValueError)
 """What views raise where only a copy has that shape; those of fake tensors have an error of their own."""
 
 
-def shorten_views(graph: fx.Graph, replace: Callable[[fx.Node, fx.Node], None],
-                  outputs: Collection[fx.Node | None]) -> None:
-    """Rewrite the chains, but for what the caller gets: an output stays the view that it is.
-
-    `replace` lets everything read another node. What nobody reads any more stays in the graph.
-    """
-    for node in list(graph.nodes):
-        if node.target not in _VIEWS or node in outputs:
+def shorten_views(work: Rewriting) -> None:
+    """Rewrite the chains, but for what the caller gets: an output stays the view that it is."""
+    for node in list(work.graph.nodes):
+        if node.target not in _VIEWS or node in work.outputs:
             continue
         same = _earlier(node)
         if same is not None:
-            replace(node, same)
+            work.replace(node, same)
         elif node.target in _RESHAPES and _base(node).target in _RESHAPES:
             origin = _base(_base(node))
             viewed = _layout(_viewed(origin, node))

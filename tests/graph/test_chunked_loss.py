@@ -234,8 +234,8 @@ def test_what_is_not_recognised_stays(model: nn.Module) -> None:
     x, labels = _inputs()
     args = (x, labels) if isinstance(model, _Classifier) else (x,)
     captured = capture(model, args, {})
-    joint = simplify(captured, captured.differentiable, heads=True)
-    assert not joint.heads
+    joint = simplify(captured, captured.differentiable, chunked_loss=True)
+    assert not joint.linear_losses
     assert not any("linear_cross" in str(n.target) for n in joint.graph.nodes)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are none of the module's parameters, buffers or arguments."""
+"""Closed-over tensors: none of the module's parameters, buffers or arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Holder(nn.Module):
     lambda m: torch.tensor([1.0, 2.0] * 4) * FACTORS,
     lambda m: m.taught.detach(),
 ], ids=["attribute", "twice", "list", "global", "made of numbers", "detached"])
-def test_computes_with_a_tensor_from_outside(reach: Callable[[Holder], torch.Tensor]) -> None:
+def test_computes_with_a_closed_over_tensor(reach: Callable[[Holder], torch.Tensor]) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     model = nn.Sequential(Holder(reach), nn.Dropout(0.3), Holder(reach))
     module = planned(model, x)
@@ -54,7 +54,7 @@ def test_computes_with_a_tensor_from_outside(reach: Callable[[Holder], torch.Ten
 
 @pytest.mark.parametrize("reach", [lambda m: m.taught, lambda m: m.more[1]], ids=["leaf", "parameter"])
 def test_one_that_wants_a_gradient_is_refused(reach: Callable[[Holder], torch.Tensor]) -> None:
-    with pytest.raises(rkmate.CaptureError, match=r"at .*test_outside_tensors.py:\d+: .*nn.ParameterList"):
+    with pytest.raises(rkmate.CaptureError, match=r"at .*closed_over_tensors.py:\d+: .*nn.ParameterList"):
         planned(Holder(reach), torch.randn(4, 8))
 
 

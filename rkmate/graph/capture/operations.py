@@ -1,0 +1,46 @@
+"""What torch knows of an operation and of a value's memory, for all who read captured graphs.
+
+Uses private names of torch (the class of operations, their schemas, a storage's identity); tested with
+torch 2.13.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload as OpOverload
+
+aten = torch.ops.aten
+
+_HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.unsafe_split.Tensor,
+                 aten.unsafe_chunk.default, aten.unsafe_split_with_sizes.default}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value shares its input's storage."""
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    if node.target in _HIDDEN_VIEWS:
+        return True
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns):
+        return True
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and node.args and isinstance(node.args[0], fx.Node):
+        base = node.args[0].meta.get("val")
+        return isinstance(base, torch.Tensor) and base is not value and _share(base, value)
+    return False
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operation draws from a generator."""
+    return isinstance(node.target, OpOverload) and \
+        torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _share(a: Any, b: Any) -> bool:
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -1,0 +1,189 @@
+"""The passes of a capture: what makes a trace compute as eager mode does, in the order of their work.
+
+A `Pass` is a value: this table says what is done, why, and on which versions of torch it was seen
+needed; `capture` runs it through the four functions at the end. The passes of the later stages follow in
+`graph.passes.table`, which puts all of them into one table: arrows between folders go downwards, so
+the rows that a capture needs stand here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx, nn
+
+from rkmate.graph.capture.backward_tags import tag_what_needs_the_loss
+from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
+from rkmate.graph.capture.buffers import new_buffers_as_writes
+from rkmate.graph.capture.closed_over import closed_over_as_buffers, lost_tensors_refused
+from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
+from rkmate.graph.capture.eager_kernels import as_eager_computes
+from rkmate.graph.capture.layouts import as_kernels_return_them
+from rkmate.graph.capture.library_paths import paths, without_value_checks
+from rkmate.graph.capture.recurrent import (
+    as_eager_runs_them,
+    gates_as_eager_computes,
+    make_recurrent_layers_whole,
+)
+
+Phase = Literal["trace", "forward", "export", "exported", "joint", "simplify", "emission"]
+
+PHASES: dict[Phase, str] = {
+    "trace": "`run(model)` is a context manager around the whole capture of a model.",
+    "forward": "`run(model)` is a context manager around the model's own forward, while it is traced.",
+    "export": "`run(model)` lists ways to export a model, each a call that gives a context manager; the "
+              "last is always possible, one before it is taken when the export succeeds in it.",
+    "exported": "`run(program)` changes the exported forward, before the joint graph is traced from it.",
+    "joint": "`run(graph)` changes the joint graph of forward and backward.",
+    "simplify": "`run(work)` rewrites the joint graph that is planned (a `Rewriting`). What nobody reads "
+                "any more goes after each of them.",
+    "emission": "Calls that are written otherwise than they were traced. The graph stays as it is: `run` "
+                "says of an operation which other call may stand for it, and the stages after the "
+                "graph ask.",
+}
+"""When a pass does its work, and how its `run` is called; in the order of the stages."""
+
+SEEN = ("2.13",)
+"""The versions of torch that the tests run with: what a pass without other word was seen needed on."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One repair or rewriting, as a row of the table of passes."""
+
+    name: str
+    """What it deals with, in a few words; no two passes share it."""
+    phase: Phase
+    """When it does its work, and so how `run` is called: see `PHASES`."""
+    why: str
+    """What would be wrong, slower or larger without it, in a sentence or two."""
+    run: Callable[..., Any]
+    """What does it."""
+    torch_versions: tuple[str, ...] = SEEN
+    """Versions of torch that it was seen needed on, oldest first. Empty: no version does without, as
+    torch is not what it makes up for."""
+
+    @property
+    def place(self) -> str:
+        """The file that it stands in, as a path inside the package."""
+        return self.run.__module__.removeprefix("rkmate.").replace(".", "/") + ".py"
+
+
+def _of_any_model(context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    @functools.wraps(context)
+    def run(model: nn.Module) -> AbstractContextManager[Any]:
+        return context()
+    return run
+
+
+def _one_way(context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    @functools.wraps(context)
+    def run(model: nn.Module) -> Sequence[Callable[[], AbstractContextManager[Any]]]:
+        return (context,)
+    return run
+
+
+REPAIRS = (
+    Pass("cumulative batch norms", "trace",
+         "With `momentum=None` a batch norm reads its number of batches back from a buffer, which no "
+         "static graph can: the factor stays a tensor.",
+         cumulative_averages_as_tensors),
+    Pass("eager kernels", "trace",
+         "Torch decomposes some operations while it traces (resampling, shrinking, margin losses, "
+         "dropout) and rounds otherwise than their kernels; the gradients of products choose "
+         "their formula by values, which a trace has not.",
+         _of_any_model(as_eager_computes)),
+    Pass("gates of a GRU", "trace",
+         "Torch's decomposition makes each gate a tensor of its own. Eager mode's are parts of one, "
+         "which kernels go over row by row: other elements fall to the scalar version, which rounds "
+         "otherwise.",
+         _of_any_model(gates_as_eager_computes)),
+    Pass("layouts", "trace",
+         "Some kernels return other strides than fake tensors say. Strides decide which copies are "
+         "made, and in which order a later sum is taken.",
+         _of_any_model(as_kernels_return_them)),
+    Pass("value checks", "trace",
+         "Distributions check the values of their arguments by default, and a trace has none.",
+         _of_any_model(without_value_checks)),
+    Pass("new buffers", "forward",
+         "A trace sees what is written to a tensor, not which tensor a buffer is afterwards: a buffer "
+         "that the forward makes anew becomes a write.",
+         new_buffers_as_writes),
+    Pass("lost tensors", "forward",
+         "Of a closed-over tensor the trace loses the gradient, and what is written to it, without a "
+         "word: both are refused.",
+         _of_any_model(lost_tensors_refused)),
+    Pass("library paths", "export",
+         "Libraries take another path when they notice that they are traced (explicit attention masks, "
+         "say): other arithmetic, and memory for the masks. Eager's path is tried first.",
+         paths),
+    Pass("custom functions", "export",
+         "An export records the operations of a custom function's forward, and their derivative would "
+         "take the place of its own backward: each call is recorded as one operation.",
+         _one_way(kept_whole)),
+    Pass("calls of custom functions", "exported",
+         "The recorded calls are calls of their functions again, so that the joint trace sees their "
+         "backward as autograd calls it.",
+         run_as_they_are),
+    Pass("recurrent stacks", "exported",
+         "Torch's decompositions leave out the dropout between the layers, and use the fused LSTM layer "
+         "for the first layer only.",
+         as_eager_runs_them, ("2.11", "2.12", "2.13")),
+    Pass("closed-over tensors", "exported",
+         "The trace of the gradients does not take a tensor that is none of the module's parameters, "
+         "buffers or arguments: it becomes a buffer of the exported program.",
+         closed_over_as_buffers),
+    Pass("recurrent layers", "joint",
+         "The fused layer makes the workspace that its backward reads only while gradients are recorded, "
+         "and a trace does not know its size: an operation that always makes it stands there.",
+         make_recurrent_layers_whole),
+    Pass("tags of the backward", "joint",
+         "Nodes that come out of a nested graph have lost the tag that says that they belong to the "
+         "backward.",
+         tag_what_needs_the_loss),
+)
+"""In the order in which they work; contexts of one phase are entered in it."""
+
+
+def _of(phase: Phase) -> Iterator[Pass]:
+    return (p for p in REPAIRS if p.phase == phase)
+
+
+@contextmanager
+def repaired(phase: Literal["trace", "forward"], model: nn.Module) -> Iterator[None]:
+    """Inside, the repairs of a phase are at work."""
+    with ExitStack() as stack:
+        for repair in _of(phase):
+            stack.enter_context(repair.run(model))
+        yield
+
+
+def ways_to_export(model: nn.Module) -> list[Callable[[], AbstractContextManager[None]]]:
+    """In which contexts to export a model, the one to be preferred first."""
+    ways = itertools.product(*(repair.run(model) for repair in _of("export")))
+    return [functools.partial(_together, way) for way in ways]
+
+
+@contextmanager
+def _together(contexts: Sequence[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+def repair_program(program: fx.GraphModule) -> None:
+    """Change an exported forward."""
+    for repair in _of("exported"):
+        repair.run(program)
+
+
+def repair_joint(graph: fx.Graph) -> None:
+    """Change a joint graph."""
+    for repair in _of("joint"):
+        repair.run(graph)

@@ -1,0 +1,118 @@
+"""The joint graph of forward and backward: while passes rewrite it, and when they are done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from rkmate.graph.capture.backward_tags import is_backward
+from rkmate.graph.capture.capture import Capture, Source
+from rkmate.graph.capture.operations import is_random, is_view
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The simplified joint graph, in one order: forward nodes, then backward nodes."""
+
+    graph: fx.Graph
+    sources: dict[fx.Node, Source]
+    outputs: tuple[fx.Node | None, ...]
+    mutations: tuple[tuple[Source, fx.Node], ...]
+    grads: tuple[tuple[Source, fx.Node], ...]
+    constant: frozenset[fx.Node]
+    """Nodes that depend on no trained value."""
+    wanted: tuple[bool, ...]
+    """Outputs whose gradient the backward takes."""
+    nodes_before: int
+    """Operations captured, views and aliases included."""
+    linear_losses: tuple[str, ...] = ()
+    """Weights of products, followed by a cross entropy, that can be computed a few rows at a time."""
+
+    def results(self) -> set[fx.Node]:
+        """Nodes whose value leaves the graph."""
+        return {n for n in self.outputs if n is not None} | {n for _, n in self.mutations} \
+            | {n for _, n in self.grads}
+
+
+@dataclass
+class Rewriting:
+    """The graph while it is rewritten, with the results that it has to keep: what passes work on."""
+
+    graph: fx.Graph
+    sources: dict[fx.Node, Source]
+    outputs: list[fx.Node | None]
+    mutations: list[tuple[Source, fx.Node]]
+    grads: list[tuple[Source, fx.Node]]
+    wanted: tuple[bool, ...]
+    """Outputs whose gradient the backward will take."""
+    chunked_loss: bool = False
+    """Whether linear losses are to be computed a few rows at a time."""
+    nodes_before: int = field(init=False)
+    """Operations at first."""
+    constant: frozenset[fx.Node] = frozenset()
+    """As `Joint.constant`, once it is known."""
+    linear_losses: tuple[str, ...] = ()
+    """As `Joint.linear_losses`, once they are known."""
+
+    def __post_init__(self) -> None:
+        self.nodes_before = sum(n.op == "call_function" for n in self.graph.nodes)
+
+    def replace(self, node: fx.Node, new: fx.Node) -> None:
+        """Let everything read `new` instead of `node`."""
+        node.replace_all_uses_with(new)
+        self.outputs = [new if n is node else n for n in self.outputs]
+        self.mutations = [(s, new if n is node else n) for s, n in self.mutations]
+        self.grads = [(s, new if n is node else n) for s, n in self.grads]
+
+    def name(self, node: fx.Node) -> str:
+        """The caller's name of a value, where it has one."""
+        return str(self.sources[node].key) if node in self.sources else node.name
+
+    def results(self) -> set[fx.Node]:
+        """Nodes whose value leaves the graph."""
+        return self.joint().results()
+
+    def overwritten(self) -> set[fx.Node]:
+        """What the forward writes to: buffers and inputs."""
+        targets = {s for s, _ in self.mutations}
+        return {n for n, s in self.sources.items() if s in targets}
+
+    def leaves(self, node: fx.Node) -> bool:
+        """Whether the caller gets the node's value, or a view of it."""
+        todo = [node]
+        while todo:
+            n = todo.pop()
+            if n in self.outputs:
+                return True
+            todo += [u for u in n.users if is_view(u)]
+        return False
+
+    def joint(self) -> Joint:
+        """The graph as it stands."""
+        return Joint(self.graph, self.sources, tuple(self.outputs), tuple(self.mutations),
+                     tuple(self.grads), self.constant, self.wanted, self.nodes_before, self.linear_losses)
+
+
+def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False) -> Rewriting:
+    """A copy of the captured graph, to be rewritten."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in capture.graph.nodes:
+        if node.op != "output":
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    return Rewriting(
+        graph, {copies[n]: s for n, s in capture.sources.items()},
+        [copies[n] if n is not None else None for n in capture.outputs],
+        [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
+        wanted, chunked_loss)
+
+
+def owner_of(node: fx.Node) -> fx.Node:
+    """The value whose storage a view looks at."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+__all__ = ["Joint", "Rewriting", "is_backward", "is_random", "is_view", "owner_of", "rewriting"]

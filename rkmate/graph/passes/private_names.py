@@ -1,0 +1,48 @@
+"""Private names of torch: which files use which.
+
+A capture cannot do without them. They stand in `graph/capture`, in `measure` and in `device` only, so that
+another version of torch is a matter of these folders; a test reads every file of the package and holds it
+against this list. Names that torch documents for everybody are no matter here, wherever they stand:
+`PUBLIC`.
+"""
+
+from __future__ import annotations
+
+SEEN_IN = "2.13"
+"""The version of torch that has them all, and that the tests run with."""
+
+FOLDERS = ("graph/capture", "measure", "device")
+"""Where private names may stand. Those of `graph/capture` are listed one by one."""
+
+PUBLIC = ("torch.utils._pytree", "torch.utils._python_dispatch.TorchDispatchMode")
+"""Documented, for all that a part of the path says private."""
+
+IN_CAPTURE: dict[str, tuple[str, ...]] = {
+    "backward_tags.py": ("torch._functorch._aot_autograd.descriptors.TangentAOTInput",),
+    "batch_norm.py": ("torch.nn.modules.batchnorm._BatchNorm",),
+    "capture.py": ("torch._functorch._aot_autograd.descriptors",
+                   "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"),
+    "closed_over.py": ("torch.utils._python_dispatch._disable_current_modes",),
+    "custom_functions.py": ("torch._ops.HigherOrderOperator",),
+    "eager_kernels.py": ("torch._C.DispatchKey", "torch._C._AutoDispatchBelowAutograd",
+                         "torch.utils._python_dispatch._disable_current_modes"),
+    "layouts.py": ("torch._decomp.decomposition_table", "torch._prims_common.suggest_memory_format",
+                   "torch._subclasses.fake_tensor.FakeTensorMode"),
+    "library_paths.py": ("torch._C.DisableTorchFunction", "torch._ops.OpOverload",
+                         "torch._subclasses.fake_tensor.unset_fake_temporarily"),
+    "modes.py": ("torch._C._functorch.peek_interpreter_stack", "torch._guards.detect_fake_mode"),
+    "operations.py": ("torch._ops.OpOverload",),
+    "quiet.py": ("torch.export._trace",),
+    "recurrent.py": ("torch._decomp.decompositions",),
+    "refusals.py": ("torch._dynamo.OptimizedModule",),
+}
+"""Files of `graph/capture` -> the private names that they import or reach."""
+
+ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
+    "dtr/runtime/engine.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
+    "dtr/runtime/operation.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
+    "dtr/runtime/sizes.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
+    "runtime/segments.py": (("torch._C._autograd._get_current_graph_task_keep_graph",),
+                            "whether a backward keeps its graph, which its engine alone knows"),
+}
+"""Files outside of these folders -> the names that they use all the same, and what for."""

@@ -1,0 +1,52 @@
+"""Rewriting passes: what the forward overwrites (running statistics above all), and who reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate import device as devices
+from rkmate.graph.passes.joint import Rewriting
+
+aten = torch.ops.aten
+
+
+def drop_unread_statistics(work: Rewriting) -> None:
+    """A batch norm's gradient in training mode takes running statistics and reads none.
+
+    Held until the backward, the updated ones are memory that eager mode does not need.
+    """
+    for node in work.graph.nodes:
+        if node.target is not aten.native_batch_norm_backward.default:
+            continue
+        grad, input, weight, _, _, mean, invstd, train, *rest = node.args
+        # Without a weight, the kernels of GPUs take the statistics' type for the arithmetic's.
+        if train is True and mean is not None and invstd is not None \
+                and (weight is not None or devices.of(input.meta["val"]).cpu_kernels):
+            node.args = (grad, input, weight, None, None, mean, invstd, train, *rest)
+
+
+def protect_overwritten(work: Rewriting) -> None:
+    """Copy what the forward overwrites, for readers that need the value from before."""
+    overwritten = work.overwritten()
+    for node in [n for n in work.sources if n in overwritten]:
+        readers = [u for u in node.users if not _is_statistics_of(u, node)]
+        if not readers:
+            continue
+        first = next(n for n in work.graph.nodes if n.op == "call_function")
+        with work.graph.inserting_before(first):
+            copy = work.graph.call_function(aten.clone.default, (node,))
+        copy.meta = {"val": node.meta["val"], "partitioner_tag": "is_forward"}
+        with node.meta["val"].fake_mode:
+            copy.meta["val"] = torch.clone(node.meta["val"])
+        for user in readers:
+            user.replace_input_with(node, copy)
+
+
+def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
+    """In training mode these arguments do not enter the result: a second run is harmless."""
+    args: tuple[Any, ...] = user.args
+    return user.target is aten._native_batch_norm_legit_functional.default \
+        and args[5] is True and node in args[3:5] and node not in args[:3]

@@ -1,0 +1,101 @@
+"""The one table of passes: all that stands between what torch traces and what a plan runs.
+
+Its rows for the capture of a model come from `graph.capture.repairs`, which also says what a pass is and how
+each phase calls its own. `simplify` runs the phase of its name. What is of the phase ``emission`` is asked
+for by the stages after the graph; it stands here so that there is one place to look.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from rkmate.graph.capture.repairs import REPAIRS, Pass
+from rkmate.graph.passes import chunked_kernels, in_place
+from rkmate.graph.passes.chunked_loss import chunk_linear_losses
+from rkmate.graph.passes.constants import find_constants
+from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
+from rkmate.graph.passes.dead_code import drop_dead
+from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
+from rkmate.graph.passes.running_statistics import drop_unread_statistics, protect_overwritten
+from rkmate.graph.passes.unwanted_gradients import drop_unwanted_gradients
+from rkmate.graph.passes.view_chains import shorten_views
+from rkmate.graph.passes.view_methods import view_method
+
+
+@functools.wraps(chunked_kernels.split_wide)
+def _split_wide(work: Rewriting) -> None:
+    chunked_kernels.split_wide(work.graph, work.replace)
+
+
+REWRITINGS = (
+    Pass("dead code", "simplify",
+         "A trace keeps assertions on metadata, which hold for every call of the same signature, and "
+         "values that only they read.",
+         drop_dead),
+    Pass("unwanted gradients", "simplify",
+         "The trace has a gradient for every output. Autograd computes none for an output that the loss "
+         "leaves out.",
+         drop_unwanted_gradients, ()),
+    Pass("copies of outputs", "simplify",
+         "Capture copies each output, so that none is an alias of an input or of another one. The "
+         "planned step returns the value itself.",
+         drop_copies_of_outputs, ()),
+    Pass("copies", "simplify",
+         "Aliases, and copies with their input's layout, would each be a tensor and a call more.",
+         drop_copies),
+    Pass("unread statistics", "simplify",
+         "A batch norm's gradient in training mode takes the updated running statistics and reads none: "
+         "held until the backward, they are memory that eager mode does not need.",
+         drop_unread_statistics),
+    Pass("overwritten values", "simplify",
+         "The forward writes to a buffer or an input when it is over; who needs the value from before, a "
+         "second run in the backward above all, reads a copy.",
+         protect_overwritten, ()),
+    Pass("chunked kernels", "simplify",
+         "Torch's gradients of a wide cross entropy and of a wide batch norm allocate two or three tensors "
+         "of that size. Our operators have the same bits, and overwrite one.",
+         _split_wide),
+    Pass("chunked loss", "simplify",
+         "The logits of a language model are often its largest tensors. Where a budget needs it, the "
+         "product and its cross entropy are computed a few rows at a time; the last bits of the "
+         "weight's gradient differ.",
+         chunk_linear_losses),
+    Pass("sums of gradients", "simplify",
+         "A parameter used in several places has a gradient from each. Autograd adds them itself, in the "
+         "same order, and each leaves as soon as it is made.",
+         take_sums_apart),
+    Pass("shared gradients", "simplify",
+         "A gradient that is handed to autograd becomes the user's, who may write to it: it shares its "
+         "storage with nothing else.",
+         own_gradients),
+    Pass("chains of views", "simplify",
+         "A traced backward looks at values through chains of reshapes and transposes, each a call at "
+         "every step, and many undo one another.",
+         shorten_views),
+    Pass("constants", "simplify",
+         "Masks and position ids depend on no trained value. They are computed once in a step, and never "
+         "again in the backward; every layer of a transformer asks for the same.",
+         find_constants, ()),
+)
+"""In the order in which they work."""
+
+EMISSION = (
+    Pass("in-place donors", "emission",
+         "A trace has no operations in place, and eager mode has them: one that may write its result over "
+         "an input that dies there takes a tensor less. Which input dies is the schedule's business.",
+         in_place.overwrites),
+    Pass("unchunked kernels", "emission",
+         "An operation that works part by part takes a little longer than torch's own kernel, which may "
+         "take its place where memory leaves room.",
+         chunked_kernels.at_once),
+    Pass("views as methods", "emission",
+         "A kernel may lay its result out otherwise than the trace says, and a view of it then has to "
+         "copy: `view` is written as `reshape`, the other everyday views as methods, which are faster "
+         "to call.",
+         view_method),
+)
+"""Asked for where calls are chosen and written."""
+
+PASSES = (*REPAIRS, *REWRITINGS, *EMISSION)
+"""All of them, in the order in which they work."""

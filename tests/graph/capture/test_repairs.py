@@ -1,0 +1,184 @@
+"""The passes of a capture: when they work, and that they leave torch as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._decomp import decomposition_table, decompositions
+from torch.distributions import Distribution
+
+from rkmate.errors import CaptureError
+from rkmate.graph.capture import repairs
+from rkmate.graph.capture.backward_tags import is_backward, tag_what_needs_the_loss
+from rkmate.graph.capture.buffers import new_buffers_as_writes
+from rkmate.graph.capture.closed_over import (
+    ClosedOverError,
+    closed_over_as_buffers,
+    lost_tensors_refused,
+)
+from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
+from rkmate.graph.capture.repairs import Pass, repaired, ways_to_export
+
+aten = torch.ops.aten
+
+
+def _noting(name: str, noted: list[str]) -> Callable[[Any], Any]:
+    @contextmanager
+    def context() -> Iterator[None]:
+        noted.append(f"in {name}")
+        yield
+        noted.append(f"out {name}")
+    return lambda model: context()
+
+
+def test_contexts_are_entered_in_the_order_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(repairs, "REPAIRS", (
+        Pass("a", "trace", "first", _noting("a", noted)), Pass("b", "forward", "", _noting("b", noted)),
+        Pass("c", "trace", "second", _noting("c", noted))))
+    with repaired("trace", nn.Identity()):
+        noted.append("work")
+    assert noted == ["in a", "in c", "work", "out c", "out a"]
+
+
+def test_ways_to_export_are_tried_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+
+    def ways(*names: str) -> Callable[[Any], Any]:
+        return lambda model: [lambda name=name: _noting(name, noted)(model) for name in names]
+
+    monkeypatch.setattr(repairs, "REPAIRS", (
+        Pass("a", "export", "", ways("eager's", "the library's")), Pass("b", "export", "", ways("whole"))))
+    for way in ways_to_export(nn.Identity()):
+        with way():
+            pass
+    assert noted == ["in eager's", "in whole", "out whole", "out eager's",
+                     "in the library's", "in whole", "out whole", "out the library's"]
+
+
+def _state_of_torch() -> dict[str, Any]:
+    kernels = {op: dict(op.py_kernels) for op in (aten.prod.default, aten.dropout.default,
+                                                  aten.softshrink.default)}
+    return {"decompositions": dict(decomposition_table), "kernels": kernels,
+            "gru": (decompositions.gru_cell, decompositions.gru_cell_data),
+            "checks": Distribution._validate_args,
+            "apply": torch.autograd.Function.apply.__func__.__code__,  # type: ignore[attr-defined]
+            "hook": torch.Tensor.register_hook}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("each", [p for p in repairs.REPAIRS if p.phase in ("trace", "export")],
+                         ids=lambda p: p.name)
+def test_torch_is_left_as_it_was(each: Pass, fails: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2, momentum=None), nn.Linear(2, 2))
+    attributes = [dict(m.__dict__) for m in model.modules()]
+    before = _state_of_torch()
+    contexts = [way() for way in each.run(model)] if each.phase == "export" else [each.run(model)]
+    for context in contexts:
+        try:
+            with context:
+                if fails:
+                    raise ValueError("a failed trace")
+        except ValueError:
+            assert fails
+        assert _state_of_torch() == before
+    assert [dict(m.__dict__) for m in model.modules()] == attributes
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def test_a_new_buffer_is_written_into_the_old_one() -> None:
+    model = _Counts()
+    old = model.count
+    with new_buffers_as_writes(model):
+        model.count = model.count + 1
+    assert model.count is old
+    assert old.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["count", "weight"])
+def test_one_of_another_shape_and_a_new_parameter_are_refused(name: str) -> None:
+    model = _Counts()
+    with pytest.raises(CaptureError, match=f"replaces the .* '{name}'"), new_buffers_as_writes(model):
+        setattr(model, name, nn.Parameter(torch.ones(3)) if name == "weight" else torch.ones(3))
+
+
+def test_lost_tensors() -> None:
+    taught, fixed = torch.ones(2, requires_grad=True), torch.ones(2)
+    with lost_tensors_refused():
+        assert (fixed * 2).tolist() == [2, 2]
+        with pytest.raises(ClosedOverError, match="requires a gradient"):
+            taught * 2
+        with pytest.raises(ClosedOverError, match="writes to a tensor"):
+            fixed.add_(1)
+    assert fixed.tolist() == [1, 1]
+
+
+def test_closed_over_tensors_are_buffers_of_the_program() -> None:
+    class Program(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = torch.ones(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.held
+
+    program = fx.symbolic_trace(Program())
+    name = next(n.target for n in program.graph.nodes if n.op == "get_attr")
+    held = getattr(program, name)
+    if name in program._buffers:            # as torch.fx registers plain tensors
+        del program._buffers[name]
+        program.__dict__[name] = held
+    assert not dict(program.named_buffers())
+    closed_over_as_buffers(program)
+    assert dict(program.named_buffers())[name] is held
+    assert not program.state_dict()
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+def test_a_custom_function_is_one_operation_and_then_itself_again() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = _Twice.apply(x)
+        second: torch.Tensor = _Twice.apply(first + 1)
+        return second
+
+    from torch.fx.experimental.proxy_tensor import make_fx
+    with kept_whole():
+        program = make_fx(forward)(torch.randn(3))
+    assert sum("rkmate_custom_function" in str(n.target) for n in program.graph.nodes) == 2
+    run_as_they_are(program)
+    x = torch.randn(3, requires_grad=True)
+    program(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [4, 4, 4]
+
+
+def test_tags_of_the_backward() -> None:
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
+    graph = fx.Graph()
+    x, grad = graph.placeholder("x"), graph.placeholder("grad")
+    grad.meta["desc"] = TangentAOTInput(PlainAOTOutput(0))
+    first = graph.call_function(aten.neg.default, (x,))
+    second = graph.call_function(aten.mul.Tensor, (first, grad))
+    third = graph.call_function(aten.exp.default, (second,))
+    tag_what_needs_the_loss(graph)
+    assert [is_backward(n) for n in (first, second, third)] == [False, True, True]

@@ -1,0 +1,69 @@
+"""Joint graphs made by hand, operation by operation."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rkmate.graph.capture.capture import Source, SourceKind
+from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.simplify import rewrite
+from rkmate.graph.passes.table import PASSES
+
+aten = torch.ops.aten
+
+
+class Made:
+    """A graph that grows by calls, each with the value that torch says."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.sources: dict[fx.Node, Source] = {}
+        self._mode = FakeTensorMode()
+
+    def source(self, kind: SourceKind, key: str | int, *shape: int,
+               dtype: torch.dtype = torch.float32) -> fx.Node:
+        """A parameter, a buffer, an input, a constant or the gradient of an output."""
+        node = self.graph.placeholder(f"{kind}_{key}")
+        with self._mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        self.sources[node] = Source(kind, key)
+        return node
+
+    def call(self, target: Any, *args: Any, backward: bool = False, **kwargs: Any) -> fx.Node:
+        """An operation."""
+        node = self.graph.call_function(target, args, kwargs)
+        given, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self._mode:
+            node.meta["val"] = target(*given, **named)
+        node.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
+        return node
+
+    def item(self, node: fx.Node, place: int, *, backward: bool = False) -> fx.Node:
+        """One of several results."""
+        return self.call(operator.getitem, node, place, backward=backward)
+
+    def work(self, outputs: Sequence[fx.Node | None] = (), grads: Sequence[tuple[fx.Node, fx.Node]] = (),
+             mutations: Sequence[tuple[fx.Node, fx.Node]] = (), wanted: Sequence[bool] | None = None,
+             chunked_loss: bool = False) -> Rewriting:
+        """What passes take. `grads` and `mutations` are pairs of a source and its gradient or value."""
+        return Rewriting(self.graph, self.sources, list(outputs),
+                         [(self.sources[s], n) for s, n in mutations],
+                         [(self.sources[s], n) for s, n in grads],
+                         tuple(wanted or [True] * len(outputs)), chunked_loss)
+
+
+def run(name: str, work: Rewriting) -> Rewriting:
+    """One pass of the table; what it leaves is verified, as far as what it got was in order."""
+    rewrite(work, [p for p in PASSES if p.name == name and p.phase == "simplify"], verify=True)
+    return work
+
+
+def targets(work: Rewriting) -> list[Any]:
+    """The operations that are there, in order."""
+    return [n.target for n in work.graph.nodes if n.op == "call_function"]

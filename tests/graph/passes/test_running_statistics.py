@@ -1,0 +1,63 @@
+"""What the forward overwrites, and who reads it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from rkmate.graph.passes.running_statistics import _reads_their_type
+from tests.graph.passes.graphs import Made, aten, run, targets
+
+
+def _batch_norm(made: Made, *, train: bool) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
+    """A batch norm and its gradient: the running mean, its new value, the output and the gradient."""
+    x, weight = made.source("input", 0, 4, 3, 5), made.source("param", "w", 3)
+    mean, var = made.source("buffer", "mean", 3), made.source("buffer", "var", 3)
+    grad = made.source("tangent", 0, 4, 3, 5)
+    norm = made.call(aten._native_batch_norm_legit_functional.default, x, weight, None, mean, var, train,
+                     0.1, 1e-5)
+    y, saved_mean, saved_invstd, new_mean, new_var = (made.item(norm, k) for k in range(5))
+    back = made.call(aten.native_batch_norm_backward.default, grad, x, weight, new_mean, new_var, saved_mean,
+                     saved_invstd, train, 1e-5, [True, True, False], backward=True)
+    return mean, new_mean, y, made.item(back, 0, backward=True)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_statistics_are_read_outside_of_training_only(train: bool) -> None:
+    made = Made()
+    _, _, y, grad = _batch_norm(made, train=train)
+    work = run("unread statistics", made.work([y], [(next(iter(made.sources)), grad)]))
+    back = next(n for n in work.graph.nodes if n.target is aten.native_batch_norm_backward.default)
+    assert (back.args[3] is None and back.args[4] is None) == train
+    assert back.args[5] is not None
+
+
+def test_some_kernels_take_their_type_from_them() -> None:
+    assert not _reads_their_type(torch.device("cpu"))
+    assert _reads_their_type(torch.device("cuda"))
+
+
+def test_a_batch_norm_may_run_twice() -> None:
+    made = Made()
+    mean, new_mean, y, _ = _batch_norm(made, train=True)
+    work = run("overwritten values", made.work([y], (), [(mean, new_mean)]))
+    assert aten.clone.default not in targets(work)
+
+
+def test_who_needs_the_value_from_before_reads_a_copy() -> None:
+    made = Made()
+    x, b = made.source("input", 0, 3), made.source("buffer", "b", 3)
+    y, moved = made.call(aten.mul.Tensor, x, b), made.call(aten.add.Tensor, b, 1)
+    run("overwritten values", made.work([y], (), [(b, moved)]))
+    copy = y.args[1]
+    assert isinstance(copy, fx.Node)
+    assert copy.target is aten.clone.default and copy.args == (b,)
+    assert moved.args[0] is copy
+
+
+def test_what_nobody_overwrites_is_read_as_it_is() -> None:
+    made = Made()
+    x, b = made.source("input", 0, 3), made.source("buffer", "b", 3)
+    y = made.call(aten.mul.Tensor, x, b)
+    assert targets(run("overwritten values", made.work([y]))) == [aten.mul.Tensor]
