@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import rkmate.dtr
 from rkmate.dtr import BudgetExceeded, RuntimeStateError, ThrashingError
-from rkmate.dtr.runtime import replay, sizes
+from rkmate.dtr.runtime import rematerialize, sizes
 from rkmate.errors import ArgumentError
 from rkmate.measure.meter import measure_peak
 
@@ -291,11 +291,11 @@ def test_thrashing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         with rkmate.dtr(budget=int(peak * 0.6), overhead_limit=1.0):
             train_step(model, x)
 
-    monkeypatch.setattr(replay, "_PATIENCE_NS", 0)
+    monkeypatch.setattr(rematerialize, "_PATIENCE_NS", 0)
     with pytest.raises(ThrashingError, match="ran again"):
         limited()
     model, x = make("residual")
-    monkeypatch.setattr(replay, "_PATIENCE_NS", 10**15)
+    monkeypatch.setattr(rematerialize, "_PATIENCE_NS", 10**15)
     limited()
     assert same(state(model), expected)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from rkmate.dtr.runtime.operation import map_tensors
+from rkmate.dtr.runtime.schema import map_tensors
 from rkmate.measure.meter import MeterError, measure_peak
 
 
