@@ -13,7 +13,8 @@ import pytest
 
 import rkmate
 from rkmate.cli.demos import DEMOS, Demo
-from rkmate.cli.main import load_target, main
+from rkmate.cli.main import main
+from rkmate.cli.targets import load_target
 from rkmate.show.draw import has_dot
 
 TARGET = "tests.show.targets:sample"

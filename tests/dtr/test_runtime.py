@@ -178,7 +178,7 @@ def test_gradients_are_ordinary_tensors_afterwards() -> None:
 def test_optimizer_inside_the_block() -> None:
     losses = []
     budget = 0
-    for rematerialize in (False, True):
+    for again in (False, True):
         model, x = make("residual")
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         seen = []
@@ -189,7 +189,7 @@ def test_optimizer_inside_the_block() -> None:
                 seen.append(train_step(model, x))
                 optimizer.step()
 
-        if not rematerialize:
+        if not again:
             budget = int(measure_peak(steps).peak * 0.8)
         else:
             with rkmate.dtr(budget=budget, overhead_limit=1000) as session:
