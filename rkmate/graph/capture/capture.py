@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._functorch._aot_autograd import descriptors as D
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.errors import ArgumentError, CaptureError
@@ -189,6 +188,9 @@ def _export_once(flat: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
 
 def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
              before: PythonState) -> tuple[Capture, Sequence[Assigned]]:
+    # Takes seconds, with torch._dynamo; and it must not see what the contexts below replace.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     given, inputs = take_apart((args, kwargs), result=False)
     # One tensor passed twice is two inputs: another call may pass two.
     tensors = [t if all(t is not u for u in given[:k]) else
