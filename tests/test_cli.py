@@ -210,3 +210,9 @@ def test_simulate_replays_a_log(capsys: Captured) -> None:
     log = Path(__file__).parent / "dtr" / "data" / "logs" / "lin_unit_16.log"
     assert main(["simulate", str(log), "--ratio", "0.9", "--json"]) == 0
     assert "baseline_memory" in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("digits", ["²", "٣x"])
+def test_a_digit_that_is_no_number(digits: str, capsys: Captured) -> None:
+    assert run("plan", TARGET, "--budget", digits) == 2
+    assert "budget is" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def planning_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def budget_of(text: str) -> int | str:
     """``1`` is a byte; ``0.5``, ``50%`` and ``1.5GB`` are text as `rkmate.wrap` takes it."""
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text
 
 
 def check_files(args: argparse.Namespace) -> None:
