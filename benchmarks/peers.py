@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rkmate
-from rkmate.cli.demos import UNet
+from rkmate.cli.demo_models import UNet
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.registry import PLANNERS

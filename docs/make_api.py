@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import rkmate
 import rkmate.dtr
@@ -17,6 +18,7 @@ _GROUPS = (
     ("Planning", ("wrap", "plan", "tradeoff", "compare", "auto_budget", "max_batch_size",
                   "measure_step", "shared_plan")),
     ("What comes back", ("PlannedModule", "Plan", "Curve", "Comparison", "BatchSize")),
+    ("Settings of the stages", ("Settings", "CutSettings", "MeasureSettings", "OptionSettings")),
 )
 _DYNAMIC = ("Session", "wrap", "DynamicModule", "Report", "HEURISTICS", "simulate", "Result", "Trace",
             "read_log", "parse_log", "Program", "make_heuristic")
@@ -61,14 +63,15 @@ def _entry(home: ModuleType, name: str) -> str:
         parts.append(_signature(name, made))
     parts.append(f"{_markdown(value)}\n")
     fields = getattr(value, "__dataclass_fields__", {})
-    documented = _field_docs(value)
+    classes = [c for c in reversed(value.__mro__) if c.__module__.split(".")[0] == "rkmate"]
+    documented = {field: about for c in classes for field, about in _field_docs(c).items()}
     for field in fields:
         if not field.startswith("_"):
             about = documented.get(field, "")
             parts.append(f"- `{field}`{': ' if about else ''}{about}")
     if fields:
         parts.append("")
-    for member, found in vars(value).items():
+    for member, found in {m: f for c in classes for m, f in vars(c).items()}.items():
         if member.startswith("_") or member in fields:
             continue
         target = found.fget if isinstance(found, property) else \
@@ -78,13 +81,20 @@ def _entry(home: ModuleType, name: str) -> str:
         if isinstance(found, property):
             parts.append(f"#### `.{member}`\n\n{_markdown(target)}\n")
         else:
-            made = _signature(member, inspect.signature(target))
+            made = _signature(member, _of_class(value, inspect.signature(target), target.__module__))
             parts.append(f"#### `.{member}()`\n\n{made}\n{_markdown(target)}\n")
     return "\n".join(parts)
 
 
+def _of_class(value: type, found: inspect.Signature, module: str) -> inspect.Signature:
+    """A method's signature in the class `value`: what returns an object of its own class says so."""
+    if isinstance(getattr(sys.modules[module], str(found.return_annotation), None), TypeVar):
+        return found.replace(return_annotation=value.__name__)
+    return found
+
+
 def _signature(name: str, found: inspect.Signature) -> str:
-    kept = [p for p in found.parameters.values() if p.name != "self"]
+    kept = [p for p in found.parameters.values() if p.name not in ("self", "cls")]
     lines = []
     starred = False
     for p in kept:

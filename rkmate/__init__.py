@@ -1,7 +1,8 @@
 """rkmate: train any PyTorch model inside a memory budget."""
 
-import importlib
 import typing
+
+from rkmate.support.lazy import lazy_names as _lazy_names
 
 __version__ = "0.1.0"
 
@@ -25,9 +26,7 @@ _PLACES = {
 }
 """Where each public name is defined: it is loaded when it is first used, and torch with it where it
 needs torch. No module is called as a public function is, so none can take its place."""
-_HOME = {name: module for module, names in _PLACES.items() for name in names}
-
-__all__ = [*sorted(_HOME)]
+__all__ = sorted(name for names in _PLACES.values() for name in names)
 
 if typing.TYPE_CHECKING:
     from rkmate.comparison.run import compare as compare
@@ -61,15 +60,7 @@ if typing.TYPE_CHECKING:
     from rkmate.show.plan import Plan as Plan
 
 
-def __getattr__(name: str) -> typing.Any:
-    if name in _HOME:
-        found = getattr(importlib.import_module(_HOME[name]), name)
-    elif name == "dtr":
-        return importlib.import_module("rkmate.dtr")
-    else:
-        raise AttributeError(f"module 'rkmate' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+__getattr__ = _lazy_names(__name__, _PLACES, ("dtr",))
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ from rkmate.errors import ArgumentError
 _UNITS = {"b": 1, "": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
           "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_HELP = 'bytes (an int), text such as "600MiB" or "1.5GB", a float in (0, 1], which is a fraction of ' \
-        "the model's own peak, or \"auto\" for what is free on the CUDA device"
+_FRACTION = re.compile(r"\s*(0?\.[0-9]+|1\.0*)\s*")
+_HELP = 'bytes (an int), text such as "600MiB", "1.5GB", "50%" or "0.5", a float in (0, 1], which is a ' \
+        "fraction of the model's own peak, or \"auto\" for what is free on the CUDA device"
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,22 @@ class Budget:
 
 
 def parse_budget(budget: Any) -> Budget:
-    """Check a budget. Raises `ArgumentError`."""
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+    """Check a budget. Whole numbers of any kind (numpy's too) are bytes, other real ones fractions; so is
+    text like ``"0.5"``. Raises `ArgumentError`."""
+    if isinstance(budget, bool) or not isinstance(budget, (numbers.Real, str)):
         raise ArgumentError(f"budget is {budget!r}; it should be {_HELP}")
-    if isinstance(budget, int):
+    if isinstance(budget, numbers.Integral):
         if budget <= 0:
             raise ArgumentError(f"budget is {budget}; it should be a positive number of bytes")
-        return Budget(bytes=budget)
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
+        return Budget(bytes=int(budget))
+    if isinstance(budget, numbers.Real):
+        fraction = float(budget)
+        if not 0 < fraction <= 1:               # nan is refused too
             raise ArgumentError(f"budget is {budget}; a float is a fraction of the model's own peak "
                                 "and should be in (0, 1]; for bytes, give an int")
-        return Budget(fraction=budget)
+        return Budget(fraction=fraction)
+    if _FRACTION.fullmatch(budget):
+        return parse_budget(float(budget))
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", budget.lower())
     if match is None:
         raise ArgumentError(f"budget is {budget!r}; it should be {_HELP}")

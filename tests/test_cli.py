@@ -13,7 +13,8 @@ import pytest
 
 import rkmate
 from rkmate.cli.demos import DEMOS, Demo
-from rkmate.cli.main import load_target, main
+from rkmate.cli.main import main
+from rkmate.cli.targets import load_target
 from rkmate.show.draw import has_dot
 
 TARGET = "tests.show.targets:sample"
@@ -136,7 +137,8 @@ def test_what_a_target_raises_is_shown_from_the_users_code_on(capsys: Captured) 
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert "targets.py" in err
-    assert "cli.py" not in err
+    assert str(Path("rkmate", "cli")) not in err
+    assert "importlib" not in err
     assert run("plan", broken, "--budget", "50%", "--json") == 2
     captured = capsys.readouterr()
     assert json.loads(captured.out)["error"] == "TargetError"
@@ -208,3 +210,9 @@ def test_simulate_replays_a_log(capsys: Captured) -> None:
     log = Path(__file__).parent / "dtr" / "data" / "logs" / "lin_unit_16.log"
     assert main(["simulate", str(log), "--ratio", "0.9", "--json"]) == 0
     assert "baseline_memory" in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("digits", ["²", "٣x"])
+def test_a_digit_that_is_no_number(digits: str, capsys: Captured) -> None:
+    assert run("plan", TARGET, "--budget", digits) == 2
+    assert "budget is" in capsys.readouterr().err

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rkmate.cli.main import Target
-
-Load = Callable[[str, "str | None"], "Target"]
-"""From a target's name and a device to a model with sample inputs."""
+from rkmate.cli.arguments import budget_of
+from rkmate.cli.targets import load_target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
-def run(args: argparse.Namespace, load_target: Load) -> int:
+def run(args: argparse.Namespace) -> int:
     """Compare and print; returns the exit status 0. Raises what `rkmate.compare` raises."""
     from rkmate.comparison.run import BUDGETS, TIME_LIMIT, compare
 
     target = load_target(args.target, args.device)
-    budgets = BUDGETS if args.budgets is None else \
-        [int(b) if b.isdigit() else b for b in args.budgets]
+    budgets = BUDGETS if args.budgets is None else [budget_of(b) for b in args.budgets]
     result = compare(target.model, target.args, target.kwargs, budgets=budgets,
                      planners=args.planners, measure=args.measure,
                      time_limit=TIME_LIMIT if args.time_limit is None else args.time_limit,

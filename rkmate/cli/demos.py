@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
-from torch.nn import functional as F
+from typing import TYPE_CHECKING
 
 from rkmate.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from rkmate.cli.demo_models import Sample
 
 
 @dataclass(frozen=True)
 class Demo:
     """A built-in model."""
 
-    make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
-    """Returns a model and sample arguments; random weights, nothing is downloaded."""
+    make: str
+    """Its factory in demo_models.py."""
     about: str
     needs: str | None = None
     """Package that brings the model."""
@@ -30,83 +28,24 @@ class Demo:
         return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
 
-def _mlp() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    layers: list[nn.Module] = []
-    for _ in range(8):
-        layers += [nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.LayerNorm(256)]
-    return nn.Sequential(*layers), (torch.randn(256, 256),), {}
-
-
-def _gpt2() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=1024, n_positions=128,
-                        bos_token_id=0, eos_token_id=0)
-    ids = torch.randint(0, 1024, (4, 128))
-    model: Any = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"             # else the first forward writes a notice
-    return model.train(), (), {"input_ids": ids, "labels": ids, "use_cache": False}
-
-
-def _resnet() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2],
-                          layer_type="basic", num_labels=10)
-    model: nn.Module = ResNetForImageClassification(config)
-    return model.train(), (), {"pixel_values": torch.randn(4, 3, 96, 96),
-                               "labels": torch.randint(0, 10, (4,))}
-
-
-class UNet(nn.Module):
-    """Double convolutions with batch norm at each width; what goes down is joined to what comes up."""
-
-    def __init__(self, widths: Sequence[int] = (16, 32, 64), classes: int = 2) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(map(_double, [3, *widths], widths))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2)
-                                for a, b in zip(widths[-2::-1], widths[:0:-1], strict=True))
-        self.join = nn.ModuleList(_double(2 * w, w) for w in widths[-2::-1])
-        self.head = nn.Conv2d(widths[0], classes, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to class scores of each pixel."""
-        kept: list[torch.Tensor] = []
-        for i, block in enumerate(self.down):
-            x = block(x if i == 0 else F.max_pool2d(x, 2))
-            kept.append(x)
-        kept.pop()
-        for up, join in zip(self.up, self.join, strict=True):
-            x = join(torch.cat([kept.pop(), up(x)], dim=1))
-        scores: torch.Tensor = self.head(x)
-        return scores
-
-
-def _double(inputs: int, outputs: int) -> nn.Module:
-    layers: list[nn.Module] = []
-    for a in (inputs, outputs):
-        layers += [nn.Conv2d(a, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs),
-                   nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers)
-
-
-def _unet() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    return UNet().train(), (torch.randn(2, 3, 96, 96),), {}
-
-
 DEMOS: dict[str, Demo] = {
-    "mlp": Demo(_mlp, "eight GELU layers, batch of 256"),
-    "gpt2": Demo(_gpt2, "GPT-2 of four layers, batch of 4, 128 tokens", "transformers"),
-    "resnet": Demo(_resnet, "ResNet-18, batch of 4, 96 pixels", "transformers"),
-    "unet": Demo(_unet, "U-Net of three scales, batch of 2, 96 pixels"),
+    "mlp": Demo("mlp", "eight GELU layers, batch of 256"),
+    "gpt2": Demo("gpt2", "GPT-2 of four layers, batch of 4, 128 tokens", "transformers"),
+    "resnet": Demo("resnet", "ResNet-18, batch of 4, 96 pixels", "transformers"),
+    "unet": Demo("unet", "U-Net of three scales, batch of 2, 96 pixels"),
 }
 
 
-def make_demo(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def make_demo(name: str) -> Sample:
     """A built-in model with sample arguments. Raises `MissingExtra`."""
     demo = DEMOS[name]
     if not demo.installed:
         raise MissingExtra(f"the demo model {name!r} needs {demo.needs}: "
                            'pip install "rkmate[examples]"')
+    import torch
+
+    from rkmate.cli import demo_models
+
     torch.manual_seed(0)
-    return demo.make()
+    made: Sample = getattr(demo_models, demo.make)()
+    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 
 from rkmate.dtr.heuristics import HEURISTICS
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         program = read_log(args.log)
-        if args.ratio is not None and not 0 <= args.ratio < float("inf"):
+        if args.ratio is not None and not 0 <= args.ratio < math.inf:
             raise ArgumentError(f"--ratio must be a number from 0 up, and is {args.ratio}")
         budget = args.budget if args.ratio is None else int(program.memory * args.ratio)
         result = simulate(

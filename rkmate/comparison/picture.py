@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rkmate.comparison.table import DEFAULT, Comparison
-from rkmate.errors import ArgumentError
 from rkmate.show import styles
 from rkmate.show.plots import figure, save, styled
 
@@ -19,47 +18,54 @@ _TOP = 100
 """Extra time in % above which a method says no more than that it is slow."""
 
 
-def plot(comparison: Comparison, path: str | Path | None, title: str,
-         methods: Sequence[str] | None) -> Any:
-    """See `Comparison.plot`."""
-    names = list(comparison.methods if methods is None else methods)
-    unknown = [n for n in names if n not in comparison.methods]
-    if unknown:
-        raise ArgumentError(f"methods names {unknown[0]!r}, which is not in this comparison; it has "
-                            f"{', '.join(comparison.methods)}")
+@dataclass(frozen=True)
+class Line:
+    """One method."""
+
+    name: str
+    predicted: tuple[tuple[int, float], ...]
+    """Peak in bytes, and time of a step over that without rematerialization; by peak."""
+    measured: tuple[tuple[int, float], ...]
+    """The same, measured."""
+    first: bool
+    """Drawn on top of the others."""
+
+
+def plot(lines: Sequence[Line], baseline_peak_bytes: int, title: str, path: str | Path | None) -> Any:
+    """Draw lines; see `rkmate.Comparison.plot`."""
     with styled():
         made, axes = figure(8.2, 4.4)
         top = 1.0
-        others = [n for n in names if n != DEFAULT]
-        for name in names:
-            k = others.index(name) if name in others else 0
+        others = [line for line in lines if not line.first]
+        for line in lines:
             look: dict[str, Any] = {"color": styles.FORWARD_LINE, "marker": "o", "linewidth": 2.2,
                                     "zorder": 5}
-            if name != DEFAULT:
+            if not line.first:
+                k = others.index(line)
                 look = {"color": _COLOURS[k % len(_COLOURS)],
                         "marker": _MARKERS[(k + k // 9) % len(_MARKERS)], "linewidth": 1.0}
-            rows = comparison.of(name)
-            found = sorted((r.peak_bytes / _MIB, 100 * (r.time_ratio - 1)) for r in rows
-                           if r.peak_bytes is not None and r.time_ratio is not None)
-            seen = [(r.measured_peak_bytes / _MIB, 100 * (r.measured_ratio - 1)) for r in rows
-                    if r.measured_peak_bytes is not None and r.measured_ratio is not None]
+            found, seen = _in_axes(line.predicted), _in_axes(line.measured)
             if not found and not seen:
                 continue
-            label: str | None = name
+            label: str | None = line.name
             if found:
                 axes.plot(*zip(*found, strict=True), markersize=4, label=label, alpha=0.85, **look)
                 label = None
             if seen:
                 axes.plot(*zip(*seen, strict=True), linestyle="none", marker="x", markersize=7,
-                          color=look["color"], label=f"{name} (measured)")
+                          color=look["color"], label=f"{line.name} (measured)")
             top = max([top, *(y for _, y in (*found, *seen) if y <= _TOP)])
-        axes.axvline(comparison.baseline_peak_bytes / _MIB, color=styles.FAINT, linewidth=0.8,
-                     linestyle=":")
-        axes.set_xlim(0, comparison.baseline_peak_bytes / _MIB * 1.05)
+        axes.axvline(baseline_peak_bytes / _MIB, color=styles.FAINT, linewidth=0.8, linestyle=":")
+        axes.set_xlim(0, baseline_peak_bytes / _MIB * 1.05)
         axes.set_ylim(-0.04 * top, top * 1.1)
         axes.set_xlabel("peak of a step in MiB (dotted: without rematerialization)")
         axes.set_ylabel("extra time in %")
-        axes.set_title(title or f"{comparison.model}, {comparison.costs} costs")
+        axes.set_title(title)
         axes.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     save(made, path)
     return made
+
+
+def _in_axes(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """MiB, and extra time in %."""
+    return [(peak / _MIB, 100 * (ratio - 1)) for peak, ratio in points]

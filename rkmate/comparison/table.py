@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rkmate.comparison.picture import Line, plot
+from rkmate.errors import ArgumentError
 from rkmate.show.amounts import duration, size
 
 Status = Literal["ok", "infeasible", "timeout", "failed", "does not apply"]
@@ -160,9 +162,21 @@ class Comparison(Sequence[Row]):
             MissingExtra: matplotlib is not installed (``pip install "rkmate[plots]"``).
             ArgumentError: the path's suffix is unknown, or a method is not in the comparison.
         """
-        from rkmate.comparison.picture import plot
+        names = list(self.methods if methods is None else methods)
+        unknown = [n for n in names if n not in self.methods]
+        if unknown:
+            raise ArgumentError(f"methods names {unknown[0]!r}, which is not in this comparison; it has "
+                                f"{', '.join(self.methods)}")
+        return plot([self._line(name) for name in names], self.baseline_peak_bytes,
+                    title or f"{self.model}, {self.costs} costs", path)
 
-        return plot(self, path, title, methods)
+    def _line(self, method: str) -> Line:
+        rows = self.of(method)
+        predicted = sorted((r.peak_bytes, r.time_ratio) for r in rows
+                           if r.peak_bytes is not None and r.time_ratio is not None)
+        measured = [(r.measured_peak_bytes, r.measured_ratio) for r in rows
+                    if r.measured_peak_bytes is not None and r.measured_ratio is not None]
+        return Line(method, tuple(predicted), tuple(measured), first=method == DEFAULT)
 
 
 def _line(row: Row, measured: bool, winner: bool) -> str:

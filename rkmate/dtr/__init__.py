@@ -10,39 +10,53 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rkmate.dtr.errors import BudgetExceeded, LogError, RuntimeStateError, ThrashingError
-from rkmate.dtr.heuristics import HEURISTICS, make_heuristic
-from rkmate.dtr.log import Program, parse_log, read_log
-from rkmate.dtr.runtime.report import Report
-from rkmate.dtr.session import Session
-from rkmate.dtr.simulator import Result, Trace, simulate
-from rkmate.dtr.wrapping import DynamicModule, wrap
+from rkmate.support.lazy import lazy_names
 
-__all__ = [
-    "HEURISTICS",
-    "BudgetExceeded",
-    "DynamicModule",
-    "LogError",
-    "Program",
-    "Report",
-    "Result",
-    "RuntimeStateError",
-    "Session",
-    "ThrashingError",
-    "Trace",
-    "make_heuristic",
-    "parse_log",
-    "read_log",
-    "simulate",
-    "wrap",
-]
+_PLACES = {
+    "rkmate.dtr.errors": ("BudgetExceeded", "LogError", "RuntimeStateError", "ThrashingError"),
+    "rkmate.dtr.heuristics": ("HEURISTICS", "make_heuristic"),
+    "rkmate.dtr.log": ("Program", "parse_log", "read_log"),
+    "rkmate.dtr.runtime.report": ("Report",),
+    "rkmate.dtr.session": ("Session",),
+    "rkmate.dtr.simulator": ("Result", "Trace", "simulate"),
+    "rkmate.dtr.wrapping": ("DynamicModule", "wrap"),
+}
+"""Where each public name is defined. The simulator, the heuristics and the log load no torch."""
+
+__all__ = sorted(name for names in _PLACES.values() for name in names)
+
+if TYPE_CHECKING:
+    from rkmate.dtr.errors import BudgetExceeded as BudgetExceeded
+    from rkmate.dtr.errors import LogError as LogError
+    from rkmate.dtr.errors import RuntimeStateError as RuntimeStateError
+    from rkmate.dtr.errors import ThrashingError as ThrashingError
+    from rkmate.dtr.heuristics import HEURISTICS as HEURISTICS
+    from rkmate.dtr.heuristics import make_heuristic as make_heuristic
+    from rkmate.dtr.log import Program as Program
+    from rkmate.dtr.log import parse_log as parse_log
+    from rkmate.dtr.log import read_log as read_log
+    from rkmate.dtr.runtime.report import Report as Report
+    from rkmate.dtr.session import Session as Session
+    from rkmate.dtr.simulator import Result as Result
+    from rkmate.dtr.simulator import Trace as Trace
+    from rkmate.dtr.simulator import simulate as simulate
+    from rkmate.dtr.wrapping import DynamicModule as DynamicModule
+    from rkmate.dtr.wrapping import wrap as wrap
+
+__getattr__ = lazy_names(__name__, _PLACES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 class _CallableModule(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Session:
         """A ``Session``: see there for the arguments."""
+        from rkmate.dtr.session import Session
+
         return Session(*args, **kwargs)
 
 

@@ -148,6 +148,8 @@ class _Reader:
             if kind not in handlers:
                 raise self._error(f"instruction {kind!r} is unknown or out of place")
             handlers[kind](entry)
+        if not self.steps:
+            raise LogError("the log ends, and has no operation", max(1, self.line))
         # The output condition: what the program still holds at the end must be in memory.
         for tensor in self.bound.values():
             if self.references[tensor] > 0:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rkmate.dtr.neighbourhood.classes import EvictedClass
+
+class EvictedClass:
+    """A set of evicted storages that are connected, or were once."""
+
+    __slots__ = ("up", "slot", "border")
+
+    def __init__(self, slot: int) -> None:
+        self.up: EvictedClass | None = None
+        self.slot = slot
+        """Where a root's cost stands in ``EvictedClasses``' array."""
+        self.border: set[int] = set()
+        """Rows of the resident storages next to a member (some may have left since)."""
 
 
 class Node:
@@ -47,6 +56,7 @@ class Node:
         self.parents: set[Node] = set()
         self.children: set[Node] = set()
         self.evicted_class: EvictedClass | None = None
+        """Kept by the neighbourhood of classes alone."""
 
     def evicted_neighbours(self) -> list[Node]:
         """The parents and children that are not in memory."""

@@ -7,15 +7,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rkmate.errors import GraphError, PlanError
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, Step
 from rkmate.ir.summary import GraphSummary, read_summary
 from rkmate.support.json_store import write_json
 
-Drawable = Literal["chain", "forward", "simplified", "block", "schedule"]
-"""What `Plan.draw` draws."""
 _FORMAT = 3
 Saved = TypeVar("Saved", bound="PlanData")
 

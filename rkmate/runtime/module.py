@@ -184,10 +184,11 @@ def _with_signature_of(model: nn.Module) -> Any:
     return forward
 
 
-@torch.compiler.disable
 def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A compiled function breaks its graph around a planned module, which runs as planned."""
-    return PlannedModule.forward(module, *args, **kwargs)
+    from rkmate.runtime.uncompiled import run_uncompiled
+
+    return run_uncompiled(PlannedModule.forward, module, *args, **kwargs)
 
 
 def _traced_here() -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import graphviz
 
 from rkmate.errors import ArgumentError
 from rkmate.ir.cd import HOISTED
-from rkmate.ir.plan import Drawable, PlanData
+from rkmate.ir.plan import PlanData
 from rkmate.show.graphs import (
     Link,
     block_graph,
@@ -20,10 +21,12 @@ from rkmate.show.graphs import (
     no_links,
     simplified_graph,
 )
-from rkmate.show.replay import Replay, replay
+from rkmate.show.replay import Occupancy, replay
 from rkmate.support.warn import warn
 
-WHAT: tuple[Drawable, ...] = ("chain", "forward", "simplified", "block", "schedule")
+Picture = Literal["chain", "forward", "simplified", "block", "schedule"]
+"""What `Plan.draw` draws."""
+WHAT: tuple[Picture, ...] = ("chain", "forward", "simplified", "block", "schedule")
 _TEXT = (".dot", ".gv")
 _SUFFIXES = (".svg", ".png", ".pdf", *_TEXT)
 LEGIBLE = 250
@@ -32,7 +35,7 @@ NO_DOT = ("the program 'dot' was not found: install Graphviz (apt-get install gr
           "graphviz, conda install graphviz, or https://graphviz.org/download)")
 
 
-def draw(plan: PlanData, path: str | Path, what: Drawable, block: int | str | None,
+def draw(plan: PlanData, path: str | Path, what: Picture, block: int | str | None,
          legible: int = LEGIBLE) -> Path:
     """Draw into a file; see `rkmate.Plan.draw`. Returns the path of what was written."""
     path = check(path, what, block)
@@ -83,7 +86,7 @@ def block_number(plan: PlanData, block: int | str | None) -> int:
                         f"one of the classes {', '.join(dict.fromkeys(labels))}")
 
 
-def pages_of(plan: PlanData, replayed: Replay | None) -> list[int]:
+def pages_of(plan: PlanData, replayed: Occupancy | None) -> list[int]:
     """Per block, the block whose page it shares: the first of its class that is run in the same way.
     Without a replay, the first of its class."""
     first: dict[object, int] = {}

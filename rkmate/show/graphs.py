@@ -17,7 +17,7 @@ from rkmate.ir.cd import HOISTED
 from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import count, duration, size
-from rkmate.show.replay import Replay
+from rkmate.show.replay import Occupancy
 
 Link = Callable[[int], str | None]
 """The address of a block's own page; None: no link."""
@@ -42,7 +42,7 @@ def short_path(path: str, within: str) -> str:
     return path.removeprefix(f"{within}.") if within else path
 
 
-def chain_graph(plan: PlanData, replayed: Replay, link: Link = no_links) -> graphviz.Digraph:
+def chain_graph(plan: PlanData, replayed: Occupancy, link: Link = no_links) -> graphviz.Digraph:
     """The chain of blocks, identical ones in one colour, with what each carries and keeps."""
     graph = _graph("chain", rankdir="TB")
     colours = styles.class_colours([b.label for b in plan.blocks])
@@ -97,7 +97,7 @@ def _cut_label(plan: PlanData, b: int) -> str:
     return f"{count(len(cut), 'tensor')}, {size(total)}" if len(cut) != 1 else size(total)
 
 
-def block_memory(plan: PlanData, replayed: Replay) -> tuple[dict[int, int], dict[int, int]]:
+def block_memory(plan: PlanData, replayed: Occupancy) -> tuple[dict[int, int], dict[int, int]]:
     """Per block: bytes of its forward storages kept for the backward, and of all that could be."""
     g = plan.graph
     kept: dict[int, int] = dict.fromkeys(g.block_c, 0)
@@ -115,7 +115,7 @@ def block_memory(plan: PlanData, replayed: Replay) -> tuple[dict[int, int], dict
     return kept, whole
 
 
-def plan_recomputed(replayed: Replay, block: int) -> float:
+def plan_recomputed(replayed: Occupancy, block: int) -> float:
     """Seconds of a block's recomputations."""
     return sum(t for c, t in replayed.recomputed_seconds.items()
                if replayed.graph.computations[c].block == block)
@@ -198,7 +198,7 @@ def collapsed_graph(plan: PlanData, what: str, link: Link) -> graphviz.Digraph:
     return graph
 
 
-def block_graph(plan: PlanData, block: int, replayed: Replay) -> graphviz.Digraph:
+def block_graph(plan: PlanData, block: int, replayed: Occupancy) -> graphviz.Digraph:
     """One block's computations and data, forward and backward, as the plan runs them."""
     g, info = plan.graph, plan.blocks[block]
     graph = _graph("block")
@@ -232,7 +232,7 @@ def block_graph(plan: PlanData, block: int, replayed: Replay) -> graphviz.Digrap
     return graph
 
 
-def _data_node(graph: graphviz.Digraph, plan: PlanData, j: int, replayed: Replay,
+def _data_node(graph: graphviz.Digraph, plan: PlanData, j: int, replayed: Occupancy,
                members: set[int]) -> None:
     g = plan.graph
     d, maker = g.storages[j], g.maker[j]

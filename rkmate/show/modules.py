@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rkmate.show.replay import Replay
+from rkmate.show.replay import Occupancy
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a module path that is a number: the place in a list of modules."""
@@ -27,7 +27,7 @@ class ModuleRow:
     """How many modules the row stands for."""
 
 
-def by_module(replayed: Replay, baseline: Replay) -> tuple[ModuleRow, ...]:
+def by_module(replayed: Occupancy, baseline: Occupancy) -> tuple[ModuleRow, ...]:
     """One row for each module that keeps, forgets or redoes something; most forgotten first."""
     g = replayed.graph
     kept: dict[str, int] = {}
@@ -60,7 +60,7 @@ def alike(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
         for pattern, same in groups.items())
 
 
-def _sizes(replayed: Replay, storages: Iterable[int]) -> list[tuple[str, int]]:
+def _sizes(replayed: Occupancy, storages: Iterable[int]) -> list[tuple[str, int]]:
     g = replayed.graph
     found = []
     for j in sorted(storages):

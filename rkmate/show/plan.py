@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rkmate.ir.peak import Peak
-from rkmate.ir.plan import Drawable, PlanData
-from rkmate.show.replay import Replay
+from rkmate.ir.plan import PlanData
+from rkmate.show.replay import Occupancy
+
+if TYPE_CHECKING:
+    from rkmate.show.draw import Picture
 
 
 class Plan(PlanData):
@@ -35,13 +38,13 @@ class Plan(PlanData):
 
         return explain(self)
 
-    def replay(self) -> Replay:
+    def replay(self) -> Occupancy:
         """The schedule step by step: what is in memory, of which kind, and whose it is."""
         from rkmate.show.replay import replay
 
         return replay(self)
 
-    def draw(self, path: str | Path, what: Drawable = "chain", block: int | str | None = None) -> Path:
+    def draw(self, path: str | Path, what: Picture = "chain", block: int | str | None = None) -> Path:
         """Draw into a file; its suffix says how: .svg, .png, .pdf, or .dot for the text alone.
 
         Args:

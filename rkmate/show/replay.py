@@ -58,8 +58,8 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """A whole training step."""
+class Occupancy:
+    """A whole training step: what occupies memory at each moment."""
 
     graph: GraphSummary
     schedule: Schedule
@@ -138,19 +138,19 @@ class Replay:
         return levels
 
 
-def replay(plan: PlanData) -> Replay:
+def replay(plan: PlanData) -> Occupancy:
     """The schedule of a plan. Raises `ScheduleError` when it does not run."""
     return replay_schedule(plan.graph, plan.schedule)
 
 
-def replay_baseline(plan: PlanData) -> Replay:
+def replay_baseline(plan: PlanData) -> Occupancy:
     """The same model without rematerialization."""
     cd = plan.graph.cd
     return replay_schedule(plan.graph, from_order(cd, range(len(cd.c)), cd.loss, plan.graph.pinned))
 
 
-def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Replay:
-    """Replay one schedule. Raises `ScheduleError` when it does not run."""
+def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Occupancy:
+    """Occupancy one schedule. Raises `ScheduleError` when it does not run."""
     result = simulate(graph.cd, schedule, pinned=graph.pinned, reserve_at_loss=graph.reserve_at_loss)
     walk = _Walk(graph)
     for k, step in enumerate(schedule.steps):
@@ -168,7 +168,7 @@ def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Replay:
                                   if j not in walk.taken)
     end = len(schedule.steps)
     walk.close(end)
-    return Replay(graph, schedule, tuple(walk.moments), result.peak_at, walk.loss_at, alive_at_peak,
+    return Occupancy(graph, schedule, tuple(walk.moments), result.peak_at, walk.loss_at, alive_at_peak,
                   frozenset(walk.at_loss), tuple(walk.spans))
 
 

@@ -13,20 +13,21 @@ from rkmate.ir.peak import Peak
 from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import count, duration, share, size
-from rkmate.show.curve import Curve
 from rkmate.show.draw import NO_DOT, has_dot, pages_of, svg
 from rkmate.show.graphs import block_graph, block_memory, chain_graph, plan_recomputed
 from rkmate.show.modules import by_module
 from rkmate.show.page import html_table, own_ids, page, source_html
 from rkmate.show.plots import svg_text
-from rkmate.show.replay import KIND_NAMES, Replay, replay, replay_baseline
+from rkmate.show.replay import KIND_NAMES, Occupancy, replay, replay_baseline
+from rkmate.show.time_memory import WithPoints, time_memory
 from rkmate.show.timeline import plot_timeline
 from rkmate.show.words import explain, facts
 
 _MOST_TENSORS = 40
 
 
-def report(plan: PlanData, path: str | Path, curve: Sequence[Any], measured: Peak[Any] | None) -> Path:
+def report(plan: PlanData, path: str | Path, curve: Sequence[PlanData],
+           measured: Peak[Any] | None) -> Path:
     """See `rkmate.Plan.report`."""
     path = Path(path)
     replayed, baseline = replay(plan), replay_baseline(plan)
@@ -70,16 +71,16 @@ def _head(plan: PlanData) -> Iterator[str]:
           f"{html_table(('what', 'value'), figures, set())}</details>"
 
 
-def _curve(plan: Any, curve: Sequence[Any]) -> Iterator[str]:
+def _curve(plan: PlanData, curve: Sequence[PlanData]) -> Iterator[str]:
     yield '<h2 id="curve">Time against memory</h2>'
     if not curve:
         yield ('<p class="faint">The plans for other budgets were not given to the report: '
                "<code>plan.report(path, curve=rkmate.tradeoff(model, args))</code>.</p>")
         return
-    drawn = curve if isinstance(curve, Curve) else Curve(tuple(curve))
-    yield _figure(svg_text(drawn.plot(here=plan, title="")), "curve")
+    points = curve.points if isinstance(curve, WithPoints) else ()
+    yield _figure(svg_text(time_memory(curve, points, plan, "")), "curve")
     rows = [(size(p.budget_bytes), size(p.peak_bytes), f"{p.overhead:+.1%}", duration(p.step_seconds))
-            for p in drawn]
+            for p in curve]
     yield "<details><summary>the figures</summary>" + html_table(
         ("budget", "peak", "extra time", "time of a step"), rows, {0, 1, 2, 3}) + "</details>"
 
@@ -89,7 +90,7 @@ def _timeline(plan: PlanData, measured: Peak[Any] | None) -> Iterator[str]:
     yield _figure(svg_text(plot_timeline(plan, None, measured, "")), "time")
 
 
-def _peak(replayed: Replay) -> Iterator[str]:
+def _peak(replayed: Occupancy) -> Iterator[str]:
     yield '<h2 id="peak">What stands at the peak</h2>'
     tensors = replayed.peak_tensors
     rest = tensors[_MOST_TENSORS:]
@@ -103,7 +104,7 @@ def _peak(replayed: Replay) -> Iterator[str]:
         ("bytes", "share", "module", "operation", "shape", "kind", "name"), rows, {0, 1}) + "</div>"
 
 
-def _modules(replayed: Replay, baseline: Replay) -> Iterator[str]:
+def _modules(replayed: Occupancy, baseline: Occupancy) -> Iterator[str]:
     yield '<h2 id="modules">What is forgotten and recomputed, by module</h2>'
     yield '<p class="faint">Bytes between forward and backward; time of one step.</p>'
     rows = [(r.path or "(the model)", size(r.kept_bytes), size(r.forgotten_bytes),
@@ -113,7 +114,7 @@ def _modules(replayed: Replay, baseline: Replay) -> Iterator[str]:
         ("module", "keeps", "forgets", "redoes", "what runs again"), rows, {1, 2, 3}) + "</div>"
 
 
-def _graphs(plan: PlanData, replayed: Replay) -> Iterator[str]:
+def _graphs(plan: PlanData, replayed: Occupancy) -> Iterator[str]:
     yield '<h2 id="chain">Blocks</h2>'
     dot = has_dot()
     if not dot:

@@ -13,7 +13,7 @@ from rkmate.show import styles
 from rkmate.show.amounts import size
 from rkmate.show.graphs import block_memory, block_name
 from rkmate.show.plots import figure, save, styled
-from rkmate.show.replay import KIND_NAMES, KINDS, Replay, replay, replay_baseline
+from rkmate.show.replay import KIND_NAMES, KINDS, Occupancy, replay, replay_baseline
 
 _MIB = float(1 << 20)
 _MOST_ROWS = 40
@@ -42,7 +42,7 @@ def plot_timeline(plan: PlanData, path: str | Path | None, measured: Peak[Any] |
     return made
 
 
-def draw_memory(axes: Any, plan: PlanData, replayed: Replay, measured: Peak[Any] | None) -> None:
+def draw_memory(axes: Any, plan: PlanData, replayed: Occupancy, measured: Peak[Any] | None) -> None:
     """Stacked levels by kind, the step without rematerialization, the budget and the peak."""
     scale, unit = _time_unit(replayed.seconds)
     edges, levels = _steps(replayed)
@@ -84,7 +84,7 @@ def draw_memory(axes: Any, plan: PlanData, replayed: Replay, measured: Peak[Any]
                 "in memory (the measured step is\nscaled to the predicted time)")
 
 
-def draw_blocks(axes: Any, plan: PlanData, replayed: Replay, rows: list[int]) -> None:
+def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int]) -> None:
     """Per block: when it runs, and how much of what its backward may need is in memory."""
     scale, unit = _time_unit(replayed.seconds)
     whole = block_memory(plan, replayed)[1]
@@ -137,7 +137,7 @@ def draw_block_schedule(plan: PlanData, block: int, path: Path) -> Path:
     return path
 
 
-def block_schedule(plan: PlanData, block: int, replayed: Replay) -> Any:
+def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
     """The figure of `draw_block_schedule`."""
     g = plan.graph
     columns = [k for k, m in enumerate(replayed.moments) if m.computation is not None
@@ -184,7 +184,7 @@ def block_schedule(plan: PlanData, block: int, replayed: Replay) -> Any:
     return made
 
 
-def _steps(replayed: Replay) -> tuple[Any, Any]:
+def _steps(replayed: Occupancy) -> tuple[Any, Any]:
     """Edges in seconds and, per kind, the level at each edge (two edges for each step)."""
     computing = [m for m in replayed.moments if m.computation is not None or m.bytes[-1]]
     times = np.array([[m.start, m.end] for m in computing]).ravel()

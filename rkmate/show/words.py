@@ -8,7 +8,7 @@ from rkmate.ir.plan import PlanData
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.graphs import block_memory, plan_recomputed
 from rkmate.show.modules import ModuleRow, alike, by_module
-from rkmate.show.replay import KIND_NAMES, KINDS, Replay, Tensor, replay, replay_baseline
+from rkmate.show.replay import KIND_NAMES, KINDS, Occupancy, Tensor, replay, replay_baseline
 
 _MOST_ROWS = 40
 
@@ -35,7 +35,7 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
     return tuple(result)
 
 
-def block_rows(plan: PlanData, replayed: Replay) -> list[tuple[str, ...]]:
+def block_rows(plan: PlanData, replayed: Occupancy) -> list[tuple[str, ...]]:
     """Per block: number, class, module, operations, what it keeps, of what, and what it redoes."""
     kept, whole = block_memory(plan, replayed)
     rows: list[tuple[str, ...]] = []
@@ -102,7 +102,7 @@ def _bound(plan: PlanData) -> str:
     return f" {others} could save more than {plan.gap:.1%} of the step."
 
 
-def _recomputed(plan: PlanData, replayed: Replay, baseline: Replay) -> str:
+def _recomputed(plan: PlanData, replayed: Occupancy, baseline: Occupancy) -> str:
     rows = by_module(replayed, baseline)
     kept = sum(r.kept_bytes for r in rows)
     forgotten = sum(r.forgotten_bytes for r in rows)
@@ -122,7 +122,7 @@ def _recomputed(plan: PlanData, replayed: Replay, baseline: Replay) -> str:
     return f"{text} {count(runs, 'computation')} of {len(plan.graph.computations)} run more than once."
 
 
-def _peak(replayed: Replay) -> str:
+def _peak(replayed: Occupancy) -> str:
     moment = replayed.moments[replayed.peak_at]
     where = "at the loss"
     if moment.computation is not None:
@@ -146,7 +146,7 @@ def _named(row: ModuleRow) -> str:
     return f"the {row.modules} modules {row.path}" if row.modules > 1 else row.path or "the model itself"
 
 
-def _less(plan: PlanData, replayed: Replay) -> str:
+def _less(plan: PlanData, replayed: Occupancy) -> str:
     if plan.minimum_bytes is not None and plan.peak_bytes <= plan.minimum_bytes:
         return "This is the smallest budget that the planner can meet."
     text = ""

@@ -21,7 +21,7 @@ _INSIDE: tuple[str, ...] = (str(PACKAGE) + os.sep, contextlib.__file__,
 def warn(message: str) -> None:
     """Warn, naming the first line on the stack that is neither this package's nor torch's."""
     inside = _INSIDE
-    if torch := sys.modules.get("torch"):    # not imported here: workers that solve do without it
+    if torch := sys.modules.get("torch"):    # where it is not loaded, none of its frames is on the stack
         inside += tuple(folder + os.sep for folder in torch.__path__)
     frame, level = sys._getframe(1), 2
     while frame.f_code.co_filename.startswith(inside):

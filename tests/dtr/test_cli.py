@@ -65,3 +65,12 @@ def test_bad_input(arguments: list[str], kind: str, capsys: pytest.CaptureFixtur
 def test_a_budget_is_needed() -> None:
     with pytest.raises(SystemExit):
         main([str(LOGS / "features.log")])
+
+
+@pytest.mark.parametrize("text", ["", "\n \n\n", '{"INSTRUCTION":"ANNOTATE","ANNOTATION":"START"}\n'])
+def test_a_log_without_operations(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "empty.log"
+    log.write_text(text, encoding="utf-8")
+    assert main([str(log), "--ratio", "0.5", "--json"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["error"] == "LogError" and "no operation" in answer["message"]

@@ -12,7 +12,7 @@ from torch import nn
 
 import rkmate.dtr
 from rkmate.dtr import BudgetExceeded
-from rkmate.dtr.runtime.replay import Replayer
+from rkmate.dtr.runtime.rematerialize import Rematerializer
 from rkmate.dtr.runtime.sizes import Sizes
 from rkmate.errors import ArgumentError
 
@@ -89,7 +89,7 @@ def interrupt_after(
 
 
 @pytest.mark.parametrize("calls", [5, 6, 7, 8, 30, 41])
-@pytest.mark.parametrize("place", [(Sizes, "run"), (Replayer, "_call")])
+@pytest.mark.parametrize("place", [(Sizes, "run"), (Rematerializer, "_call")])
 def test_an_interrupt_waits_for_the_operation(
     monkeypatch: pytest.MonkeyPatch, place: tuple[type, str], calls: int
 ) -> None:

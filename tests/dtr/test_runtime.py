@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import rkmate.dtr
 from rkmate.device.fake import FakeDevice
 from rkmate.dtr import BudgetExceeded, RuntimeStateError, ThrashingError
-from rkmate.dtr.runtime import replay, sizes
+from rkmate.dtr.runtime import rematerialize, sizes
 from rkmate.dtr.runtime.arguments import Arguments
 from rkmate.errors import ArgumentError
 from rkmate.measure.meter import measure_peak
@@ -181,7 +181,7 @@ def test_gradients_are_ordinary_tensors_afterwards() -> None:
 def test_optimizer_inside_the_block() -> None:
     losses = []
     budget = 0
-    for rematerialize in (False, True):
+    for again in (False, True):
         model, x = make("residual")
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         seen = []
@@ -192,7 +192,7 @@ def test_optimizer_inside_the_block() -> None:
                 seen.append(train_step(model, x))
                 optimizer.step()
 
-        if not rematerialize:
+        if not again:
             budget = int(measure_peak(steps).peak * 0.8)
         else:
             with rkmate.dtr(budget=budget, overhead_limit=1000) as session:
@@ -294,11 +294,11 @@ def test_thrashing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         with rkmate.dtr(budget=int(peak * 0.6), overhead_limit=1.0):
             train_step(model, x)
 
-    monkeypatch.setattr(replay, "_PATIENCE_NS", 0)
+    monkeypatch.setattr(rematerialize, "_PATIENCE_NS", 0)
     with pytest.raises(ThrashingError, match="ran again"):
         limited()
     model, x = make("residual")
-    monkeypatch.setattr(replay, "_PATIENCE_NS", 10**15)
+    monkeypatch.setattr(rematerialize, "_PATIENCE_NS", 10**15)
     limited()
     assert same(state(model), expected)
 

@@ -6,24 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rkmate.dtr.node import Node
+from rkmate.dtr.node import EvictedClass, Node
 from rkmate.dtr.pool import Columns, Pool
 
 _WIDTH = 4
 _NOTHING = 0
-
-
-class EvictedClass:
-    """A set of evicted storages that are connected, or were once."""
-
-    __slots__ = ("up", "slot", "border")
-
-    def __init__(self, slot: int) -> None:
-        self.up: EvictedClass | None = None
-        self.slot = slot
-        """Where a root's cost stands in ``EvictedClasses``' array."""
-        self.border: set[int] = set()
-        """Rows of the resident storages next to a member (some may have left since)."""
 
 
 class EvictedClasses:

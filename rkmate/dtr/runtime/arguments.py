@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from rkmate.dtr.runtime.buffer import Buffer
-from rkmate.dtr.runtime.operation import Place
+from rkmate.dtr.runtime.buffer import Buffer, Place
 
 
 class Arguments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -13,26 +13,46 @@ from torch._ops import OpOverload
 from rkmate.dtr.heuristics.protocol import Heuristic
 from rkmate.dtr.interrupts import Interrupts
 from rkmate.dtr.runtime.arguments import Arguments
-from rkmate.dtr.runtime.buffer import Buffer
+from rkmate.dtr.runtime.buffer import Buffer, Operation, Place
 from rkmate.dtr.runtime.logging import LogWriter
 from rkmate.dtr.runtime.memory import Memory
-from rkmate.dtr.runtime.operation import (
-    Operation,
-    Place,
-    Traits,
-    map_tensors,
-    traits_of,
-    without_statistics,
-)
 from rkmate.dtr.runtime.random_state import generator_of, state_of
-from rkmate.dtr.runtime.replay import Replayer
+from rkmate.dtr.runtime.rematerialize import Rematerializer
 from rkmate.dtr.runtime.report import Report
-from rkmate.dtr.runtime.sizes import Sizes
+from rkmate.dtr.runtime.schema import Traits, map_tensors, traits_of, without_statistics
+from rkmate.dtr.runtime.settling import Settling
+from rkmate.dtr.runtime.sizes import Need, Ran, Sizes
 from rkmate.errors import RkmateError
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _STATE_BYTES = 3 * 5056
 """A generator's state passes through tensors when it is kept and when it is set."""
+
+
+class _Call(NamedTuple):
+    """One operation that the program asks for."""
+
+    function: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    traits: Traits
+    seen: Arguments
+    written: list[torch.Tensor]
+    """Arguments that it changes."""
+
+
+class _Demand(NamedTuple):
+    """What a call needs before it can run."""
+
+    key: Any
+    """By which its need is remembered."""
+    need: Need
+    sure: int
+    """Bytes that it will allocate."""
+    hoped: int
+    """Bytes that it may allocate too: an estimate."""
+    state: bytes | None
+    """Its generator's, where it draws numbers."""
 
 
 class Engine:
@@ -48,15 +68,14 @@ class Engine:
         log: LogWriter | None,
     ) -> None:
         self.memory = Memory(budget, heuristic)
-        self.replayer = Replayer(self.memory, overhead_limit)
+        self.rematerializer = Rematerializer(self.memory, overhead_limit)
         self.sizes = Sizes()
         self.interrupts = Interrupts()
         self.banish = banish
         self.log = log
-        self._waiting: list[Buffer] = []
-        self._readers: dict[int, set[Operation]] = {}
-        self.memory.on_forget = self._forget
-        self.memory.on_lose = self._lose
+        self.settled = Settling(self.memory, self.rematerializer)
+        self.memory.on_forget = self.settled.forget
+        self.memory.on_lose = self.settled.lose
         if log is not None:
             self.memory.on_drop = log.release
 
@@ -79,76 +98,76 @@ class Engine:
         memory = self.memory
         traits = traits_of(function)
         if traits.view:
-            for value in args:
-                if isinstance(value, torch.Tensor):
-                    viewed = memory.live.get(value.untyped_storage()._cdata)
-                    if viewed is not None and not viewed.resident:
-                        self.replayer.materialize(viewed)
+            self._fill_viewed(args)
             return function(*args, **kwargs)
-        began = time.perf_counter_ns()
+        began, again = time.perf_counter_ns(), self.rematerializer.spent_ns
         if memory.dropped:
             memory.tidy()
         if self.banish:
-            self._banish()
-        seen = Arguments(memory.live, args, kwargs)
-        again = self.replayer.spent_ns
-        written: list[torch.Tensor] = []
-        if traits.mutated or traits.keeps_statistics:
-            written = self._written(traits, function, args, kwargs)
-            for tensor in written:
-                address = tensor.untyped_storage()._cdata
-                if address not in memory.live and address in self._readers:
-                    self._freeze(address)
-            self._settle_readers(written)
-        for constant in seen.constants.values():
-            if constant.requires_grad and constant.is_leaf and constant.grad is None:
-                memory.leaves[id(constant)] = weakref.ref(constant)
-        key = (function, *seen.key)
-        need = self.sizes.need(key, function, args, kwargs)
-        state = None
-        extra = need.extra
-        if traits.random:
-            extra += _STATE_BYTES
-            state = state_of(generator_of(args, kwargs))
-        sure, hope = (extra, 0) if need.measured else (0, extra)
-        if memory.fits(need.outputs + extra) and all(b.resident for b in seen.inputs):
-            for buffer in seen.inputs:
-                memory.columns.touch(buffer, memory.clock)
-            ran = self.sizes.run(key, need, function, args, kwargs)
-        else:
-            locked = self._bring_in(seen.inputs)
-            try:
-                memory.reserve(need.outputs + sure, hope, str(function))
-                while written and self._settle_readers(written):
-                    memory.reserve(need.outputs + sure, hope, str(function))
-                ran = self.sizes.run(key, need, function, args, kwargs)
-            finally:
-                for buffer in locked:
-                    memory.unlock(buffer)
-        result, spent = ran.result, ran.nanoseconds
+            self.settled.banish()
+        call = _Call(function, args, kwargs, traits, Arguments(memory.live, args, kwargs),
+                     self._written(traits, function, args, kwargs))
+        self.settled.before_writing(call.written)
+        self._note_leaves(call.seen)
+        demand = self._demand(call)
+        ran = self._reserve_and_run(call, demand)
         # Expected times, not the clock's: a pause of the machine would make all look equally stale.
         memory.clock += ran.cost
-        self.replayer.own_ns += ran.cost
+        self.rematerializer.own_ns += ran.cost
+        self._record(_recorded(call, demand, ran), call.seen, call.written, ran.result)
         report = memory.report
         report.operations += 1
-        report.operation_seconds += spent / 1e9
-        operation = Operation(function, seen.args, seen.kwargs)
-        operation.random_state = state
-        operation.cost = ran.cost
-        if ran.measured:
-            operation.extra_bytes = ran.extra
-        else:
-            operation.hoped_bytes = ran.extra
-        if traits.keeps_statistics:
-            operation.args = without_statistics(function, seen.args)
-        self._record(operation, seen, written, result)
-        again = self.replayer.spent_ns - again
-        report.bookkeeping_seconds += (time.perf_counter_ns() - began - spent - again) / 1e9
-        return result
+        report.operation_seconds += ran.nanoseconds / 1e9
+        others = ran.nanoseconds + self.rematerializer.spent_ns - again
+        report.bookkeeping_seconds += (time.perf_counter_ns() - began - others) / 1e9
+        return ran.result
+
+    def _fill_viewed(self, args: tuple[Any, ...]) -> None:
+        """A view needs the contents of what it looks at, and no memory of its own."""
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                viewed = self.memory.live.get(value.untyped_storage()._cdata)
+                if viewed is not None and not viewed.resident:
+                    self.rematerializer.materialize(viewed)
+
+    def _note_leaves(self, seen: Arguments) -> None:
+        """Parameters without a gradient: the one that the backward leaves them does not count."""
+        for constant in seen.constants.values():
+            if constant.requires_grad and constant.is_leaf and constant.grad is None:
+                self.memory.leaves[id(constant)] = weakref.ref(constant)
+
+    def _demand(self, call: _Call) -> _Demand:
+        key = (call.function, *call.seen.key)
+        need = self.sizes.need(key, call.function, call.args, call.kwargs)
+        extra, state = need.extra, None
+        if call.traits.random:
+            extra += _STATE_BYTES
+            state = state_of(generator_of(call.args, call.kwargs))
+        sure, hoped = (extra, 0) if need.measured else (0, extra)
+        return _Demand(key, need, need.outputs + sure, hoped, state)
+
+    def _reserve_and_run(self, call: _Call, demand: _Demand) -> Ran:
+        """Evict until there is room, with the inputs in memory; then call the function."""
+        memory, inputs = self.memory, call.seen.inputs
+        if memory.fits(demand.sure + demand.hoped) and all(buffer.resident for buffer in inputs):
+            for buffer in inputs:
+                memory.columns.touch(buffer, memory.clock)
+            return self.sizes.run(demand.key, demand.need, call.function, call.args, call.kwargs)
+        locked = self._bring_in(inputs)
+        name = str(call.function)
+        try:
+            memory.reserve(demand.sure, demand.hoped, name)
+            while call.written and self.settled.readers_of(call.written):
+                memory.reserve(demand.sure, demand.hoped, name)
+            return self.sizes.run(demand.key, demand.need, call.function, call.args, call.kwargs)
+        finally:
+            for buffer in locked:
+                memory.unlock(buffer)
 
     def _written(
         self, traits: Traits, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
+        """The tensors whose contents the call changes."""
         found: list[torch.Tensor] = []
         for place, name in traits.mutated:
             value = args[place] if place < len(args) else kwargs.get(name)
@@ -174,7 +193,7 @@ class Engine:
                     missing.append(buffer)
             for buffer in missing:
                 if not buffer.resident:
-                    self.replayer.materialize(buffer)
+                    self.rematerializer.materialize(buffer)
                 memory.lock(buffer)
                 locked.append(buffer)
         except RkmateError:
@@ -206,7 +225,7 @@ class Engine:
         parents = operation.inputs = list(seen.inputs)
         for address in constants:
             operation.constants.append(address)
-            self._readers.setdefault(address, set()).add(operation)
+            self.settled.reads(operation, address)
         if self.log is not None:
             self.log.begin(operation, constants)
         for old in changed:
@@ -216,7 +235,7 @@ class Engine:
             operation.written.append((old, buffer))
             self._made(operation, buffer)
             if lost:
-                self._cut(buffer)
+                self.settled.cut(buffer)
         for position, tensor, storage in fresh.values():
             buffer = memory.add(storage, parents, operation.cost)
             operation.outputs.append((position, Place(buffer, tensor)))
@@ -228,103 +247,6 @@ class Engine:
         buffer.operation = operation
         operation.alive += 1
 
-    # -- what can no longer be computed -------------------------------------------------------
-
-    def _banish(self) -> None:
-        """Free for good what the program dropped and no evicted buffer depends on (appendix C.5).
-
-        What was computed from it can no longer be, and stays in memory.
-        """
-        self._waiting += self.memory.take_drops()
-        waiting = [buffer for buffer in self._waiting if buffer.index >= 0]
-        self._waiting = []
-        for buffer in waiting:
-            children = buffer.made()
-            if any(not child.in_memory for child in children):
-                self._waiting.append(buffer)
-                continue
-            for child in children:
-                self._cut(child)
-
-    def _freeze(self, address: int) -> None:
-        """A constant is about to change: settle whatever was computed from it."""
-        first: list[Buffer] = []
-        for operation in self._readers.get(address, ()):
-            first += [spot.owner for _, spot in operation.outputs if isinstance(spot.owner, Buffer)]
-            first += [after for _, after in operation.written]
-        self._settle(first)
-
-    def _settle_readers(self, written: list[torch.Tensor]) -> bool:
-        """The same for what is about to be written over and nothing can compute again.
-
-        Returns whether there was anything to settle.
-        """
-        memory = self.memory
-        if memory.dropped:
-            memory.tidy()
-        found: list[Buffer] = []
-        for tensor in written:
-            buffer = memory.live.get(tensor.untyped_storage()._cdata)
-            if buffer is not None and buffer.operation is None:
-                found += buffer.made()
-        self._settle(found)
-        return bool(found)
-
-    def _lose(self, buffer: Buffer) -> None:
-        """``buffer`` is gone, and nothing can compute it: what was made from it stays in memory."""
-        for child in buffer.made():
-            if child.in_memory:
-                self._cut(child)
-            else:
-                # Dropped in the same moment: it would have been kept for a child out of memory.
-                self._lose(child)
-                self.memory.discard(child)
-
-    def _settle(self, roots: Iterable[Any]) -> None:
-        """Make ``roots`` and all below them independent of how they were computed.
-
-        What the program still holds is brought in and stays; the rest leaves the graph with it.
-        """
-        found: dict[Buffer, None] = {}
-        stack = [root for root in roots if root.index >= 0]
-        while stack:
-            buffer = stack.pop()
-            if buffer not in found:
-                found[buffer] = None
-                stack.extend(buffer.children)
-        held = [buffer for buffer in found if buffer.program is not None]
-        for buffer in held:
-            if not buffer.resident:
-                self.replayer.materialize(buffer)
-            self.memory.pin(buffer)
-        for buffer in held:
-            self._cut(buffer)
-
-    def _cut(self, buffer: Buffer) -> None:
-        operation, buffer.operation = buffer.operation, None
-        self.memory.pin(buffer)
-        buffer.watch()
-        parents = list(buffer.parents)
-        buffer.parents.clear()
-        for parent in parents:
-            parent.children.discard(buffer)
-            assert isinstance(parent, Buffer)
-            if parent.guard is not None:
-                parent.watch()
-            self.memory.discard(parent)
-        if operation is not None:
-            operation.alive -= 1
-            if operation.alive == 0:
-                self._forget(operation)
-
-    def _forget(self, operation: Operation) -> None:
-        for address in operation.constants:
-            readers = self._readers.get(address)
-            if readers is not None:
-                readers.discard(operation)
-                if not readers:
-                    del self._readers[address]
-
     # -- outside operations -------------------------------------------------------------------
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -333,7 +255,7 @@ class Engine:
         if buffer is None:
             return
         if not buffer.resident:
-            self.replayer.materialize(buffer)
+            self.rematerializer.materialize(buffer)
         self.memory.pin(buffer)
 
     def finish(self) -> None:
@@ -350,7 +272,7 @@ class Engine:
                 continue
             while not buffer.resident:
                 try:
-                    self.replayer.materialize(buffer)
+                    self.rematerializer.materialize(buffer)
                 except RkmateError as error:
                     if failure is not None:
                         raise
@@ -363,15 +285,30 @@ class Engine:
 
     def lift_limits(self) -> None:
         """No budget and no limit on recomputation from here on."""
-        self.memory.budget = self.replayer.overhead_limit = float("inf")
+        self.memory.budget = self.rematerializer.overhead_limit = float("inf")
 
     def close(self) -> None:
         """Forget everything; the program's tensors are ordinary ones from here on."""
         self.memory.stop_watching()
-        self._readers.clear()
+        self.settled.close()
 
     def take_report(self) -> Report:
         """The numbers since the last call."""
         report = self.memory.report
         self.memory.report = Report(peak_bytes=self.memory.held)
         return report
+
+
+def _recorded(call: _Call, demand: _Demand, ran: Ran) -> Operation:
+    """The call, as it can be repeated."""
+    args = call.seen.args
+    if call.traits.keeps_statistics:
+        args = without_statistics(call.function, args)
+    operation = Operation(call.function, args, call.seen.kwargs)
+    operation.random_state = demand.state
+    operation.cost = ran.cost
+    if ran.measured:
+        operation.extra_bytes = ran.extra
+    else:
+        operation.hoped_bytes = ran.extra
+    return operation

@@ -7,8 +7,7 @@ from typing import Any, TextIO
 
 import torch
 
-from rkmate.dtr.runtime.buffer import Buffer
-from rkmate.dtr.runtime.operation import Operation
+from rkmate.dtr.runtime.buffer import Buffer, Operation
 
 
 class LogWriter:

@@ -10,8 +10,7 @@ import torch
 from rkmate.dtr.errors import BudgetExceeded
 from rkmate.dtr.heuristics.protocol import Heuristic
 from rkmate.dtr.pool import Columns, Pool
-from rkmate.dtr.runtime.buffer import Buffer
-from rkmate.dtr.runtime.operation import Operation
+from rkmate.dtr.runtime.buffer import Buffer, Operation
 from rkmate.dtr.runtime.report import Report
 
 _SLACK = 0.04

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from rkmate import device as devices
 from rkmate.device import Device, MeterError
-from rkmate.dtr.runtime.operation import map_tensors
+from rkmate.dtr.runtime.schema import map_tensors
 
 
 class Need(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._functorch._aot_autograd import descriptors as D
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
@@ -181,6 +180,9 @@ def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
 
 def _capture(model: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
+    # Takes seconds, with torch._dynamo; and it must not see what the contexts below replace.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     given, inputs = take_apart((args, kwargs), result=False)
     # One tensor passed twice is two inputs: another call may pass two.
     tensors = [t if all(t is not u for u in given[:k]) else

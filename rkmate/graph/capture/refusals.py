@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import OptimizedModule
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
@@ -43,7 +43,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
         if hooks:
             warn(f"{where} has forward hooks: what they compute is part of the plan, what "
                  "else they do happens only while it is traced")
-        if m._compiled_call_impl is not None or isinstance(m, OptimizedModule):
+        if _is_compiled(m):
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')
     for value in objects_in((args, kwargs)):
@@ -73,6 +73,14 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
         if tensor.layout is not torch.strided:
             raise ArgumentError(f"{tensor_name} has the layout {tensor.layout}; only dense tensors "
                                 "can be planned")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
+    was compiled."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return module._compiled_call_impl is not None or (
+        dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
 def has_generator(model: nn.Module) -> bool:

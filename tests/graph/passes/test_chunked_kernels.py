@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import fx
 
-from rkmate.graph.passes import operators
 from rkmate.graph.passes.joint import Rewriting
 from tests.graph.passes.graphs import Made, aten, run, targets
 
@@ -15,7 +14,7 @@ own = torch.ops.rkmate
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "PART_BYTES", 2**8)
+    monkeypatch.setattr("rkmate.device.cpu.PART_BYTES", 2**8)
 
 
 def _cross_entropy(rows: int, *, read_twice: bool = False) -> Rewriting:

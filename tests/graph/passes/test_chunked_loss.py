@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rkmate.graph.passes import operators
 from rkmate.graph.passes.joint import Rewriting
 from tests.graph.passes.graphs import Made, aten, run, targets
 
@@ -15,7 +14,7 @@ ROWS, WIDTH, CLASSES = 32, 8, 64
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "PART_BYTES", 2**8)
+    monkeypatch.setattr("rkmate.device.cpu.PART_BYTES", 2**8)
 
 
 def _linear_loss(*, biased: bool = True, returned: bool = False, between: bool = False, read: bool = False,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
-import torch
 from torch import fx
 
-from rkmate.graph.passes.running_statistics import _reads_their_type
+from rkmate.device.fake import FakeDevice
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 
-def _batch_norm(made: Made, *, train: bool) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
+def _batch_norm(made: Made, *, train: bool,
+                weighted: bool = True) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
     """A batch norm and its gradient: the running mean, its new value, the output and the gradient."""
-    x, weight = made.source("input", 0, 4, 3, 5), made.source("param", "w", 3)
+    x = made.source("input", 0, 4, 3, 5)
+    weight = made.source("param", "w", 3) if weighted else None
     mean, var = made.source("buffer", "mean", 3), made.source("buffer", "var", 3)
     grad = made.source("tangent", 0, 4, 3, 5)
     norm = made.call(aten._native_batch_norm_legit_functional.default, x, weight, None, mean, var, train,
@@ -33,9 +36,15 @@ def test_statistics_are_read_outside_of_training_only(train: bool) -> None:
     assert back.args[5] is not None
 
 
-def test_some_kernels_take_their_type_from_them() -> None:
-    assert not _reads_their_type(torch.device("cpu"))
-    assert _reads_their_type(torch.device("cuda"))
+@pytest.mark.parametrize("accelerator", [True, False])
+def test_some_kernels_take_their_type_from_them(accelerator: bool) -> None:
+    made = Made()
+    _, _, y, grad = _batch_norm(made, train=True, weighted=False)
+    work = made.work([y], [(next(iter(made.sources)), grad)])
+    with FakeDevice() if accelerator else nullcontext():
+        run("unread statistics", work)
+    back = next(n for n in work.graph.nodes if n.target is aten.native_batch_norm_backward.default)
+    assert (back.args[3] is not None) == accelerator
 
 
 def test_a_batch_norm_may_run_twice() -> None:

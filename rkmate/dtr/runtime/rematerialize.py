@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from rkmate.dtr.errors import RuntimeStateError, ThrashingError
-from rkmate.dtr.runtime.buffer import Buffer
+from rkmate.dtr.runtime.buffer import Buffer, Operation, Place, map_places
 from rkmate.dtr.runtime.memory import Memory
-from rkmate.dtr.runtime.operation import Operation, Place, map_places, traits_of
 from rkmate.dtr.runtime.random_state import generator_of, replayed
+from rkmate.dtr.runtime.schema import traits_of
 
 _PATIENCE_NS = 50_000_000
 """Less recomputation than this is not called thrashing: early on, any ratio can be large."""
@@ -29,7 +29,7 @@ class _Frame:
         self.locked: list[Buffer] = []
 
 
-class Replayer:
+class Rematerializer:
     """Brings evicted buffers back (paper, section 2 and appendix C.4), without recursion."""
 
     def __init__(self, memory: Memory, overhead_limit: float) -> None:

@@ -1,35 +1,14 @@
-"""An operation that ran, kept so that it can run again."""
+"""What an operation's schema says about it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
-
-if TYPE_CHECKING:
-    from rkmate.dtr.runtime.buffer import Buffer
-
-
-class Place:
-    """A tensor's geometry on a storage: what a view is, apart from the storage itself."""
-
-    __slots__ = ("owner", "shape", "offset")
-
-    def __init__(self, owner: Buffer | torch.UntypedStorage, tensor: torch.Tensor) -> None:
-        self.owner = owner
-        """A tracked buffer, or the storage of a constant."""
-        self.shape = (tensor.shape, tensor.stride(), tensor.dtype)
-        self.offset = tensor.storage_offset()
-
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this geometry on ``storage``, outside autograd."""
-        size, stride, dtype = self.shape
-        blank = torch.empty(0, dtype=dtype, device=storage.device)
-        return blank.set_(storage, self.offset, size, stride)
 
 
 @dataclass(frozen=True)
@@ -112,62 +91,3 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([map_tensors(item, change) for item in value])
     return value
-
-
-def map_places(value: Any, change: Callable[[Place], torch.Tensor]) -> Any:
-    """``value`` with ``change`` applied to its places; lists and tuples are entered."""
-    if isinstance(value, Place):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([map_places(item, change) for item in value])
-    return value
-
-
-class Operation:
-    """One call: its function, its arguments as places, and what it made."""
-
-    __slots__ = (
-        "function",
-        "args",
-        "kwargs",
-        "inputs",
-        "constants",
-        "outputs",
-        "written",
-        "random_state",
-        "cost",
-        "extra_bytes",
-        "hoped_bytes",
-        "alive",
-        "gradients",
-    )
-
-    def __init__(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.inputs: list[Buffer] = []
-        """Tracked buffers among the arguments, each once."""
-        self.constants: list[int] = []
-        """Addresses of the untracked storages among the arguments."""
-        self.outputs: list[tuple[int, Place]] = []
-        """Position among the results, and geometry, of each result with a buffer of its own."""
-        self.written: list[tuple[Buffer, Buffer]] = []
-        """Per argument written in place: the buffer before and the buffer after."""
-        self.random_state: bytes | None = None
-        """The generator's state before the call."""
-        self.cost = 0
-        """Nanoseconds of the first call."""
-        self.extra_bytes = 0
-        """Temporary memory beyond inputs and outputs, as measured."""
-        self.hoped_bytes = 0
-        """The same where it could only be estimated."""
-        self.gradients = torch.is_grad_enabled()
-        """The program's gradient mode, which some kernels read."""
-        self.alive = 0
-        """How many of the buffers that it made are still in the graph."""
-
-    @property
-    def name(self) -> str:
-        """The function's name, such as ``aten.mm.default``."""
-        return str(self.function)

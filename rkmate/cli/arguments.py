@@ -1,0 +1,46 @@
+"""The arguments that several commands take."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from rkmate.errors import ArgumentError
+
+
+def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool = False) -> None:
+    """Declare a target and how it is planned; `budget`: for one budget; `plan_file`: a saved plan will
+    do."""
+    parser.add_argument("target", metavar="TARGET", help="module:factory, or a demo model"
+                        + (", or a saved plan" if plan_file else ""))
+    if budget:
+        parser.add_argument("--budget", metavar="B", required=not plan_file,
+                            help="600MiB, 1.5GB, 50%%, 0.5, auto, or bytes")
+    parser.add_argument("--planner", default="rockmate", metavar="NAME",
+                        help="how the schedule is found (default: rockmate)")
+    parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda")
+    parser.add_argument("--analytic", action="store_true",
+                        help="estimate the operations' times instead of measuring them")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def planning_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `rkmate.plan` and its like, without the budget."""
+    return {"planner": args.planner, "progress": not args.quiet,
+            "costs": "analytic" if args.analytic else "measured"}
+
+
+def budget_of(text: str) -> int | str:
+    """``1`` is a byte; ``0.5``, ``50%`` and ``1.5GB`` are text as `rkmate.wrap` takes it."""
+    return int(text) if text.isdecimal() else text
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Planning takes a while: a file that cannot be written is said before."""
+    for name in ("file", "save", "source", "plot"):
+        folder = Path(getattr(args, name, None) or ".").parent
+        if not os.access(folder, os.W_OK):
+            raise ArgumentError(f"{name} is {getattr(args, name)!r}; the folder {str(folder)!r} "
+                                + ("cannot be written to" if folder.exists() else "does not exist"))

@@ -1,0 +1,104 @@
+"""A TARGET of the command line: a demo model, or what a function of the user's returns."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rkmate.cli.demos import DEMOS, make_demo
+from rkmate.errors import ArgumentError, RkmateError
+
+_OURS = (str(Path(__file__)), str(Path(importlib.__file__).parent) + os.sep, "<frozen importlib")
+"""Where the names of files begin through which the user's code is reached: not part of what went wrong."""
+
+
+class TargetError(ArgumentError):
+    """The user's module or factory raised."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"target {name}: {type(error).__name__}: {error}")
+        here = error.__traceback__
+        while here is not None and here.tb_frame.f_code.co_filename.startswith(_OURS):
+            here = here.tb_next
+        self.trace = "".join(traceback.format_exception(type(error), error, here))
+        """What Python says, from the first line of the user's code."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model with sample arguments."""
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def load_target(name: str, device: str | None = None) -> Target:
+    """A demo model, or what a factory returns. Raises `ArgumentError`."""
+    if name in DEMOS:
+        made: Any = make_demo(name)
+    else:
+        try:
+            made = _factory(name)()
+        except RkmateError:
+            raise
+        except Exception as error:
+            raise TargetError(name, error) from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ArgumentError(f"{name} returned {type(made).__name__}; it should return (model, args) or "
+                            "(model, args, kwargs)")
+    model, args = made[:2]
+    kwargs = made[2] if len(made) == 3 else {}
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise ArgumentError(f"{name} returned args of type {type(args).__name__} and kwargs of type "
+                            f"{type(kwargs).__name__}; they should be a tuple and a dict")
+    if device is not None:
+        model, args, kwargs = _moved(model, tuple(args), kwargs, device)
+    return Target(model, tuple(args), kwargs)
+
+
+def _factory(name: str) -> Callable[[], Any]:
+    module, colon, function = name.partition(":")
+    if not colon or not module or not function:
+        raise ArgumentError(f"target is {name!r}; it should be module:factory, or one of the demo "
+                            f"models {', '.join(DEMOS)}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ArgumentError(f"target is {name!r}: no module {module!r} in the current folder or "
+                            "installed") from error
+    for part in function.split("."):
+        if not hasattr(found, part):
+            raise ArgumentError(f"target is {name!r}: {module} has no {function!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ArgumentError(f"target is {name!r}: {function} is no function")
+    return found  # type: ignore[no-any-return]
+
+
+def _moved(model: Any, args: Any, kwargs: Any, device: str) -> tuple[Any, Any, Any]:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"device is {device!r}; it should be cpu, cuda or cuda:0") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(f"device is {device!r}, and torch sees no CUDA device here")
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().to(where).requires_grad_(leaf.requires_grad)
+        return leaf
+    return (model.to(where), *pytree.tree_map(move, (args, kwargs)))

@@ -1,0 +1,137 @@
+"""What can no longer be computed again is brought in, and stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from rkmate.dtr.runtime.buffer import Buffer, Operation
+from rkmate.dtr.runtime.memory import Memory
+from rkmate.dtr.runtime.rematerialize import Rematerializer
+
+
+class Settling:
+    """Cuts buffers off from the operations that made them."""
+
+    def __init__(self, memory: Memory, rematerializer: Rematerializer) -> None:
+        self.memory = memory
+        self.rematerializer = rematerializer
+        self._waiting: list[Buffer] = []
+        """Dropped by the program, and still needed to compute an evicted buffer."""
+        self._readers: dict[int, set[Operation]] = {}
+        """By the address of an untracked storage: the operations that read it."""
+
+    def reads(self, operation: Operation, address: int) -> None:
+        """A recorded operation reads the untracked storage at an address."""
+        self._readers.setdefault(address, set()).add(operation)
+
+    def close(self) -> None:
+        """Nothing will be computed again."""
+        self._readers.clear()
+
+    def before_writing(self, written: list[torch.Tensor]) -> None:
+        """What is computed from the contents that are about to change no longer can be."""
+        if not written:
+            return
+        for tensor in written:
+            address = tensor.untyped_storage()._cdata
+            if address not in self.memory.live and address in self._readers:
+                self._freeze(address)
+        self.readers_of(written)
+
+    def banish(self) -> None:
+        """Free for good what the program dropped and no evicted buffer depends on (appendix C.5).
+
+        What was computed from it can no longer be, and stays in memory.
+        """
+        self._waiting += self.memory.take_drops()
+        waiting = [buffer for buffer in self._waiting if buffer.index >= 0]
+        self._waiting = []
+        for buffer in waiting:
+            children = buffer.made()
+            if any(not child.in_memory for child in children):
+                self._waiting.append(buffer)
+                continue
+            for child in children:
+                self.cut(child)
+
+    def _freeze(self, address: int) -> None:
+        """A constant is about to change: settle whatever was computed from it."""
+        first: list[Buffer] = []
+        for operation in self._readers.get(address, ()):
+            first += [spot.owner for _, spot in operation.outputs if isinstance(spot.owner, Buffer)]
+            first += [after for _, after in operation.written]
+        self._settle(first)
+
+    def readers_of(self, written: list[torch.Tensor]) -> bool:
+        """Settle what is computed from contents that are about to be written over, and that nothing
+        can compute again. Returns whether there was any."""
+        memory = self.memory
+        if memory.dropped:
+            memory.tidy()
+        found: list[Buffer] = []
+        for tensor in written:
+            buffer = memory.live.get(tensor.untyped_storage()._cdata)
+            if buffer is not None and buffer.operation is None:
+                found += buffer.made()
+        self._settle(found)
+        return bool(found)
+
+    def lose(self, buffer: Buffer) -> None:
+        """``buffer`` is gone, and nothing can compute it: what was made from it stays in memory."""
+        for child in buffer.made():
+            if child.in_memory:
+                self.cut(child)
+            else:
+                # Dropped in the same moment: it would have been kept for a child out of memory.
+                self.lose(child)
+                self.memory.discard(child)
+
+    def _settle(self, roots: Iterable[Any]) -> None:
+        """Make ``roots`` and all below them independent of how they were computed.
+
+        What the program still holds is brought in and stays; the rest leaves the graph with it.
+        """
+        found: dict[Buffer, None] = {}
+        stack = [root for root in roots if root.index >= 0]
+        while stack:
+            buffer = stack.pop()
+            if buffer not in found:
+                found[buffer] = None
+                stack.extend(buffer.children)
+        held = [buffer for buffer in found if buffer.program is not None]
+        for buffer in held:
+            if not buffer.resident:
+                self.rematerializer.materialize(buffer)
+            self.memory.pin(buffer)
+        for buffer in held:
+            self.cut(buffer)
+
+    def cut(self, buffer: Buffer) -> None:
+        """Nothing computes ``buffer`` from here on: it stays, and needs no parents."""
+        operation, buffer.operation = buffer.operation, None
+        self.memory.pin(buffer)
+        buffer.watch()
+        parents = list(buffer.parents)
+        buffer.parents.clear()
+        for parent in parents:
+            parent.children.discard(buffer)
+            assert isinstance(parent, Buffer)
+            if parent.guard is not None:
+                parent.watch()
+            self.memory.discard(parent)
+        if operation is not None:
+            operation.alive -= 1
+            if operation.alive == 0:
+                self.forget(operation)
+
+    def forget(self, operation: Operation) -> None:
+        """Nothing that an operation made is in the graph any more."""
+        for address in operation.constants:
+            readers = self._readers.get(address)
+            if readers is not None:
+                readers.discard(operation)
+                if not readers:
+                    del self._readers[address]

@@ -1,0 +1,87 @@
+"""The picture of time against memory: plans, and the points of other methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from rkmate.ir.plan import PlanData
+from rkmate.show import styles
+from rkmate.show.amounts import size
+from rkmate.show.plots import figure, styled
+
+_MIB = float(1 << 20)
+_STEEP = 6
+"""Greatest over middle extra time from which the axis of time is logarithmic."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What another method costs, measured."""
+
+    name: str
+    peak_bytes: int
+    step_seconds: float
+    """On the same scale as the plans' ``baseline_seconds``: divide a measured time by the measured
+    time without rematerialization, and multiply."""
+
+
+@runtime_checkable
+class WithPoints(Protocol):
+    """Plans that bring the points of other methods along."""
+
+    points: tuple[Point, ...]
+
+
+def overhead(plans: Sequence[PlanData], seconds: float) -> float:
+    """The extra time of a step that takes `seconds`, on the scale of the plans."""
+    base = plans[0].baseline_seconds if plans else 0.0
+    return seconds / base - 1 if base else 0.0
+
+
+def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None,
+                title: str) -> Any:
+    """The figure; `here` is a plan to mark. Raises `MissingExtra` without matplotlib."""
+    with styled():
+        made, axes = figure(6.4, 3.6)
+        _draw(axes, plans, points, here)
+        axes.set_title(title)
+    return made
+
+
+def _draw(axes: Any, plans: Sequence[PlanData], points: Sequence[Point],
+          here: PlanData | None) -> None:
+    plans = sorted(plans, key=lambda p: p.peak_bytes)
+    axes.plot([p.peak_bytes / _MIB for p in plans], [100 * p.overhead for p in plans],
+              color=styles.FORWARD_LINE, marker="o", markersize=4, linewidth=1.2,
+              drawstyle="steps-post", label=", ".join(dict.fromkeys(p.planner for p in plans)))
+    known = {p.minimum_bytes for p in plans if p.minimum_bytes is not None}
+    if known:
+        axes.axvspan(0, min(known) / _MIB, color="#f5d5d2", alpha=0.6, linewidth=0,
+                     label=f"no schedule fits (under {size(min(known))})")
+    if here is not None:
+        axes.plot([here.peak_bytes / _MIB], [100 * here.overhead], marker="D", markersize=7,
+                  color=styles.BUDGET, linestyle="none", label=f"this plan ({here.overhead:+.1%})")
+    for k, q in enumerate(points):
+        axes.plot([q.peak_bytes / _MIB], [100 * overhead(plans, q.step_seconds)],
+                  marker="sXP^v*"[k % 6], markersize=7, linestyle="none", color=styles.INK,
+                  label=q.name)
+    right = max([p.baseline_peak_bytes for p in plans] + [q.peak_bytes for q in points]
+                + ([here.peak_bytes] if here else []), default=1) / _MIB
+    axes.set_xlim(0, right * 1.05)
+    overheads = [100 * overhead(plans, s) for s in
+                 (*(p.step_seconds for p in plans), *(q.step_seconds for q in points))]
+    low, high = min([0.0, *overheads]), max([1.0, *overheads])
+    if high > _STEEP * (sorted(overheads)[len(overheads) // 2] + 1):
+        # The last megabytes cost many times more than the others: both ends stay readable.
+        axes.set_yscale("symlog", linthresh=5)
+        ticks = [t for t in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if t <= high * 2]
+        axes.set_yticks(ticks, [str(t) for t in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(low - 0.3, high * 1.6)
+    else:
+        axes.set_ylim(low - 0.03 * high, high * 1.12)
+    axes.set_xlabel("peak of a step in MiB")
+    axes.set_ylabel("extra time in %")
+    axes.legend(fontsize=8)

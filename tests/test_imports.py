@@ -1,0 +1,136 @@
+"""What imports what: only downwards, never in a circle, and torch where it is needed."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+import rkmate
+from tests.house import HOUSE, LOOSE, PACKAGE, PAGES, Room, may_import, room_of, up_to_date
+
+LOG = Path(__file__).parent / "dtr" / "data" / "logs" / "lin_unit_16.log"
+NO_TORCH = [r.name for r in HOUSE if not r.torch]
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """The package's modules by their full names."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def imports(module: str) -> Iterator[str]:
+    """What a module imports of the package: anywhere in it, inside functions and for types too."""
+    for node in ast.walk(sources()[module]):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "rkmate")
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} has a relative import"
+            home = node.module or ""
+            if home.split(".")[0] == "rkmate":
+                for a in node.names:
+                    yield f"{home}.{a.name}" if f"{home}.{a.name}" in sources() else home
+
+
+def test_every_module_has_its_room() -> None:
+    names = [r.name for r in HOUSE]
+    assert {room_of(m) for m in sources()} - {"graph"} <= set(names)
+    assert not list(imports("rkmate.graph"))
+    loose = {p.stem for p in PACKAGE.glob("*.py")}
+    assert loose == set(LOOSE) <= set(names) and len(loose) <= 8
+    for place, room in enumerate(HOUSE):
+        assert set(may_import(room)) <= set(names[:place]), f"{room.name} may import what stands below it"
+
+
+@pytest.mark.parametrize("room", HOUSE, ids=lambda r: r.name)
+def test_imports_go_downwards(room: Room) -> None:
+    allowed = {room.name, *may_import(room)}
+    wrong = [f"{module} imports {target}" for module in sources() if room_of(module) == room.name
+             for target in imports(module) if room_of(target) not in allowed]
+    assert not wrong
+
+
+def test_no_circles() -> None:
+    graph = nx.DiGraph([(m, target) for m in sources() for target in imports(m)])
+    circles = [sorted(c) for c in nx.strongly_connected_components(graph) if len(c) > 1]
+    assert not circles
+    assert not list(nx.selfloop_edges(graph))
+
+
+def fresh(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          cwd=PACKAGE.parent, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_planning_on_numbers_loads_no_torch() -> None:
+    modules = [m for m in sources() if room_of(m) in NO_TORCH or m == "rkmate"]
+    fresh(f"import importlib, sys\nfor name in {modules!r}:\n"
+          "    importlib.import_module(name)\n"
+          "    assert 'torch' not in sys.modules, f'{name} loads torch'")
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["plan", "--help"],
+                                       ["simulate", str(LOG), "--ratio", "0.5"]], ids=lambda a: a[0])
+def test_commands_without_a_model_load_no_torch(arguments: list[str]) -> None:
+    fresh("import sys\nfrom rkmate.cli.main import main\n"
+          f"try:\n    status = main({arguments!r})\nexcept SystemExit as done:\n    status = done.code\n"
+          "assert status == 0\nassert 'torch' not in sys.modules")
+
+
+def test_no_module_takes_a_public_names_place_and_none_loads_dynamo_before_a_capture() -> None:
+    modules = [m for m in sources() if not m.endswith(("__main__", ".uncompiled"))]
+    fresh(f"import importlib, inspect, sys\nfor name in {modules!r}:\n"
+          "    importlib.import_module(name)\n"
+          "    assert 'torch._dynamo' not in sys.modules, f'{name} loads torch._dynamo'\n"
+          "import rkmate\nfor name in rkmate.__all__:\n"
+          "    assert not inspect.ismodule(getattr(rkmate, name)), name")
+
+
+def test_no_module_is_called_as_a_public_name() -> None:
+    for package, names in (("rkmate", rkmate.__all__), ("rkmate.dtr", rkmate.dtr.__all__)):
+        assert not {f"{package}.{name}" for name in names} & set(sources())
+
+
+@pytest.mark.parametrize("package", ["rkmate", "rkmate.dtr"])
+def test_type_checkers_see_the_names_that_are_loaded_on_first_use(package: str) -> None:
+    tree = sources()[package]
+    block = next(n for n in tree.body if isinstance(n, ast.If))
+    seen = {(n.module, a.name) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    places = getattr(sys.modules[package], "_PLACES")  # noqa: B009
+    assert seen == {(module, name) for module, names in places.items() for name in names}
+
+
+def test_what_a_text_tells_to_type_is_there() -> None:
+    told = [(module, found) for module, tree in sources().items() for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            for found in re.findall(r"\brkmate\.[A-Za-z_][\w.]*\w", node.value)
+            if found not in sources()]
+    assert len(told) > 20
+    for module, found in told:
+        name, *attributes = found.split(".")[1:]
+        if f"rkmate.{name}" in sources() and name != "dtr":      # a name of ours, for those who read the code
+            value: object = pkgutil.resolve_name(found)
+        else:
+            assert name in (*rkmate.__all__, "dtr"), f"{module} names {found}"
+            value = operator.attrgetter(".".join([name, *attributes]))(rkmate)
+        assert value is not None
+
+
+@pytest.mark.parametrize("page", list(PAGES), ids=lambda p: p.name)
+def test_the_pages_have_the_house_as_it_is(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == up_to_date(page), "run `python -m tests.house`"
