@@ -38,6 +38,7 @@ HOUSE: tuple[Room, ...] = (
     Room("ir", "the values between stages: graph, schedule and simulator, options and chain, plan data",
          ("errors", "support"), torch=False),
     Room("device", "what differs from device to device, as a type", _BASE),
+    Room("stand_in", "a module that stands in the place of another", ("errors",)),
     Room("graph/capture", "a module as one graph of forward and backward; what is refused",
          (*_BASE, "device")),
     Room("graph/passes", "rewritings of the captured graph, in one ordered table",
@@ -58,7 +59,7 @@ HOUSE: tuple[Room, ...] = (
     Room("sharing", "one plan for all processes of a group", ("errors", "pipeline", "public", "show")),
     Room("compile", 'the backend of `torch.compile(backend="rkmate")`', ("errors", "runtime", "public")),
     Room("dtr", "dynamic rematerialization, without a plan: a path of its own",
-         ("errors", "budget", "support", "device", "measure")),
+         ("errors", "budget", "support", "device", "stand_in", "measure")),
     Room("__init__", "the public names, loaded on first use"),
     Room("cli", "the command `rkmate`"),
 )
@@ -99,7 +100,7 @@ def _shown(room: Room) -> str:
     return f"`{room.name}.py`" if room.name in LOOSE else f"`{room.name}/`"
 
 
-LOOSE = ("errors", "budget", "public", "sharing", "compile", "__init__")
+LOOSE = ("errors", "budget", "stand_in", "public", "sharing", "compile", "__init__")
 """Modules that stand loose in the package; all else is in folders."""
 PAGES = {ROOT / "CONTRIBUTING.md": imports_table, ROOT / "docs" / "house.md": rooms}
 """Each page, and what of the house it shows."""

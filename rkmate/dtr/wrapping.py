@@ -14,7 +14,7 @@ from rkmate.dtr.runtime.report import Report
 from rkmate.dtr.session import Session
 from rkmate.dtr.state import State
 from rkmate.errors import ArgumentError, BackwardError
-from rkmate.support.stand_in import StandIn
+from rkmate.stand_in import StandIn
 
 
 class DynamicModule(StandIn):

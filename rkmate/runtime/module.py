@@ -20,7 +20,7 @@ from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.plan_cache import Known, Planning, Plans, Ready
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
-from rkmate.support.stand_in import StandIn
+from rkmate.stand_in import StandIn
 from rkmate.support.warn import warn
 
 NewShape = Literal["plan", "original", "error"]

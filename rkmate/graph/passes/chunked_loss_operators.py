@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from rkmate import device as devices
-from rkmate.graph.passes.operators import stretches
+from rkmate.graph.passes.operators import part_bytes, stretches
 
 MOST_PARTS = 16
 """More would make the products of a part small, and the sum of the weight's gradient long."""
@@ -25,7 +24,7 @@ _library = torch.library.Library("rkmate", "FRAGMENT")
 
 def _rows(count: int, columns: int, like: torch.Tensor) -> Iterator[slice]:
     total = count * columns * like.element_size()
-    return stretches(count, total, max(devices.of(like).part_bytes(total), total // MOST_PARTS))
+    return stretches(count, total, max(part_bytes(like, total), total // MOST_PARTS))
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -19,7 +19,12 @@ _library = torch.library.Library("rkmate", "FRAGMENT")
 def _parts(tensor: torch.Tensor, dim: int) -> Iterator[slice]:
     """Stretches of a dimension, of about a part's bytes each."""
     total = tensor.numel() * tensor.element_size()
-    return stretches(tensor.shape[dim], total, devices.of(tensor).part_bytes(total))
+    return stretches(tensor.shape[dim], total, part_bytes(tensor, total))
+
+
+def part_bytes(like: torch.Tensor, total: int) -> int:
+    """About how many bytes of `total` to work on at a time; all of them where nothing is computed."""
+    return total if like.is_meta else devices.of(like).part_bytes(total)
 
 
 def stretches(length: int, total: int, part: int) -> Iterator[slice]:

@@ -34,7 +34,6 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "operations.py": ("torch._ops.OpOverload",),
     "quiet.py": ("torch.export._trace",),
     "recurrent.py": ("torch._decomp.decompositions",),
-    "refusals.py": ("torch._dynamo.OptimizedModule",),
 }
 """Files of `graph/capture` -> the private names that they import or reach."""
 
