@@ -19,7 +19,7 @@ from rkmate.runtime.environment import Kept
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
 from rkmate.runtime.guards import Watch, signature
-from rkmate.runtime.plan_cache import Known, Planning, Plans, Ready
+from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Specialization
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.warn import warn
@@ -36,8 +36,8 @@ class PlannedModule(nn.Module):
     """
 
     _original: nn.Module
-    _plans: Plans
-    _latest: Ready | None
+    _plans: PlanCache
+    _latest: Executable | None
     _watch: Watch
     _told: set[str]
     _verify: bool
@@ -46,13 +46,13 @@ class PlannedModule(nn.Module):
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, plan: Plan | None, verify: bool, on_new_shape: NewShape) -> None:
         _adopt(self, model)
-        self._set_up(Plans(model, planning), verify, on_new_shape)
+        self._set_up(PlanCache(model, planning), verify, on_new_shape)
         key, tensors = signature(self._watch, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
         self._watch.follow(known.capture.assigned)
         self.__dict__["_latest"] = self._plans.current(known, tensors)
 
-    def _set_up(self, plans: Plans, verify: bool, on_new_shape: NewShape) -> None:
+    def _set_up(self, plans: PlanCache, verify: bool, on_new_shape: NewShape) -> None:
         self.__dict__.update(_plans=plans, _verify=verify, _on_new_shape=on_new_shape, _told=set(),
                              _latest=None, _watch=Watch(self._original))
         self.__dict__["forward"] = MethodType(_with_signature_of(self._original), self)
@@ -112,7 +112,7 @@ class PlannedModule(nn.Module):
         first = self._first_step(latest)
         return latest.compiled(tensors, redo, first.finish if first is not None else None)
 
-    def _first_step(self, ready: Ready) -> FirstStep | None:
+    def _first_step(self, ready: Executable) -> FirstStep | None:
         """Watches a plan's first step, where that is wanted and the device can tell."""
         statistics = statistics_of(ready.compiled.device) if self._verify else None
         if statistics is None or ready.measured:
@@ -121,7 +121,8 @@ class PlannedModule(nn.Module):
         return FirstStep(statistics, ready.plan.peak_bytes, ready.plan.budget_bytes,
                          self._original.parameters())
 
-    def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+    def _new_signature(self, key: Any, args: tuple[Any, ...],
+                       kwargs: dict[str, Any]) -> Specialization | None:
         if len(self._plans) and not self._plans.has_flags(key[0]):
             self._tell("flags", "a submodule's train flag or hooks, or a parameter's requires_grad, "
                                 "differ from what was planned: the original module runs instead, "
@@ -248,7 +249,7 @@ def _revive(model: nn.Module, planning: Planning, saved: tuple[Plan, ...], verif
     """A wrapped module that follows saved plans: the first call of each signature finds its own."""
     module = PlannedModule.__new__(PlannedModule)
     _adopt(module, model)
-    module._set_up(Plans(model, planning, saved), verify, on_new_shape)
+    module._set_up(PlanCache(model, planning, saved), verify, on_new_shape)
     return module
 
 

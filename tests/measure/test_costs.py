@@ -12,7 +12,7 @@ from torch import nn
 
 from rkmate.measure import costs
 from rkmate.measure.settings import MeasureSettings
-from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.support.progress import Progress
 
@@ -31,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: Callable[[i
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=clock))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
     settings = Settings(measure=MeasureSettings(passes=passes))
-    prepared = prepare(model, (torch.randn(4, 8),), {}, settings, Progress(False))
+    prepared = prepare(trace(model, (torch.randn(4, 8),), {}, settings, Progress(False)))
     monkeypatch.undo()
     return [*[c.time for c in prepared.graph.c], float(readings)]
 
