@@ -114,7 +114,8 @@ def _planned(solved: Solved, budgets: Sequence[Budget], methods: Sequence[Planne
 
 def _turns(methods: Sequence[Planner]) -> list[int]:
     """Planners that ask others come after those, so that each pays for its own work."""
-    return sorted(range(len(methods)), key=lambda k: asks(methods[k]))
+    places = list(PLANNERS)
+    return sorted(range(len(methods)), key=lambda k: (asks(methods[k]), places.index(methods[k].name)))
 
 
 def _at_least(row: Row, plan: Plan | None, before: Plan | None) -> tuple[Row, Plan | None]:
