@@ -37,6 +37,8 @@ reaches."""
 DETERMINED: frozenset[Case] = frozenset({"first", "further"})
 LEAST_SECONDS = 0.1
 """What a strategy gets of a share that others have used up."""
+KNOWN = 4
+"""How many schedules of other budgets are finished anew; of deep graphs, one."""
 SMALLEST_TRIES = 24
 """How often the smallest budget's range is halved, at most."""
 
@@ -136,8 +138,9 @@ class Default:
             deep = len(problem.graph.c) > settings.deep_nodes
             case = ("deep" if deep else "further") if further else "first"
         search = _Search(problem, budget, math.inf if time_limit is None else time_limit)
+        # Which of them gains most from the memory that is left is known once they are finished.
         inside = [c for c in known or () if c.peak <= budget]
-        search.pending += sorted(inside, key=lambda c: (c.seconds, c.peak))[:1]
+        search.pending += sorted(inside, key=lambda c: (c.seconds, c.peak))[:1 if case == "deep" else KNOWN]
         for entry in table(settings, self.save_set):
             if case in entry.cases:
                 search.ask(entry)
