@@ -36,7 +36,7 @@ from rkmate.planners.registry import PLANNERS
 FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "as checkpoint", "smallest", "loss alone")
 PEERS = ("checkpoint", "sequential", *(f"{b} {f}" for b in ("aot_eager", "inductor")
                                        for f in (1.0, 0.5, 0.1, 0.0)))
-OTHERS = tuple(f"{name} 0.5" for name in PLANNERS if name not in ("rockmate", "save-all"))
+OTHERS = tuple(f"{name} 0.5" for name in PLANNERS if name not in ("rockmate", "rk-rotor", "save-all"))
 """The other planners of the package, but for the one that recomputes nothing."""
 METHODS = ("eager", *PEERS, *(f"rkmate {f}" for f in FRACTIONS), *OTHERS)
 SECONDS = 6
@@ -244,7 +244,7 @@ def method(name: str, case: Case, eager_peak: int) -> Forward:
         model = Alone(model)
     budget = 1 if value in ("smallest", "loss alone") else round(float(value) * eager_peak)
     options: dict[str, Any] = {} if kind == "rkmate" else {
-        "planning_seconds": SECONDS_TO_PLAN, "settings": Settings(split_head="never")}
+        "planning_seconds": SECONDS_TO_PLAN, "settings": Settings(chunked_loss="never")}
     try:
         wrapped = rkmate.wrap(model, (), kwargs, budget=budget, planner=planner, progress=False,
                               **options)

@@ -48,13 +48,12 @@ class _Unmetered:
 def allocated(layers: int, width: int, length: int) -> None:
     """What planning allocates beside the model, and what the largest block takes to train: one line of
     JSON."""
-    from rkmate.budget import Budget
     from rkmate.device.cpu import Cpu
     from rkmate.ir.schedule import from_order
     from rkmate.ir.simulate import simulate
     from rkmate.measure.meter import measure_peak
-    from rkmate.pipeline.prepare import prepare
-    from rkmate.pipeline.search import Searcher
+    from rkmate.pipeline.planning import plan_prepared
+    from rkmate.pipeline.prepare import prepare, trace
     from rkmate.pipeline.settings import Settings
     from rkmate.support.progress import Progress
 
@@ -63,9 +62,9 @@ def allocated(layers: int, width: int, length: int) -> None:
     found = []
 
     def plan() -> None:
-        searcher = Searcher(prepare(model, (), kwargs, Settings(), Progress(False)))
-        searcher.plan(Budget(fraction=0.5))
-        found.append(searcher.prepared)
+        here = prepare(trace(model, (), kwargs, Settings(), Progress(False)))
+        plan_prepared(here, here.baseline.peak // 2)
+        found.append(here)
 
     peak = measure_peak(plan).peak
     prepared, blocks = found[0], []
@@ -81,31 +80,32 @@ def allocated(layers: int, width: int, length: int) -> None:
 
 def measure(layers: int, width: int, length: int) -> None:
     """One depth; prints one line of JSON."""
-    import rkmate
-    from rkmate.budget import Budget
-    from rkmate.pipeline.prepare import prepare
-    from rkmate.pipeline.search import Searcher
+    from rkmate.pipeline.chains import solve
+    from rkmate.pipeline.planning import attempted
+    from rkmate.pipeline.prepare import prepare, trace
     from rkmate.pipeline.settings import Settings
+    from rkmate.planners.chain_search import smallest_of_chain
+    from rkmate.planners.registry import planner
     from rkmate.support.progress import Progress
 
     model, kwargs = gpt(layers, width, length)
     start = time.perf_counter()
-    searcher = Searcher(prepare(model, (), kwargs, Settings(), Progress(False)))
-    plan = searcher.plan(Budget(fraction=0.5))
+    prepared = prepare(trace(model, (), kwargs, Settings(), Progress(False)))
+    solved, method, whole = solve(prepared), planner("rockmate"), prepared.baseline
+    first = attempted(prepared, solved, method, whole.peak // 2)
     cold = time.perf_counter() - start
     start = time.perf_counter()
-    searcher.plan(Budget(fraction=0.7))
+    attempted(prepared, solved, method, int(whole.peak * 0.7), known=first.found)
     second = time.perf_counter() - start
     overheads = {}
     for fraction in (1.0, 0.7, 0.5, 0.35):
-        try:
-            overheads[str(fraction)] = searcher.plan(Budget(fraction=fraction)).overhead
-        except rkmate.InfeasibleBudget:
-            overheads[str(fraction)] = float("nan")
+        found = attempted(prepared, solved, method, int(whole.peak * fraction), known=first.found)
+        overheads[str(fraction)] = float("nan") if found.plan is None else found.plan.overhead
+    assert first.plan is not None
     print(json.dumps({
-        "layers": layers, "cold": cold, "second": second, "stages": dict(plan.stage_seconds),
-        "nodes": dict(plan.nodes), "overheads": overheads,
-        "smallest": searcher.smallest.peak / searcher.baseline.peak}))
+        "layers": layers, "cold": cold, "second": second, "stages": dict(first.plan.stage_seconds),
+        "nodes": dict(first.plan.nodes), "overheads": overheads,
+        "smallest": smallest_of_chain(solved.problem).peak / whole.peak}))
 
 
 def fresh(layers: int, width: int, length: int, *more: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ PAGE = DOCS / "planners.md"
 BEGIN, END = "<!-- comparison: begin -->", "<!-- comparison: end -->"
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3)
 DRAWN = ("rockmate", "rotor", "revolve", "sequential", "chen", "checkmate", "checkmate-lp",
-         "lower-sets", "lower-sets-memory", "dtr", "keep-set")
+         "lower-sets", "lower-sets-memory", "dtr", "save-set")
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
@@ -78,7 +78,7 @@ def main() -> None:
         for title, make in MEASURED.values():
             model, inputs, named = make()
             found = rkmate.compare(model, inputs, named, budgets=[0.5], measure=True,
-                                   planners=["rockmate", "keep-set", "rotor", "chen", "lower-sets",
+                                   planners=["rockmate", "save-set", "rotor", "chen", "lower-sets",
                                              "dtr"])
             print(found, flush=True)
             parts += [f"{title}, budget {size(found.budgets[0])}:", measured(found), losses(found)]

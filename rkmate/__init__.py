@@ -18,6 +18,7 @@ _PLACES = {
     "rkmate.measure.step": ("measure_step",),
     "rkmate.pipeline.device_budget": ("BatchSize", "auto_budget", "max_batch_size"),
     "rkmate.pipeline.settings": ("Settings",),
+    "rkmate.planners.settings": ("PlannerSettings",),
     "rkmate.public": ("plan", "tradeoff", "wrap"),
     "rkmate.runtime.module": ("PlannedModule",),
     "rkmate.sharing": ("shared_plan",),
@@ -51,6 +52,7 @@ if typing.TYPE_CHECKING:
     from rkmate.pipeline.device_budget import auto_budget as auto_budget
     from rkmate.pipeline.device_budget import max_batch_size as max_batch_size
     from rkmate.pipeline.settings import Settings as Settings
+    from rkmate.planners.settings import PlannerSettings as PlannerSettings
     from rkmate.public import plan as plan
     from rkmate.public import tradeoff as tradeoff
     from rkmate.public import wrap as wrap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,11 +12,9 @@ from rkmate.budget import Budget, parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.pipeline.device_budget import auto_budget
-from rkmate.pipeline.prepare import check_model, prepare
-from rkmate.pipeline.search import Searcher
-from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.trained_outputs import checked_trains
-from rkmate.pipeline.variants import fitting, fitting_curve, with_heads_split
+from rkmate.pipeline.planning import make_curve, make_plan
+from rkmate.pipeline.prepare import check_model, trace
+from rkmate.pipeline.settings import Settings, settings_of_call
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Planning
@@ -26,7 +25,7 @@ from rkmate.support.progress import Progress
 
 def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
-         plan: Plan | None = None, costs: str = "measured", verify: bool = True,
+         plan: Plan | None = None, costs: str | None = None, verify: bool = True,
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
          planning_seconds: float | None = None,
          settings: Settings | None = None) -> PlannedModule:
@@ -38,10 +37,19 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
             model's own peak, or ``"auto"``, which is what `auto_budget` says. It bounds what a
             training step allocates above what stands before it, parameter gradients left out.
-        planner: how the schedule is found.
+        planner: how the schedule is found. ``"rockmate"`` takes the fastest schedule of several methods;
+            the methods by themselves, to compare them, are ``"rk-rotor"``, ``"rotor"``, ``"revolve"``
+            (dynamic programs over a chain of blocks), ``"sequential"`` (equal segments),
+            ``"chen"`` (square-root segments), ``"checkmate"``, ``"checkmate-lp"`` (an integer program over
+            every operation, and its rounded relaxation), ``"lower-sets"``, ``"lower-sets-memory"``,
+            ``"lower-sets-exact"``, ``"lower-sets-exact-memory"``, ``"lower-sets-no-liveness"``,
+            ``"dtr"`` (a replayed run-time policy), ``"save-set"`` (an integer program of what is saved at
+            a few times), ``"save-all"`` and ``"recompute-all"``; ``"auto"`` asks all of these for half a
+            minute, and says which was best.
         progress: show progress on a terminal.
         plan: a plan made before (`Plan.load`), instead of a budget.
-        costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing.
+        costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing. Unless given, what
+            the settings say, which is ``"measured"`` by default.
         verify: measure the first training step, and warn when it is over its prediction.
         on_new_shape: what a call with other shapes, dtypes or constants does: ``"plan"`` makes a
             plan for it with the same budget, ``"original"`` runs the original module, ``"error"``
@@ -53,7 +61,12 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             but its first step runs the forward twice.
         planning_seconds: the limit of a planner that can stop early (the integer programs on the
             whole graph, ``auto``, ``dtr``); their own unless given.
-        settings: of the stages.
+        settings: of the stages, `rkmate.Settings`: ``costs``, as above; ``cut``, how long blocks may be;
+            ``measure``, how long operations are measured; ``options``, the integer programs of the
+            blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
+            the last product and its cross entropy are computed a few rows at a time (``"auto"``: where
+            nothing else meets the budget, ``"always"``, ``"never"``); ``planner``, how long the default
+            planner looks (`rkmate.PlannerSettings`).
 
     Returns:
         A module with the same parameters, buffers, outputs and gradients; ``.plan`` and
@@ -76,20 +89,19 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
 
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
-         costs: str = "measured", trains: str | int | Sequence[str | int] | None = None,
+         costs: str | None = None, trains: str | int | Sequence[str | int] | None = None,
          planning_seconds: float | None = None, settings: Settings | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
                          planning_seconds, trains)
-    prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
-    return fitting(prepared, planning.budget, lambda p, inside: Searcher(p).plan(inside, planner),
-                   lambda: with_heads_split(prepared, model, args, kwargs))
+    traced = trace(model, args, kwargs, planning.settings, Progress(progress))
+    return make_plan(traced, planning.budget, planning.planner).plan
 
 
 def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
              budgets: Sequence[int | float | str] | None = None, planner: str = "rockmate",
-             progress: bool = True, costs: str = "measured",
+             progress: bool = True, costs: str | None = None,
              trains: str | int | Sequence[str | int] | None = None,
              planning_seconds: float | None = None, settings: Settings | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
@@ -102,9 +114,8 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     args, kwargs = checked_sample(model, args, kwargs)
     wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
     planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds, trains)
-    prepared = prepare(model, args, kwargs, planning.settings, Progress(progress))
-    return Curve(tuple(fitting_curve(prepared, wanted, planner,
-                                     lambda: with_heads_split(prepared, model, args, kwargs))))
+    traced = trace(model, args, kwargs, planning.settings, Progress(progress))
+    return Curve(tuple(make_curve(traced, wanted, planning.planner)))
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:
@@ -127,27 +138,21 @@ def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
     return args, kwargs
 
 
-def _planning(budget: Any, plan: Plan | None, planner: str, costs: str, settings: Settings | None,
+def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, settings: Settings | None,
               progress: bool, planning_seconds: float | None, trains: Any) -> Planning:
     if (budget is None) == (plan is None):
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
         raise ArgumentError(f"plan is {type(plan).__name__}; it should be a rkmate.Plan")
-    find_planner(planner)
-    if costs not in ("measured", "analytic"):
-        raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
-    from dataclasses import replace
-
+    name = find_planner(planner).name
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
-    base = replace(settings or Settings(), costs=costs)  # type: ignore[arg-type]
-    if trains is not None:
-        base = replace(base, trains=checked_trains(trains))
+    base = settings_of_call(settings, costs, trains)
     if planning_seconds is not None:
         if not planning_seconds > 0:
             raise ArgumentError(f"planning_seconds is {planning_seconds}; it should be a positive "
                                 "number of seconds")
         base = replace(base, planning_seconds=planning_seconds)
-    return Planning(checked, planner, base, progress)
+    return Planning(checked, name, base, progress)
 
 
 __all__ = ["InfeasibleBudget", "PlanError", "plan", "tradeoff", "wrap"]

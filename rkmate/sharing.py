@@ -16,7 +16,7 @@ from rkmate.show.plan import Plan
 
 def shared_plan(model: nn.Module, args: Sequence[Any] = (),
                 kwargs: Mapping[str, Any] | None = None, *, budget: int | float | str,
-                planner: str = "rockmate", progress: bool = True, costs: str = "measured",
+                planner: str = "rockmate", progress: bool = True, costs: str | None = None,
                 trains: str | int | Sequence[str | int] | None = None,
                 planning_seconds: float | None = None, settings: Settings | None = None,
                 group: Any = None) -> Plan:

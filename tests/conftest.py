@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rkmate.graph.passes import simplify
-from rkmate.pipeline import search
+from rkmate.planners.settings import PlannerSettings, defaults
 
 _MADE: list[Path] = []
 
@@ -50,10 +50,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most tests need some plan within a budget, and no better one for seconds of solving."""
-    monkeypatch.setattr(search, "PATIENCE", 0.2)
-    monkeypatch.setattr(search, "KEEP_SECONDS", 0.2)
+def impatient() -> Iterator[None]:
+    """Most tests need some plan within a budget, and no better one for seconds of solving. The
+    smallest budget is the chain's: what the integer program adds to it would depend on the clock."""
+    with defaults(PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)):
+        yield
 
 
 @pytest.fixture(autouse=True)

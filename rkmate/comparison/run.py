@@ -13,12 +13,13 @@ from rkmate.budget import Budget, parse_budget
 from rkmate.comparison.measured import Bench
 from rkmate.comparison.table import Comparison, Row
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
+from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.device_budget import auto_budget
-from rkmate.pipeline.prepare import prepare
-from rkmate.pipeline.search import Searcher
-from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.trained_outputs import checked_trains
-from rkmate.planners.registry import PLANNERS
+from rkmate.pipeline.planning import attempted
+from rkmate.pipeline.prepare import prepare, trace
+from rkmate.pipeline.settings import Settings, settings_of_call
+from rkmate.planners.protocol import Candidate, Composed, Planner
+from rkmate.planners.registry import PLANNERS, asks
 from rkmate.planners.registry import planner as find_planner
 from rkmate.public import checked_sample
 from rkmate.show.plan import Plan
@@ -28,15 +29,13 @@ BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 """Fractions of the model's own peak."""
 TIME_LIMIT = 20.0
 """Seconds that a planner has for one budget."""
-_LAST = ("rockmate", "checkmate", "auto")
-"""Planners that ask others come after those, in this order, so that each pays for its own work."""
 
 
 def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
             budgets: Sequence[int | float | str] = BUDGETS, planners: Sequence[str] | None = None,
             measure: bool = False, time_limit: float = TIME_LIMIT, progress: bool = True,
-            costs: Literal["measured", "analytic"] = "measured",
-            trains: str | int | Sequence[str | int] | None = None,
+             costs: Literal["measured", "analytic"] | None = None,
+             trains: str | int | Sequence[str | int] | None = None,
             settings: Settings | None = None) -> Comparison:
     """Every planner on one model at equal budgets.
 
@@ -58,7 +57,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         progress: show progress on a terminal.
         costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing, and these costs
             are the same on every machine. What a planner finds within a limit in seconds, as the
-            default's and other integer programs do, need not be.
+            default's and other integer programs do, need not be. Unless given, what the settings say.
         trains: which outputs the loss is computed from, as of `rkmate.wrap`.
         settings: of the stages.
 
@@ -75,48 +74,50 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         raise ArgumentError(f"budgets is {budgets!r}; it should be a list of budgets")
     wanted = [parse_budget(auto_budget(model) if isinstance(b, str) and b == "auto" else b)
               for b in budgets]
-    names = [n for n in PLANNERS if n != "auto"] if planners is None else list(planners)
-    for name in names:
-        find_planner(name)
-    if costs not in ("measured", "analytic"):
-        raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
+    methods = [find_planner(n) for n in ([n for n in PLANNERS if n != "auto"] if planners is None
+                                         else planners)]
+    wanted_settings = settings_of_call(settings, costs, trains)
     if not time_limit > 0:
         raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
     shown = Progress(progress)
-    chosen = replace(settings or Settings(), costs=costs)
-    if trains is not None:
-        chosen = replace(chosen, trains=checked_trains(trains))
-    prepared = prepare(model, args, kwargs, chosen, shown)
-    searcher = Searcher(prepared)
-    _ = searcher.problem                             # the options of the blocks, and the chain
-    shared = {k: v for k, v in prepared.stage_seconds.items() if k != "chain"}
-    found = _planned(searcher, wanted, names, time_limit, shown)
+    methods = [find_planner(m.name, wanted_settings.of_planner) for m in methods]
+    prepared = prepare(trace(model, args, kwargs, wanted_settings, shown))
+    solved = solve(prepared)                         # the options of the blocks, and the chain
+    shared = {k: v for k, v in solved.stage_seconds.items() if k != "chain"}
+    found = _planned(solved, wanted, methods, time_limit, shown)
     rows = [row for row, _ in found]
     if measure:
-        rows = _measured(Bench(model, args, kwargs, chosen.trains), found, shown)
-    return Comparison(tuple(rows), type(model).__name__, costs, searcher.baseline.peak,
-                      searcher.baseline.seconds, shared)
+        rows = _measured(Bench(model, args, kwargs, wanted_settings.trains), found, shown)
+    return Comparison(tuple(rows), type(model).__name__, wanted_settings.costs, prepared.baseline.peak,
+                      prepared.baseline.seconds, shared)
 
 
-def _planned(searcher: Searcher, budgets: Sequence[Budget], names: Sequence[str],
+def _planned(solved: Solved, budgets: Sequence[Budget], methods: Sequence[Planner],
              time_limit: float, progress: Progress) -> list[tuple[Row, Plan | None]]:
     """Rows and plans in the caller's order. The planning goes from the smallest budget up, as what
     was found for one serves those above."""
-    base = searcher.baseline
-    limits = list(dict.fromkeys(budget.of(base.peak) for budget in budgets))
-    turns = sorted(range(len(names)), key=lambda k: _LAST.index(names[k]) if names[k] in _LAST else -1)
+    limits = list(dict.fromkeys(budget.of(solved.prepared.baseline.peak) for budget in budgets))
     made: dict[tuple[int, int], tuple[Row, Plan | None]] = {}
     best: dict[int, Plan] = {}
-    with progress.stage("planning", len(limits) * len(names)) as tick:
+    known: dict[int, tuple[Candidate, ...]] = {}
+    with progress.stage("planning", len(limits) * len(methods)) as tick:
         for limit in sorted(limits):
-            for k in turns:
+            for k in _turns(methods):
+                row, plan, more = _row(solved, limit, methods[k], time_limit, known.get(k))
+                if more is not None and isinstance(methods[k], Composed):
+                    known[k] = (*known.get(k, ()), *more)
                 before = best.get(k)
-                row, plan = _at_least(*_row(searcher, limit, names[k], time_limit), before)
-                made[limit, k] = row, plan
+                row, plan = made[limit, k] = _at_least(row, plan, before)
                 if plan is not None and (before is None or plan.step_seconds < before.step_seconds):
                     best[k] = plan
                 tick(len(made))
-    return [made[limit, k] for limit in limits for k in range(len(names))]
+    return [made[limit, k] for limit in limits for k in range(len(methods))]
+
+
+def _turns(methods: Sequence[Planner]) -> list[int]:
+    """Planners that ask others come after those, so that each pays for its own work."""
+    places = list(PLANNERS)
+    return sorted(range(len(methods)), key=lambda k: (asks(methods[k]), places.index(methods[k].name)))
 
 
 def _at_least(row: Row, plan: Plan | None, before: Plan | None) -> tuple[Row, Plan | None]:
@@ -130,18 +131,20 @@ def _at_least(row: Row, plan: Plan | None, before: Plan | None) -> tuple[Row, Pl
                    note=f"as within {before.budget_bytes:,} bytes"), kept
 
 
-def _row(searcher: Searcher, limit: int, name: str,
-         time_limit: float) -> tuple[Row, Plan | None]:
-    start = time.perf_counter()
+def _row(solved: Solved, limit: int, method: Planner, time_limit: float,
+         known: Sequence[Candidate] | None) -> tuple[Row, Plan | None, tuple[Candidate, ...] | None]:
+    """A row, its plan, and the schedules that further budgets should know; None: it was not searched."""
+    name, start = method.name, time.perf_counter()
     try:
-        attempt = searcher.attempt(limit, name, time_limit)
+        attempt = attempted(solved.prepared, solved, method, limit, time_limit=time_limit, known=known)
     except (SolverError, ScheduleError) as error:
-        return Row(name, limit, "failed", time.perf_counter() - start, note=str(error)), None
+        return Row(name, limit, "failed", time.perf_counter() - start, note=str(error)), None, None
     seconds = time.perf_counter() - start
     plan = attempt.plan
     if plan is None:
-        return Row(name, limit, attempt.status, seconds, note=attempt.note), None
-    return Row(name, limit, "ok", seconds, plan.peak_bytes, _ratio(plan), note=attempt.note), plan
+        return Row(name, limit, attempt.status, seconds, note=attempt.note), None, attempt.found
+    return Row(name, limit, "ok", seconds, plan.peak_bytes, _ratio(plan), note=attempt.note), plan, \
+        attempt.found
 
 
 def _ratio(plan: Plan) -> float:

@@ -76,6 +76,8 @@ class PlanData:
     graph: GraphSummary = field(repr=False)
     """The graph that the schedule runs over, for pictures and tables."""
     note: str = ""
+    variant: str = "plain"
+    """Which variant of the model's graph it runs over."""
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each stage of planning took."""
     nodes: Mapping[str, int] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class PlanData:
             "peak_bytes": self.peak_bytes, "baseline_peak_bytes": self.baseline_peak_bytes,
             "step_seconds": self.step_seconds, "baseline_seconds": self.baseline_seconds,
             "bound_seconds": self.bound_seconds, "minimum_bytes": self.minimum_bytes,
-            "note": self.note,
+            "note": self.note, "variant": self.variant,
             "fingerprint": self.fingerprint, "loss_at": loss_at, "forgotten": len(pinned),
             "blocks": [vars(b) for b in self.blocks], "runs": [vars(r) for r in self.runs],
             "steps": [_step(s) for s in self.schedule.steps],
@@ -162,7 +164,8 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         runs=tuple(Run(**r) for r in content["runs"]), schedule=Schedule(steps),
         fingerprint=str(content["fingerprint"]),
         costs=costs, graph=read_summary(content["graph"], costs), source=str(content["source"]),
-        note=str(content["note"]), stage_seconds=dict(content["stage_seconds"]),
+        note=str(content["note"]), variant=str(content.get("variant", "plain")),
+        stage_seconds=dict(content["stage_seconds"]),
         nodes=dict(content["nodes"]))
 
 

@@ -12,10 +12,9 @@ from rkmate import device as devices
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
-from rkmate.pipeline.prepare import check_model, prepare
-from rkmate.pipeline.search import Searcher
-from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.trained_outputs import checked_trains
+from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
+from rkmate.pipeline.prepare import Prepared, check_model, prepare, trace
+from rkmate.pipeline.settings import Settings, checked_trains
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
 
@@ -126,21 +125,21 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
     settings = Settings(costs=costs, trains=checked_trains(trains))  # type: ignore[arg-type]
     tried: dict[int, int | None] = {}
     plain: dict[int, int] = {}
-    best: list[Searcher] = []
+    best: list[Prepared] = []
 
-    def prepared(n: int) -> Searcher:
+    def prepared(n: int) -> Prepared:
         args, kwargs = _inputs(make_inputs(n))
         refuse_what_cannot_repeat(model, args, kwargs)
-        searcher = Searcher(prepare(model, args, kwargs, settings, Progress(progress)))
-        plain[n] = searcher.baseline.peak       # known without solving anything
-        return searcher
+        here = prepare(trace(model, args, kwargs, settings, Progress(progress)))
+        plain[n] = here.baseline.peak       # known without solving anything
+        return here
 
     def smallest_peak(n: int) -> int:
-        searcher = prepared(n)
-        peak = plain[n] if plain[n] <= budget else searcher.smallest.peak
+        here = prepared(n)
+        peak = plain[n] if plain[n] <= budget else smallest_peak_of(here, budget)
         tried[n] = peak if peak <= budget else None
         if peak <= budget:
-            best[:] = [searcher]
+            best[:] = [here]
         elif n == 1:
             raise InfeasibleBudget(
                 f"a batch of one needs {peak:,} bytes for its step, and {budget:,} are left", peak)
@@ -152,7 +151,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         return plain[n]
 
     size = _largest(smallest_peak, budget, most)
-    plan = best[0].plan(parse_budget(budget), "rockmate")
+    plan = plan_prepared(best[0], budget)
     without = _largest(plain_peak, budget, size) if plain_peak(1) <= budget else 0
     return BatchSize(size, plan, budget, without, tuple(sorted(tried.items())))
 

@@ -1,6 +1,7 @@
-"""The order of the stages: capture, simplify, cut, measure, options, chain, schedule.
+"""From a model to its graph in blocks, with costs: capture, passes, lower, partition, costs.
 
-Only this file knows it. Each stage takes what the stage above returns.
+Only the files of this package know the order of the stages. Each stage takes what the one before
+returns.
 """
 
 from __future__ import annotations
@@ -8,10 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,8 @@ from rkmate.graph.blocks.text import block_text, classes_of
 from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import simplify
-from rkmate.ilp import OptionSet, cache_folder, solve_options
-from rkmate.ilp.evaluate_option import evaluate_option
-from rkmate.ilp.partial_saves import partial_saves
-from rkmate.ir.cd import HOISTED, CDGraph
-from rkmate.ir.chain import Block as ChainBlock
-from rkmate.ir.chain import Chain
+from rkmate.ilp import cache_folder
+from rkmate.ir.cd import CDGraph
 from rkmate.ir.plan import BlockInfo
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import Simulation, simulate
@@ -42,199 +37,183 @@ from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.trained_outputs import trained_outputs
+from rkmate.pipeline.variants import Variant, first
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
 
-KEEPING_BLOCKS = 40
-"""Up to how many blocks the chain's program lets forwards keep something for one another. Its time
-grows with that, and on the deeper models tried (transformers, all) nothing was gained."""
-KEEPING_LEVELS = 6
-"""At how many levels at most; fewer for longer chains, as many as `KEEPING_TIMES` over the blocks."""
-KEEPING_TIMES = 120
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A captured model: what every variant of its graph, every loss and every budget begin from."""
+
+    name: str
+    """Of the model's class."""
+    capture: Capture
+    wanted: tuple[bool, ...]
+    """Per output, whether its gradient will come."""
+    tensors: Mapping[Source, torch.Tensor]
+    """What the caller holds: costs are measured on it."""
+    device: torch.device
+    children: frozenset[str]
+    """Names of the children, where the model is an `nn.Sequential`."""
+    settings: Settings
+    progress: Progress
+    seconds: float
+    """How long the capture took."""
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
+class Blocked:
+    """One variant of a graph, cut into blocks."""
+
+    traced: Traced
+    variant: Variant
+    partition: Partition
+    texts: tuple[str, ...]
+    """Each block's text: identical blocks have the same."""
+    classes: tuple[int, ...]
+    """Per block, the number of its text."""
+    fingerprint: str
+    """Of the graph: a plan serves every model with the same one."""
+    nodes: Mapping[str, int]
+    """Node counts before and after simplification."""
+    stage_seconds: Mapping[str, float]
+
+    @property
+    def linear_losses(self) -> tuple[str, ...]:
+        """Names of the weights whose products end in a cross entropy."""
+        return self.partition.program.joint.linear_losses
+
+
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A model's graph with costs: what all budgets share."""
 
-    capture: Capture
-    partition: Partition
-    classes: tuple[int, ...]
+    blocked: Blocked
     costs: Costs
-    settings: Settings
-    fingerprint: str
-    device: torch.device
+    graph: CDGraph
+    """The whole graph with costs."""
+    block_graphs: tuple[CDGraph, ...]
+    """Each block's own graph, with costs."""
+    pinned: tuple[int, ...]
+    """D nodes that are never freed: the user holds the outputs, and autograd the gradient of a scalar that
+    a backward starts from."""
+    reserve_at_loss: int
+    """Bytes left for a loss that the caller computes from large outputs."""
+    whole: Schedule
+    """The step without rematerialization."""
+    baseline: Simulation
+    """The simulator's verdict on it."""
     infos: tuple[BlockInfo, ...]
-    nodes: Mapping[str, int]
-    stage_seconds: dict[str, float]
-    progress: Progress
-    children: frozenset[str] = frozenset()
-    """Names of the children, where the model is an `nn.Sequential`."""
-
-    @cached_property
-    def graph(self) -> CDGraph:
-        """The whole graph with costs."""
-        cd = self.partition.program.cd
-        return cd.with_costs(self.costs[i] for i in range(len(cd.c)))
+    """The blocks' descriptions, but for the number of their options."""
+    stage_seconds: Mapping[str, float]
 
     @property
-    def can_split_heads(self) -> bool:
-        """Whether a rewriting is left for budgets that nothing meets (`Settings.split_head`)."""
-        return self.settings.split_head == "auto" and bool(self.partition.program.joint.linear_losses)
+    def capture(self) -> Capture:
+        """What was captured."""
+        return self.blocked.traced.capture
 
     @property
-    def pinned(self) -> tuple[int, ...]:
-        """D nodes that are never forgotten: the user holds the outputs, and autograd the gradient
-        of a scalar that a backward starts from."""
-        scalars = (j for j in self.partition.program.cd.output_grads
-                   if self.partition.program.cd.d[j].size <= 16)
-        return (*self.partition.program.pinned, *scalars)
+    def partition(self) -> Partition:
+        """The program cut into blocks."""
+        return self.blocked.partition
 
-    @cached_property
-    def reserve_at_loss(self) -> int:
-        """Bytes left for a loss that the caller computes from large outputs.
+    @property
+    def settings(self) -> Settings:
+        """Of the stages."""
+        return self.blocked.traced.settings
 
-        Log-softmax, the gradient that enters it and the one that leaves it: three times the outputs;
-        and some for the scalars that a loss of any kind holds.
-        """
-        return 512 + 3 * sum(self.graph.d[j].size for j in self.graph.output_grads
-                       if self.graph.d[j].size > 64)
-
-    @cached_property
-    def block_graphs(self) -> tuple[CDGraph, ...]:
-        """Each block's own graph, with costs."""
-        return tuple(b.graph.with_costs(self.costs[i] for i in b.c) for b in self.partition.blocks)
-
-    @cached_property
-    def option_sets(self) -> tuple[OptionSet, ...]:
-        """Per class, the options of its blocks."""
-        first = {k: b for b, k in reversed(list(enumerate(self.classes)))}
-        graphs = [self.block_graphs[first[k]] for k in range(len(first))]
-        with self.timed("options"), self.progress.stage("solving blocks", len(graphs)) as tick:
-            sets = solve_options(graphs, self.settings.options,
-                                 on_progress=lambda done, total: tick(done))
-        return tuple(sets)
+    @property
+    def device(self) -> torch.device:
+        """Where the model stands."""
+        return self.blocked.traced.device
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """The simulator's verdict on a schedule of this model."""
         return simulate(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
 
-    @cached_property
-    def chain(self) -> Chain:
-        """The chain of blocks for the dynamic program."""
-        p = self.partition
-        plain = {k: _plain_forward(self.block_graphs[b]) for k, b in
-                 reversed([(k, b) for b, k in enumerate(self.classes)])}
-        blocks = tuple(ChainBlock(*plain[k], self.option_sets[k].options) for k in self.classes)
-        return self._chained(blocks, p.cuts, p.grads)
 
-    @cached_property
-    def keeping_chain(self) -> Chain:
-        """The chain whose blocks may keep something for forwards that run again."""
-        chain = self.chain
-        if len(chain) > KEEPING_BLOCKS:
-            return chain
-        first = {k: b for b, k in reversed(list(enumerate(self.classes)))}
-        with self.timed("chain"):
-            kept = partial_saves([self.block_graphs[first[k]] for k in range(len(first))],
-                          [s.options for s in self.option_sets],
-                          min(KEEPING_LEVELS, KEEPING_TIMES // len(chain)))
-        return replace(chain, blocks=tuple(replace(b, partial_saves=kept[k]) for b, k in
-                                           zip(chain.blocks, self.classes, strict=True))).verify()
-
-    def _chained(self, blocks: tuple[ChainBlock, ...], cuts: tuple[frozenset[int], ...],
-                 grads: Sequence[frozenset[int]]) -> Chain:
-        cd = self.graph
-        ours = set(cd.outputs)
-        sizes = {j: 0 if j in ours else cd.d[j].size for cut in cuts for j in cut}
-        return Chain(blocks, cuts, sizes,
-                     tuple(sum(cd.d[j].size for j in g) for g in grads)).verify()
-
-    @cached_property
-    def stages(self) -> tuple[Chain, tuple[tuple[int, ...], ...]] | None:
-        """The children of an `nn.Sequential` as a chain, each with the one option that keeps all, and
-        the C nodes of each; None for other models."""
-        if not self.children:
-            return None
-        found = _stages(self.partition.program, self.children)
-        graphs = [b.graph.with_costs(self.costs[i] for i in b.c) for b in found.blocks]
-        blocks = tuple(ChainBlock(*_plain_forward(g), (evaluate_option(g, g.backward),)) for g in graphs)
-        return self._chained(blocks, found.cuts, found.grads), tuple(b.c for b in found.blocks)
-
-    @cached_property
-    def constant_bytes(self) -> int:
-        """What stands beside the chain: the prelude's values, and what the user holds."""
-        p, cd = self.partition, self.graph
-        prelude = {j for i in cd.forward if p.block_of[i] == HOISTED for j in cd.c[i].outputs
-                   if any(p.block_of[r] != HOISTED for r in cd.readers[j])}
-        return sum(cd.d[j].size for j in prelude | set(cd.outputs))
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Record how long a stage takes."""
-        start = time.perf_counter()
-        yield
-        self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + time.perf_counter() - start
+@planning_lock
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings,
+          progress: Progress) -> Traced:
+    """Capture a model on sample inputs; one thread at a time."""
+    check_model(model)
+    start = time.perf_counter()
+    with gc_pause(), progress.stage("capturing", None):
+        captured = capture(model, args, kwargs)
+    if not any(captured.differentiable):
+        raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
+                            "requires a gradient, so there is nothing to train")
+    arguments, _ = take_apart((args, kwargs), result=False)
+    return Traced(type(model).__name__, captured, trained_outputs(captured, settings.trains),
+                  held_tensors(captured, model, arguments),
+                  devices.common((*model.parameters(), *arguments)).torch_device, _children(model),
+                  settings, progress, time.perf_counter() - start)
 
 
 @planning_lock
-def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings,
-            progress: Progress, wanted: tuple[bool, ...] | None = None,
-            costs: Sequence[tuple[float, int]] | None = None,
-            captured: Capture | None = None,
-            tensors: Mapping[Source, torch.Tensor] | None = None) -> Prepared:
-    """Capture, simplify, cut and measure; one thread at a time.
-
-    `costs`: of a saved plan, instead of measuring. `captured`, `tensors`: what an earlier call
-    captured, and the tensors that the caller holds, instead of the model and its arguments.
-    """
-    check_model(model)
-    seconds: dict[str, float] = {}
+def block(traced: Traced, variant: Variant | None = None) -> Blocked:
+    """Rewrite a captured graph, and cut it into blocks. `variant`: the settings' first unless given."""
     start = time.perf_counter()
+    variant = variant or first(traced.settings)
     with gc_pause():
-        if captured is None:
-            with progress.stage("capturing", None):
-                captured = capture(model, args, kwargs)
-        if not any(captured.differentiable):
-            raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
-                                "requires a gradient, so there is nothing to train")
-        joint = simplify(captured, wanted or trained_outputs(captured, settings.trains),
-                         chunked_loss=settings.split_head == "always")
+        joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss)
         program = lower(joint)
-        seconds["capture"] = time.perf_counter() - start
-        start = time.perf_counter()
-        parts = partition(program, settings.cut)
-        children = _children(model)
-        parts = reordered(parts, _stages(parts.program, children).blocks if children else ())
-        texts = [block_text(parts.program, b) for b in parts.blocks]
-        classes = classes_of(texts)
-        seconds["cut"] = time.perf_counter() - start
-    arguments, _ = take_apart((args, kwargs), result=False)
-    device = _device(model, arguments if tensors is None else list(tensors.values()))
-    start = time.perf_counter()
-    if costs is not None:
-        known = dict(enumerate(costs))
-    elif settings.costs == "analytic":
-        known = analytic_costs(parts)
-    else:
-        sources = held_tensors(captured, model, arguments) if tensors is None else tensors
-        with progress.stage("measuring", len(parts.blocks)) as tick:
-            try:
-                known = measure(parts, texts, sources, _cost_memory(), settings.measure,
-                                on_progress=lambda done, total: tick(done * len(texts) // total))
-            except (IndexError, RuntimeError) as error:
-                if isinstance(error, (RkmateError, torch.OutOfMemoryError)):
-                    raise
-                raise CaptureError(f"{type(model).__name__} does not run on the sample inputs: "
-                                   f"{error}") from error
-    seconds["measure"] = time.perf_counter() - start
+        middle = time.perf_counter()
+        parts = partition(program, traced.settings.cut)
+        stages = cut_children(parts.program, traced.children)
+        parts = reordered(parts, () if stages is None else stages.blocks)
+        texts = tuple(block_text(parts.program, b) for b in parts.blocks)
+        classes = tuple(classes_of(texts))
     cd = parts.program.cd
     nodes = {"captured": joint.nodes_before, "computations": len(cd.c), "forward": cd.loss,
              "storages": len(cd.d), "blocks": len(parts.blocks), "unique": len(set(classes)),
              "separators": parts.separators}
-    return Prepared(captured, parts, classes, known, settings, _fingerprint(parts, texts), device,
-                    block_infos(parts, classes), nodes, seconds, progress, children)
+    return Blocked(traced, variant, parts, texts, classes, _fingerprint(parts, texts), nodes,
+                   {"capture": traced.seconds + middle - start, "cut": time.perf_counter() - middle})
+
+
+@planning_lock
+def with_operation_costs(blocked: Blocked, costs: Sequence[tuple[float, int]] | None = None) -> Prepared:
+    """Measure each operation, or count. `costs`: of a saved plan, instead."""
+    traced, parts = blocked.traced, blocked.partition
+    start = time.perf_counter()
+    if costs is not None:
+        known: Costs = dict(enumerate(costs))
+    elif traced.settings.costs == "analytic":
+        known = analytic_costs(parts)
+    else:
+        with traced.progress.stage("measuring", len(parts.blocks)) as tick:
+            try:
+                known = measure(parts, blocked.texts, traced.tensors, _cost_memory(),
+                                traced.settings.measure,
+                                on_progress=lambda done, total: tick(done * len(blocked.texts) // total))
+            except (IndexError, RuntimeError) as error:
+                if isinstance(error, (RkmateError, torch.OutOfMemoryError)):
+                    raise
+                raise CaptureError(f"{traced.name} does not run on the sample inputs: {error}") from error
+    cd = parts.program.cd
+    graph = cd.with_costs(known[i] for i in range(len(cd.c)))
+    pinned = (*parts.program.pinned, *(j for j in cd.output_grads if cd.d[j].size <= 16))
+    reserve = _reserve_at_loss(graph)
+    whole = from_order(graph, range(len(graph.c)), graph.loss, pinned)
+    return Prepared(
+        blocked, known, graph, tuple(b.graph.with_costs(known[i] for i in b.c) for b in parts.blocks),
+        pinned, reserve, whole, simulate(graph, whole, pinned=pinned, reserve_at_loss=reserve),
+        block_infos(parts, blocked.classes),
+        {**blocked.stage_seconds, "measure": time.perf_counter() - start})
+
+
+def prepare(traced: Traced, variant: Variant | None = None) -> Prepared:
+    """One variant of a captured model, in blocks and with costs."""
+    return with_operation_costs(block(traced, variant))
+
+
+def _reserve_at_loss(graph: CDGraph) -> int:
+    """Log-softmax, the gradient that enters it and the one that leaves it: three times the outputs; and
+    some for the scalars that a loss of any kind holds."""
+    return 512 + 3 * sum(graph.d[j].size for j in graph.output_grads if graph.d[j].size > 64)
 
 
 def _children(model: nn.Module) -> frozenset[str]:
@@ -243,8 +222,10 @@ def _children(model: nn.Module) -> frozenset[str]:
     return frozenset(model._modules) if plain else frozenset()
 
 
-def _stages(program: Program, children: frozenset[str]) -> Stages:
-    """The program cut between its children."""
+def cut_children(program: Program, children: frozenset[str]) -> Stages | None:
+    """The program cut between its children; None where the model has no such."""
+    if not children:
+        return None
     names = [module_of(node).split(".")[0] for node in program.operation]
     return cut_stages(program, [n if n in children else None for n in names])
 
@@ -276,18 +257,6 @@ def held_tensors(captured: Capture, model: nn.Module,
     return result
 
 
-def _device(model: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.device:
-    return devices.common((*model.parameters(), *tensors)).torch_device
-
-
-def _plain_forward(graph: CDGraph) -> tuple[float, int]:
-    """Time and peak of a forward that keeps nothing but its outputs."""
-    n = graph.loss
-    forward = CDGraph(graph.d, graph.c[:n], n, (*graph.inputs, *graph.output_grads), graph.outputs)
-    result = simulate(forward, from_order(forward, range(n), n))
-    return result.seconds, result.peak
-
-
 @functools.lru_cache(maxsize=4)
 def _memory_of(folder: Path) -> CostMemory:
     return CostMemory(folder)
@@ -305,10 +274,3 @@ def _fingerprint(parts: Partition, texts: Sequence[str]) -> str:
     digest.update(repr([(c.inputs, c.outputs) for c in cd.c]).encode())
     digest.update(repr((parts.block_of, parts.segments, sorted(cd.releases.items()))).encode())
     return digest.hexdigest()
-
-
-def with_option_counts(prepared: Prepared) -> tuple[BlockInfo, ...]:
-    """The blocks' descriptions, once their options are known."""
-    return tuple(replace(info, options=len(prepared.option_sets[k].options))
-                 for info, k in zip(prepared.infos, prepared.classes, strict=True))
-

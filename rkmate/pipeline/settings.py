@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import warnings
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, replace
+from typing import Any, Literal
 
+from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.blocks.cut import CutSettings
 from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.settings import MeasureSettings
+from rkmate.planners.settings import PlannerSettings, default_settings
 
 CostSource = Literal["measured", "analytic"]
-Split = Literal["auto", "always", "never"]
 Trains = Literal["all"] | tuple[str | int, ...] | None
 """Outputs that the loss leads to: all, or those of these names and numbers; None: see `Settings.trains`."""
+When = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,13 @@ class Settings:
     """How the stages work; the defaults are the paper's where it names them."""
 
     costs: CostSource = "measured"
+    """``"measured"`` runs each unique block; ``"analytic"`` counts operations and bytes, and runs nothing."""
     cut: CutSettings = CutSettings()
+    """How the graph is cut into blocks."""
     measure: MeasureSettings = MeasureSettings()
+    """How long operations are measured."""
     options: OptionSettings = OptionSettings()
+    """The integer programs of the blocks."""
     trains: Trains = None
     """Outputs that the loss is computed from. None: the one named ``loss`` if it is a scalar, else the
     scalars, else all but by-products such as caches."""
@@ -30,6 +38,51 @@ class Settings:
     """Memory slots of the dynamic program."""
     planning_seconds: float | None = None
     """Limit of a planner that can stop early; None: its own."""
-    split_head: Split = "auto"
+    chunked_loss: When = "auto"
     """Compute the last product and its cross entropy a few rows at a time: where nothing else meets the
     budget, always, or never. The last bits of that weight's gradient then differ."""
+    planner: PlannerSettings | None = None
+    """How long the default planner looks; None: its defaults."""
+    split_head: InitVar[When | None] = None
+    """The old name of `chunked_loss`, understood for one more version."""
+
+    def __post_init__(self, split_head: When | None) -> None:
+        if split_head is not None:
+            warnings.warn("Settings(split_head=...) is now called chunked_loss; the old name goes with the "
+                          "next version", RkmateWarning, stacklevel=3)
+            object.__setattr__(self, "chunked_loss", split_head)
+        for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
+                                     ("chunked_loss", self.chunked_loss, ("auto", "always", "never"))):
+            if value not in allowed:
+                raise ArgumentError(f"{name} is {value!r}; it should be "
+                                    f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")
+
+    @property
+    def of_planner(self) -> PlannerSettings:
+        """What the default planner works with."""
+        return replace(self.planner or default_settings(), slots=self.slots)
+
+
+def checked_trains(trains: Any) -> Trains:
+    """What a user gave as `trains`, as a value to plan with. Raises `ArgumentError` for wrong types."""
+    if trains is None or trains == "all":
+        return trains  # type: ignore[no-any-return]
+    one = isinstance(trains, (str, int))
+    chosen = (trains,) if one else tuple(trains) if isinstance(trains, Sequence) else ()
+    if not chosen or any(isinstance(t, bool) or not isinstance(t, (str, int)) for t in chosen):
+        raise ArgumentError(f'trains is {trains!r}; it should be "all", or the names ("logits", '
+                            '"aux.0") or numbers of the outputs that the loss is computed from')
+    return chosen
+
+
+def settings_of_call(settings: Settings | None, costs: str | None, trains: Any = None) -> Settings:
+    """The settings, with the source of costs and the outputs of the loss that a call names; those that it
+    leaves out are the settings' own. Raises `ArgumentError`."""
+    settings = settings or Settings()
+    if trains is not None:
+        settings = replace(settings, trains=checked_trains(trains))
+    if costs is None:
+        return settings
+    if costs not in ("measured", "analytic"):
+        raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
+    return replace(settings, costs=costs)  # type: ignore[arg-type]

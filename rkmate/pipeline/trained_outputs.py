@@ -20,18 +20,6 @@ _LISTED = 12
 _INDEX = re.compile(r"""\[(['"]?)([^\]'"]*)\1\]""")
 
 
-def checked_trains(trains: Any) -> Trains:
-    """What a user gave as `trains`, as a value to plan with. Raises `ArgumentError` for wrong types."""
-    if trains is None or trains == "all":
-        return trains  # type: ignore[no-any-return]
-    one = isinstance(trains, (str, int))
-    chosen = (trains,) if one else tuple(trains) if isinstance(trains, Sequence) else ()
-    if not chosen or any(isinstance(t, bool) or not isinstance(t, (str, int)) for t in chosen):
-        raise ArgumentError(f'trains is {trains!r}; it should be "all", or the names ("logits", '
-                            '"aux.0") or numbers of the outputs that the loss is computed from')
-    return chosen
-
-
 def trained_outputs(captured: Capture, trains: Trains) -> tuple[bool, ...]:
     """Per output tensor, whether the loss leads to it. `trains`: None for what the output's form tells,
     else as of `chosen_outputs`, with its errors."""

@@ -1,89 +1,66 @@
-"""Where no schedule of a model's graph fits a budget: the same graph with its heads split."""
+"""The variants of a model's graph: each trades something else than time for memory.
+
+A variant is asked where those before it do not meet the budget, if the settings allow it and the graph
+has what it rewrites. The pipeline prepares it when it is asked, from the same capture.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from rkmate.budget import Budget
-from rkmate.errors import InfeasibleBudget
-from rkmate.graph.capture.capture import Source
-from rkmate.pipeline.prepare import Prepared, prepare
-from rkmate.pipeline.search import Searcher
-from rkmate.show.plan import Plan
-from rkmate.support.warn import warn
-
-Found = TypeVar("Found")
+from rkmate.pipeline.settings import Settings, When
 
 
-def with_heads_split(prepared: Prepared, model: nn.Module, args: tuple[Any, ...] = (),
-                     kwargs: Mapping[str, Any] | None = None, *,
-                     costs: Sequence[tuple[float, int]] | None = None,
-                     tensors: Mapping[Source, torch.Tensor] | None = None) -> Prepared:
-    """The same capture, its last product and cross entropy a few rows at a time."""
-    return prepare(model, args, dict(kwargs or {}), replace(prepared.settings, split_head="always"),
-                   prepared.progress, wanted=prepared.partition.program.joint.wanted, costs=costs,
-                   captured=prepared.capture, tensors=tensors)
+@dataclass(frozen=True)
+class Variant:
+    """One way to rewrite a captured graph before it is planned."""
+
+    name: str
+    """As plans carry it."""
+    trades: str = ""
+    """What differs from the original's step."""
+    setting: str = ""
+    """The field of `Settings` that says when it is tried: ``"auto"``, where those before do not meet the
+    budget, ``"always"``, in place of those before, or ``"never"``. Empty: always there."""
+    chunked_loss: bool = False
+    """Whether the last products and their cross entropies are computed a few rows at a time."""
+    note: str = ""
+    """What its plans say, with ``{names}`` of the weights that it concerns."""
+    warning: str = ""
+    """What the user hears where it was taken because nothing else met the budget."""
+
+    def when(self, settings: Settings) -> When:
+        """When the settings want it."""
+        return getattr(settings, self.setting) if self.setting else "auto"
 
 
-def fitting(prepared: Prepared, budget: Budget, search: Callable[[Prepared, Budget], Found],
-            split: Callable[[], Prepared]) -> Found:
-    """What `search` finds; where nothing fits, what it finds in `split()`, with a warning.
-
-    A fraction is one of the peak of `prepared` in both.
-
-    Raises:
-        InfeasibleBudget: nothing fits in either; it says the smaller of their smallest budgets.
-    """
-    try:
-        return search(prepared, budget)
-    except InfeasibleBudget as error:
-        if not prepared.can_split_heads:
-            raise
-        plain = error
-    inside = Budget(bytes=budget.of(Searcher(prepared).baseline.peak))
-    try:
-        found = search(split(), inside)
-    except InfeasibleBudget as error:
-        raise min(plain, error, key=lambda e: e.minimum_bytes) from None
-    _warn(prepared)
-    return found
+PLAIN = Variant("plain")
+CHUNKED_LOSS = Variant(
+    "chunked-loss",
+    trades="the order in which the additions of the last weight's gradient are done: its last bits",
+    setting="chunked_loss",
+    chunked_loss=True,
+    note="the products with {names} and their cross entropies are computed a few rows at a time",
+    warning="nothing fits in this budget with the original's operations, so the product with {names} and "
+            "its cross entropy are computed a few rows at a time. That weight's gradient is the original's "
+            "but for the order of its additions: its last bits differ. "
+            'rkmate.Settings(chunked_loss="never") refuses such budgets')
+VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS)
+"""All variants, in the order in which they are tried."""
 
 
-def fitting_curve(prepared: Prepared, budgets: Sequence[Budget] | None, planner: str,
-                  split: Callable[[], Prepared]) -> list[Plan]:
-    """A plan for each budget, as `fitting` finds them; without budgets, for ten between the peak of
-    `prepared` and its smallest."""
-    searcher = Searcher(prepared)
-    high = searcher.baseline.peak
-    if budgets is None:
-        low = searcher.smallest.peak
-        steps = [Budget(bytes=low + (high - low) * k // 9) for k in range(9, -1, -1)]
-        return searcher.curve(steps, planner)
-    limits = [Budget(bytes=b.of(high)) for b in budgets]
-    fits, rest = sorted(set(limits), key=lambda b: b.bytes or 0), []
-    while True:
-        try:
-            plans = dict(zip(fits, searcher.curve(fits, planner), strict=True))
-            break
-        except InfeasibleBudget:
-            if not prepared.can_split_heads:
-                raise
-            rest.append(fits.pop(0))       # the smallest is the first that a curve plans
-    if rest:
-        plans |= zip(rest, Searcher(split()).curve(rest, planner), strict=True)
-        _warn(prepared)
-    return [plans[budget] for budget in limits]
+def first(settings: Settings) -> Variant:
+    """The variant that is planned unless the budget is too small for it."""
+    return [v for v in VARIANTS if v is PLAIN or v.when(settings) == "always"][-1]
 
 
-def _warn(prepared: Prepared) -> None:
-    names = ", ".join(prepared.partition.program.joint.linear_losses)
-    warn(
-        f"nothing fits in this budget with the original's operations, so the product with {names} and "
-        "its cross entropy are computed a few rows at a time. That weight's gradient is the original's "
-        "but for the order of its additions: its last bits differ. "
-        'rkmate.Settings(split_head="never") refuses such budgets')
+def fallbacks(settings: Settings, names: tuple[str, ...]) -> tuple[Variant, ...]:
+    """The variants for budgets that the first does not meet. `names`: the weights that a chunked loss
+    would concern; none where the model has no such loss."""
+    after = VARIANTS[VARIANTS.index(first(settings)) + 1:]
+    return tuple(v for v in after if v.when(settings) == "auto" and (names or not v.chunked_loss))
+
+
+def named(name: str) -> Variant:
+    """The variant that a plan names; the plain one where this version has none of that name."""
+    return next((v for v in VARIANTS if v.name == name), PLAIN)

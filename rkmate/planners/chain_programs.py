@@ -1,6 +1,6 @@
-"""The dynamic programs over the chain as planners: rockmate, rotor, revolve.
+"""The dynamic programs over the chain as planners: rk-rotor, rotor, revolve.
 
-- ``rockmate``: rk-Rotor with all options of each block (Rockmate, section 3.4).
+- ``rk-rotor``: rk-Rotor with all options of each block (Rockmate, section 3.4).
 - ``rotor``: one option a block, the one that keeps all and recomputes nothing (Rotor, theorem 1).
 - ``revolve``: cuts only are kept; each backward follows its block's own forward at once (the
   automatic-differentiation model; Rotor, section 5.3, and appendix C of Gruslys et al. 2016).
@@ -34,7 +34,7 @@ def one_option(chain: Chain) -> Chain:
 def by_stages(problem: Problem) -> Problem:
     """The problem as the literature before Rockmate has it: one option a stage, and the children of
     an `nn.Sequential` for stages. The stages of other models are the blocks."""
-    chain, block_c = problem.stages() or (problem.chain, problem.block_c)
+    chain, block_c = problem.stages or (problem.chain, problem.block_c)
     return replace(problem, chain=one_option(chain), block_c=block_c)
 
 
@@ -59,10 +59,10 @@ class ChainProgram:
     name: str
 
     def _problem(self, problem: Problem) -> Problem:
-        return problem if self.name == "rockmate" else by_stages(problem)
+        return problem if self.name == "rk-rotor" else by_stages(problem)
 
     def _table(self, chain: Chain) -> Table:
-        if self.name == "rockmate":
+        if self.name == "rk-rotor":
             return solve(chain)
         return rotor(chain) if self.name == "rotor" else revolve(chain)
 

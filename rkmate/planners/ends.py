@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rkmate.ir.chain import Backward, Chain, Forward, ForwardPlain, Op
-from rkmate.planners.protocol import Outcome, Problem, best, expand, judged
+from rkmate.planners.protocol import Outcome, Problem, best, expand, judged, whole_step
 from rkmate.rotor.rk_rotor import fastest
 
 
@@ -39,9 +39,7 @@ class SaveAll:
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
-        graph = problem.graph
-        return best(problem.once(self.name, lambda: [
-            judged(problem, range(len(graph.c)), graph.loss)]), budget)
+        return best([whole_step(problem)], budget)
 
 
 @dataclass(frozen=True)

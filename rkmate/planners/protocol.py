@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from rkmate.errors import GraphError
 from rkmate.ir.cd import CDGraph
@@ -28,15 +28,20 @@ class Problem:
     block_c: tuple[tuple[int, ...], ...]
     """For each block: the C node of `graph` that each of its local C nodes is."""
     pinned: tuple[int, ...] = ()
-    """D nodes that the user holds (outputs of the model): never forgotten."""
+    """D nodes that the user holds (outputs of the model): never freed."""
     reserve_at_loss: int = 0
     """Bytes that the loss, computed outside of the graph, allocates for itself."""
-    stages: Callable[[], Stages | None] = field(default=lambda: None, repr=False)
+    stages: Stages | None = field(default=None, repr=False)
     """Another chain of the same graph: the children of an `nn.Sequential`; None for other models."""
+    classes: tuple[int, ...] = ()
+    """For each block the number of its class: identical blocks have the same. Empty: unknown."""
+    class_graphs: tuple[CDGraph, ...] = field(default=(), repr=False)
+    """For each class a block's own graph, with costs."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, computed once per problem: asking for a second budget is cheap."""
+        """What `make` returns, computed once per problem: a pure function of the problem, whatever budget
+        was asked before."""
         if key not in self._memory:
             self._memory[key] = make()
         return self._memory[key]  # type: ignore[return-value]
@@ -47,8 +52,21 @@ class Problem:
                         reserve_at_loss=self.reserve_at_loss)
 
     def schedule(self, order: Sequence[int], loss_at: int) -> Schedule:
-        """The schedule that runs an order and forgets as early as possible."""
+        """The schedule that runs an order and frees as early as possible."""
         return from_order(self.graph, order, loss_at, self.pinned)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and the judge's figures."""
+
+    schedule: Schedule
+    peak: int
+    """Bytes."""
+    seconds: float
+    note: str = ""
+    ops: tuple[Op, ...] = ()
+    """The block operations that it is made of; empty when it is not made of such."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,12 @@ class Outcome:
     """Lower bound, in seconds, of what any schedule of the planner's kind takes; None: unknown."""
     note: str = ""
     """What a user should know: the choice made, a gap, a limit that was hit."""
+    ops: tuple[Op, ...] = ()
+    """The block operations that the schedule is made of; empty when it is not made of such."""
+    smallest: int | None = None
+    """Bytes of the smallest budget that the planner is known to meet; None: unknown."""
+    others: tuple[Candidate, ...] = field(default=(), repr=False)
+    """What else was found on the way: it may serve other budgets."""
 
 
 class Planner(Protocol):
@@ -81,6 +105,54 @@ class Planner(Protocol):
         """
 
 
+@runtime_checkable
+class Composed(Planner, Protocol):
+    """A planner that asks others. Where the whole step fits, it recomputes nothing: no option of any block
+    need be known for that."""
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """Names of those that it asks."""
+
+    def further(self, problem: Problem, budget: int, *, time_limit: float | None = None,
+                known: Sequence[Candidate] = ()) -> Outcome:
+        """As `plan`, for one more budget of the same problem: it spends less time on it, and begins with
+        the fastest of the schedules that are `known` and fit."""
+
+    def smallest_budget(self, problem: Problem, above: int) -> int:
+        """The smallest budget that it is known to meet, in bytes, where `above` is too small: asked for
+        it, the planner finds a schedule. It is the problem's and the settings', whatever was asked
+        before."""
+
+
+def ask(planner: Planner, problem: Problem, budget: int, *, time_limit: float | None = None,
+        known: Sequence[Candidate] | None = None) -> Outcome:
+    """What a planner finds within a budget.
+
+    `known`: what was found for other budgets of the same problem, None at the first one. One that fits
+    and is faster is taken, so that more memory is never slower.
+    """
+    if known is not None and isinstance(planner, Composed):
+        outcome = planner.further(problem, budget, time_limit=time_limit, known=known)
+    else:
+        outcome = planner.plan(problem, budget, time_limit=time_limit)
+    inside = [c for c in known or () if c.peak <= budget]
+    winner = min(inside, key=lambda c: (c.seconds, c.peak), default=None)
+    if winner is None or winner.seconds >= outcome.seconds:
+        return outcome
+    return replace(outcome, schedule=winner.schedule, status="ok", seconds=winner.seconds, ops=winner.ops,
+                   note=winner.note)
+
+
+def found_in(problem: Problem, outcome: Outcome) -> tuple[Candidate, ...]:
+    """All schedules of an outcome, for other budgets to know."""
+    if outcome.schedule is None:
+        return outcome.others
+    simulation = problem.simulate(outcome.schedule)
+    return (Candidate(outcome.schedule, simulation.peak, simulation.seconds, outcome.note, outcome.ops),
+            *outcome.others)
+
+
 def infeasible(note: str = "") -> Outcome:
     """No schedule within the budget."""
     return Outcome(None, "infeasible", float("inf"), note=note)
@@ -93,8 +165,7 @@ def expand(problem: Problem, ops: Iterable[Op]) -> tuple[list[int], int]:
     `GraphError` when a backward node belongs to no block.
     """
     graph, chain = problem.graph, problem.chain
-    inside = {c for block in problem.block_c for c in block}
-    order = [c for c in range(len(graph.c)) if c not in inside]
+    order = list(hoisted(problem))
     if any(c >= graph.loss for c in order):
         raise GraphError(f"{graph.c[order[-1]].name} is a backward node of no block")
     plain = [[c for c in block if c < graph.loss] for block in problem.block_c]
@@ -107,15 +178,18 @@ def expand(problem: Problem, ops: Iterable[Op]) -> tuple[list[int], int]:
     return order, len(order) if loss_at is None else loss_at
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A schedule and the judge's figures."""
+def hoisted(problem: Problem) -> tuple[int, ...]:
+    """C nodes that belong to no block: constants, computed once and kept."""
+    inside = {c for block in problem.block_c for c in block}
+    return tuple(c for c in range(len(problem.graph.c)) if c not in inside)
 
-    schedule: Schedule
-    peak: int
-    """Bytes."""
-    seconds: float
-    note: str = ""
+
+def beside_chain(problem: Problem) -> int:
+    """Bytes that stand beside the chain: what is hoisted for its blocks, and what the user holds."""
+    graph, outside = problem.graph, frozenset(hoisted(problem))
+    constants = {j for i in outside for j in graph.c[i].outputs
+                 if any(r not in outside for r in graph.readers[j])}
+    return graph.bytes(constants | set(graph.outputs))
 
 
 def judged(problem: Problem, order: Sequence[int], loss_at: int, note: str = "") -> Candidate:
@@ -123,6 +197,12 @@ def judged(problem: Problem, order: Sequence[int], loss_at: int, note: str = "")
     schedule = problem.schedule(order, loss_at)
     simulation = problem.simulate(schedule)
     return Candidate(schedule, simulation.peak, simulation.seconds, note)
+
+
+def whole_step(problem: Problem) -> Candidate:
+    """Every computation once, in the graph's order."""
+    graph = problem.graph
+    return problem.once("whole step", lambda: judged(problem, range(len(graph.c)), graph.loss))
 
 
 def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcome:
@@ -134,4 +214,4 @@ def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcom
     if not inside:
         return infeasible(note)
     winner = min(inside, key=lambda c: (c.seconds, c.peak))
-    return Outcome(winner.schedule, "ok", winner.seconds, note=winner.note or note)
+    return Outcome(winner.schedule, "ok", winner.seconds, note=winner.note or note, ops=winner.ops)

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 from rkmate.errors import ArgumentError
 from rkmate.planners.auto import Auto
 from rkmate.planners.chain_programs import ChainProgram
 from rkmate.planners.checkmate import CheckmatePlanner
 from rkmate.planners.checkmate_lp import CheckmateRounded
 from rkmate.planners.chen import Chen
+from rkmate.planners.default import Default
 from rkmate.planners.dtr_offline import DtrOffline
 from rkmate.planners.ends import RecomputeAll, SaveAll
 from rkmate.planners.lower_set_planner import LowerSetPlanner
-from rkmate.planners.protocol import Planner
-from rkmate.planners.save_set import KeepSet
+from rkmate.planners.protocol import Composed, Planner
+from rkmate.planners.save_set import SaveSet
 from rkmate.planners.sequential import Sequential
+from rkmate.planners.settings import PlannerSettings
+from rkmate.support.warn import warn
 
-_ROCKMATE, _DTR, _LOWER_SETS = ChainProgram("rockmate"), DtrOffline(), LowerSetPlanner("lower-sets")
+_DEFAULT, _CHAIN, _DTR, _LOWER_SETS = Default(), ChainProgram("rk-rotor"), DtrOffline(), LowerSetPlanner(
+    "lower-sets")
 _SINGLE: tuple[Planner, ...] = (
-    _ROCKMATE,
+    _DEFAULT,
+    _CHAIN,
     ChainProgram("rotor"),
     ChainProgram("revolve"),
     Sequential(),
     Chen(),
-    CheckmatePlanner(starts=(_ROCKMATE, _DTR, _LOWER_SETS)),
+    CheckmatePlanner(starts=(_CHAIN, _DTR, _LOWER_SETS)),
     CheckmateRounded(),
     _LOWER_SETS,
     LowerSetPlanner("lower-sets-memory", centric="memory"),
@@ -30,22 +37,41 @@ _SINGLE: tuple[Planner, ...] = (
     LowerSetPlanner("lower-sets-exact-memory", family="exact", centric="memory"),
     LowerSetPlanner("lower-sets-no-liveness", liveness=False),
     _DTR,
-    KeepSet(),
+    SaveSet(),
     SaveAll(),
     RecomputeAll(),
 )
-_AUTO = ("save-all", "rockmate", "keep-set", "rotor", "lower-sets", "lower-sets-memory", "chen",
-         "sequential", "dtr", "recompute-all", "checkmate")
-"""What ``auto`` asks, the quickest to answer first; the program last, with the time left."""
+_AUTO = ("rk-rotor", "save-set", "rotor", "lower-sets", "lower-sets-memory", "chen", "sequential", "dtr",
+         "recompute-all", "checkmate")
+"""What ``auto`` asks after the default, the quickest to answer first; the program last, with the time
+left."""
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _SINGLE}
-PLANNERS["auto"] = Auto(tuple(PLANNERS[name] for name in _AUTO))
+PLANNERS["auto"] = Auto(_DEFAULT, (PLANNERS["save-all"],), tuple(PLANNERS[name] for name in _AUTO))
+RENAMED = {"keep-set": "save-set"}
+"""Old names, understood for one more version."""
 
 
-def planner(name: str) -> Planner:
-    """A planner by name. Raises `ArgumentError` that lists the names."""
+@runtime_checkable
+class _Configurable(Protocol):
+    def with_settings(self, settings: PlannerSettings) -> Planner: ...
+
+
+def asks(planner: Planner) -> int:
+    """Through how many others a planner may ask: 0 for one that asks none."""
+    others = planner.asks if isinstance(planner, Composed) else \
+        [p.name for p in getattr(planner, "starts", ())]
+    return 1 + max(asks(PLANNERS[name]) for name in others) if others else 0
+
+
+def planner(name: str, settings: PlannerSettings | None = None) -> Planner:
+    """A planner by name, under settings where it has any. Raises `ArgumentError` that lists the names."""
+    if name in RENAMED:
+        warn(f"the planner {name!r} is now called {RENAMED[name]!r}; the old name goes with the next version")
+        name = RENAMED[name]
     try:
-        return PLANNERS[name]
-    except KeyError:
+        found = PLANNERS[name]
+    except (KeyError, TypeError):
         raise ArgumentError(f"planner is {name!r}; it should be one of {', '.join(PLANNERS)}"
                             ) from None
+    return found.with_settings(settings) if settings and isinstance(found, _Configurable) else found

@@ -1,12 +1,12 @@
-"""What to keep at a few moments: an integer program on the whole graph, and a lower bound.
+"""What to save at a few checkpoint times: an integer program on the whole graph, and a lower bound.
 
-A moment is the loss, or a backward node. For each, K says which forward values are in memory when
-it comes; between two moments R says which forward nodes run again. A backward node finds what it
-reads among what was kept or made anew since the last moment, and so does a node that runs again.
-Memory is limited at the moments only, which makes the program a relaxation: no schedule that runs
-each backward node once, in the graph's order, takes less time than its optimum (Checkmate's
-program, Jain et al., MLSys 2020, section 4, has a moment per node). Moments are added where a
-solution turns out to need too much.
+A checkpoint time is the loss, or a backward node. For each, K says which forward values are in memory
+when it comes; between two of them R says which forward nodes run again. A backward node finds what it
+reads among what was kept or made anew since the last one, and so does a node that runs again. Memory is
+limited at checkpoint times only, which makes the program a relaxation: no schedule that runs each
+backward node once, in the graph's order, takes less time than its optimum (Checkmate's program, Jain et
+al., MLSys 2020, section 4, has a checkpoint time per node). Times are added where a solution turns out
+to need too much.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ machine. The limit in seconds comes on top, and where that ends it, the result i
 
 
 @dataclass(frozen=True)
-class Kept:
+class SaveSets:
     """A solution."""
 
     keep: tuple[frozenset[int], ...]
-    """Forward D nodes in memory at each moment."""
+    """Forward D nodes in memory at each checkpoint time."""
     bound: float
     """No schedule of the class takes fewer seconds for what runs again."""
 
 
-class KeepProgram:
-    """The program of a graph, for any budget and any moments."""
+class SaveSetProgram:
+    """The program of a graph, for any budget and any checkpoint times."""
 
     def __init__(self, graph: CDGraph, pinned: Iterable[int] = (), reserve_at_loss: int = 0) -> None:
         self.graph = graph
@@ -63,12 +63,12 @@ class KeepProgram:
         made = self.graph.producer[j]
         return made is not None and made < self.graph.loss
 
-    def fixed_bytes(self, moment: int | None) -> int:
+    def fixed_bytes(self, at: int | None) -> int:
         """Memory besides forward values, at a backward node or (None) at the loss: gradients, what
         the node allocates."""
         pinned = self.graph.bytes(self.pinned)
-        if moment is not None:
-            return pinned + self._gradients[moment - self.graph.loss]
+        if at is not None:
+            return pinned + self._gradients[at - self.graph.loss]
         arriving = self.graph.bytes(self.graph.output_grads) + min(LOSS_SCALARS, self.reserve_at_loss)
         return pinned + max(arriving, self.reserve_at_loss)
 
@@ -80,31 +80,31 @@ class KeepProgram:
             j for j in graph.c[b].inputs if self.forward(j) and j not in self.pinned)
             for b in graph.backward), default=0)
 
-    def solve(self, budget: int, moments: Sequence[int], *, time_limit: float) -> Kept | None:
+    def solve(self, budget: int, times: Sequence[int], *, time_limit: float) -> SaveSets | None:
         """The least time for what runs again; None when nothing fits or nothing is found.
 
-        `moments`: backward nodes, in order; the loss is one, too.
+        `times`: backward nodes, in order; the loss is one, too.
         """
-        key = tuple(moments)
+        key = tuple(times)
         if key not in self._programs:
             if self._writing > time_limit:
                 return None         # the time would be over before it is written
             start = time.perf_counter()
-            self._programs[key] = _Program(self, [self.graph.loss, *moments])
+            self._programs[key] = _Program(self, [self.graph.loss, *times])
             self._writing = time.perf_counter() - start
         return self._programs[key].solve(budget, time_limit)
 
 
 class _Program:
-    def __init__(self, owner: KeepProgram, moments: Sequence[int]) -> None:
+    def __init__(self, owner: SaveSetProgram, times: Sequence[int]) -> None:
         graph = owner.graph
         self.byte = max(1, sum(d.size for d in graph.d) // 4096)
         self.second = owner.seconds / 1000 or 1.0
-        ends = [*moments[1:], len(graph.c)]
-        self.needed = _closures(owner, list(zip(moments, ends, strict=True)))
-        self.highs = Highs(self._write(owner, moments, ends))
+        ends = [*times[1:], len(graph.c)]
+        self.needed = _closures(owner, list(zip(times, ends, strict=True)))
+        self.highs = Highs(self._write(owner, times, ends))
 
-    def _write(self, owner: KeepProgram, moments: Sequence[int], ends: Sequence[int]) -> Rows:
+    def _write(self, owner: SaveSetProgram, times: Sequence[int], ends: Sequence[int]) -> Rows:
         graph, reads, made = owner.graph, owner.reads, owner.made
         program = Rows()
         K = [{j: program.column(f"K_{t}_{j}", int(j in owner.pinned), 1, integer=True) for j in needed}
@@ -112,7 +112,7 @@ class _Program:
         R = [{i: program.column(f"R_{t}_{i}", 0, 1, graph.c[i].time / self.second)
               for i in dict.fromkeys(made[j] for j in needed)} for t, needed in enumerate(self.needed)]
         budget = program.column("budget", 0)
-        for t, (start, end) in enumerate(zip(moments, ends, strict=True)):
+        for t, (start, end) in enumerate(zip(times, ends, strict=True)):
             keep, again = K[t], R[t]
             for i, v in again.items():
                 for j in reads[i]:
@@ -129,17 +129,17 @@ class _Program:
             program.weighted(owner.fixed_bytes(start if t else None) / self.byte, ((budget, 1.0), *live))
         return program
 
-    def solve(self, budget: int, time_limit: float) -> Kept | None:
+    def solve(self, budget: int, time_limit: float) -> SaveSets | None:
         self.highs.fix("budget", budget / self.byte)
         answer = self.highs.solve(time_limit, gap=GAP, nodes=NODES)
         if not answer.values:
             return None
         keep = tuple(frozenset(j for j in needed if answer.values.get(f"K_{t}_{j}", 0.0) > 0.5)
                      for t, needed in enumerate(self.needed))
-        return Kept(keep, max(0.0, answer.bound) * self.second)
+        return SaveSets(keep, max(0.0, answer.bound) * self.second)
 
 
-def _closures(owner: KeepProgram, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+def _closures(owner: SaveSetProgram, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Forward D nodes that each span, or a later one, may need: what it reads, and what that takes."""
     graph, made = owner.graph, owner.graph.producer
     found: list[list[int]] = []
@@ -171,9 +171,9 @@ def gradient_bytes(graph: CDGraph, pinned: frozenset[int]) -> list[int]:
     return result
 
 
-def add_moment(moments: Sequence[int], node: int) -> list[int]:
-    """The moments with one more, in order."""
-    result = list(moments)
+def add_checkpoint_time(times: Sequence[int], node: int) -> list[int]:
+    """The checkpoint times with one more, in order."""
+    result = list(times)
     if node not in result:
         bisect.insort(result, node)
     return result

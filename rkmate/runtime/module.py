@@ -17,10 +17,10 @@ from rkmate.runtime.environment import Kept
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
 from rkmate.runtime.guards import ModuleReader, guards_of
-from rkmate.runtime.plan_cache import Known, Planning, Plans, Ready
+from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Specialization
 from rkmate.show.plan import Plan
-from rkmate.support.planning_lock import planning_lock
 from rkmate.stand_in import StandIn
+from rkmate.support.planning_lock import planning_lock
 from rkmate.support.warn import warn
 
 NewShape = Literal["plan", "original", "error"]
@@ -36,8 +36,8 @@ class PlannedModule(StandIn):
 
     _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_verify", "_on_new_shape",
                          "_planned_forward"))
-    _plans: Plans
-    _latest: Ready | None
+    _plans: PlanCache
+    _latest: Executable | None
     _reader: ModuleReader
     _told: set[str]
     _verify: bool
@@ -57,7 +57,7 @@ class PlannedModule(StandIn):
     def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
                 on_new_shape: NewShape) -> None:
         forward = MethodType(_with_signature_of(self._original), self)
-        self.__dict__.update(_plans=Plans(self._original, planning, saved), _verify=verify,
+        self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _latest=None,
                              _reader=ModuleReader(self._original), _planned_forward=forward, forward=forward)
 
@@ -111,7 +111,7 @@ class PlannedModule(StandIn):
         first = self._first_step(latest)
         return latest.compiled(tensors, redo, first.finish if first is not None else None)
 
-    def _first_step(self, ready: Ready) -> FirstStep | None:
+    def _first_step(self, ready: Executable) -> FirstStep | None:
         """Watches a plan's first step, where that is wanted and the device can tell."""
         statistics = statistics_of(ready.compiled.device) if self._verify else None
         if statistics is None or ready.measured:
@@ -120,7 +120,8 @@ class PlannedModule(StandIn):
         return FirstStep(statistics, ready.plan.peak_bytes, ready.plan.budget_bytes,
                          self._original.parameters())
 
-    def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+    def _new_signature(self, key: Any, args: tuple[Any, ...],
+                       kwargs: dict[str, Any]) -> Specialization | None:
         if len(self._plans) and not self._plans.has_flags(key[0]):
             self._tell("flags", "a submodule's train flag or hooks, or a parameter's requires_grad, "
                                 "differ from what was planned: the original module runs instead, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,15 +15,14 @@ from torch import nn
 from rkmate.budget import Budget
 from rkmate.codegen.emit import Emitter
 from rkmate.codegen.whole import whole_steps
-from rkmate.errors import InfeasibleBudget, PlanError, ScheduleError
+from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.text import source_key
-from rkmate.graph.capture.capture import Capture, Source
+from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
-from rkmate.pipeline.prepare import Prepared, held_tensors, prepare
-from rkmate.pipeline.search import Searcher
+from rkmate.pipeline.planning import follow, follow_any, make_plan
+from rkmate.pipeline.prepare import Traced, held_tensors, trace
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.variants import fitting, with_heads_split
 from rkmate.runtime.changes import changing, differing
 from rkmate.runtime.environment import Kept
 from rkmate.runtime.executable import Compiled, Gradients
@@ -37,7 +37,7 @@ logger = logging.getLogger("rkmate")
 _REMEMBERED = 16
 """Signatures whose plans are kept; the least recently used goes first."""
 
-Pattern = tuple[bool, ...]
+TangentMask = tuple[bool, ...]
 """Per output, whether a gradient comes for it."""
 
 
@@ -52,7 +52,7 @@ class Planning:
 
 
 @dataclass
-class Ready:
+class Executable:
     """One plan, and what runs it."""
 
     plan: Plan
@@ -62,99 +62,97 @@ class Ready:
 
 
 @dataclass
-class Known:
-    """One signature: its capture, and a plan per pattern of output gradients."""
+class Specialization:
+    """One signature: its trace, and an executable per tangent mask."""
 
-    capture: Capture
-    ready: dict[Pattern, Ready] = field(default_factory=dict)
-    pattern: Pattern = ()
+    traced: Traced
+    executables: dict[TangentMask, Executable] = field(default_factory=dict)
+    mask: TangentMask = ()
     """What the next forward is planned for."""
-    latest: Ready | None = None
-    """The plan that the latest forward followed."""
+
+    @property
+    def capture(self) -> Capture:
+        """What was captured."""
+        return self.traced.capture
 
 
-class Plans:
-    """Makes the plans of one module on demand, and keeps the latest."""
+class PlanCache:
+    """Makes the plans of one module on demand, and keeps the latest.
+
+    A lock of its own guards what is kept: a forward that finds its plan never waits for a thread that
+    plans.
+    """
 
     def __init__(self, model: nn.Module, planning: Planning, saved: Sequence[Plan] = ()) -> None:
         """`saved`: plans to follow where they fit, instead of searching for one."""
         self.model = model
         self.planning = planning
         self._saved = list(saved)
-        self._known: OrderedDict[Guards, Known] = OrderedDict()
+        self._kept: OrderedDict[Guards, Specialization] = OrderedDict()
+        self._lock = threading.RLock()
         self._warned = False
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._kept)
 
     def all(self) -> list[Plan]:
         """Every plan that is kept."""
-        with planning_lock:
-            return [r.plan for k in self._known.values() for r in k.ready.values()] or self._saved
+        with self._lock:
+            return [e.plan for s in self._kept.values() for e in list(s.executables.values())] or self._saved
 
-    def find(self, key: Guards) -> Known | None:
+    def find(self, key: Guards) -> Specialization | None:
         """The plans of a signature; it becomes the latest used."""
-        known = self._known.get(key)
-        if known is not None:
-            with planning_lock:
-                if key in self._known:
-                    self._known.move_to_end(key)
-        return known
+        with self._lock:
+            known = self._kept.get(key)
+            if known is not None:
+                self._kept.move_to_end(key)
+            return known
 
     def has_flags(self, flags: FlagGuards) -> bool:
         """Whether some plan was made under these train and gradient flags.
 
         Flags of other submodules than any plan was made for are flags to plan for.
         """
-        with planning_lock:
-            return any(k.flags == flags for k in self._known) or self._has_new_parts(flags)
+        with self._lock:
+            return any(k.flags == flags for k in self._kept) or self._has_new_parts(flags)
 
     def differing(self, key: Guards) -> str:
         """In what a call differs from the nearest that a plan was made for."""
-        with planning_lock:
-            return differing(key, self._known)
+        with self._lock:
+            return differing(key, self._kept)
 
     def _has_new_parts(self, flags: FlagGuards) -> bool:
-        return all(k.flags.parts != flags.parts for k in self._known)
+        return all(k.flags.parts != flags.parts for k in self._kept)
 
     def make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any],
-             plan: Plan | None = None) -> Known:
+             plan: Plan | None = None) -> Specialization:
         """Plan for a new signature. `plan`: one to follow; `PlanError` when it does not fit."""
         with planning_lock:
-            if key in self._known:
-                return self._known[key]
-            if self._known and self._has_new_parts(key.flags):
+            if key in self._kept:
+                return self._kept[key]
+            if self._kept and self._has_new_parts(key.flags):
                 refuse_what_cannot_repeat(self.model, args, kwargs)
             self._warn_of_changes(key)
-            costs = plan.costs if plan is not None else None
-            prepared = prepare(self.model, args, kwargs, self.planning.settings,
-                               Progress(self.planning.progress), costs=costs)
-
-            def split() -> Prepared:
-                return with_heads_split(prepared, self.model, args, kwargs, costs=costs)
-
+            traced = trace(self.model, args, kwargs, self.planning.settings,
+                           Progress(self.planning.progress))
             try:
-                if plan is not None and plan.fingerprint != prepared.fingerprint \
-                        and prepared.can_split_heads:
-                    ready = self._ready(split(), plan, self.planning.budget)
-                else:
-                    ready = fitting(prepared, self.planning.budget,
-                                    lambda p, inside: self._ready(p, plan, inside), split)
+                executable = self._executable(traced, self.planning.budget, plan)
             except InfeasibleBudget as error:
-                if not self._known:
+                if not self._kept:
                     raise
                 shapes = ", ".join(str(tuple(t.shape)) for t in _tensors(args, kwargs))
                 raise InfeasibleBudget(f"a call with inputs of shape {shapes}: {error}",
                                        error.minimum_bytes) from error
-            wanted = prepared.partition.program.joint.wanted
-            known = Known(prepared.capture, {wanted: ready}, wanted)
-            self._known[key] = known
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            # What is kept holds no tensors of this call.
+            known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
+            with self._lock:
+                self._kept[key] = known
+                while len(self._kept) > _REMEMBERED:
+                    self._kept.popitem(last=False)
             return known
 
     def _warn_of_changes(self, key: Guards) -> None:
-        names = [] if self._warned else changing(key, self._known)
+        names = [] if self._warned else changing(key, self._kept)
         if names:
             self._warned = True
             warn(
@@ -163,103 +161,72 @@ class Plans:
                 "during training a buffer (register_buffer, and copy_ for new values), or an argument "
                 "of the forward")
 
-    def current(self, known: Known, tensors: Sequence[torch.Tensor]) -> Ready:
+    def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """The plan that the next forward follows; made for the loss of the latest one."""
-        ready = known.ready.get(known.pattern)
-        if ready is None:
+        mask = known.mask
+        found = known.executables.get(mask)
+        if found is None:
             with planning_lock:
                 held = held_tensors(known.capture, self.model, tensors)
                 try:
-                    ready = self._fitting(known, known.pattern, held)
+                    found = self._executable(replace(known.traced, wanted=mask, tensors=held),
+                                             self.planning.budget)
                 except InfeasibleBudget as error:
-                    raise InfeasibleBudget(f"a loss that leads to {_names(known.pattern)}: {error}",
+                    raise InfeasibleBudget(f"a loss that leads to {_names(mask)}: {error}",
                                            error.minimum_bytes) from error
-                known.ready[known.pattern] = ready
-        known.latest = ready
-        return ready
+                known.executables[mask] = found
+        return found
 
-    def again(self, known: Known, planned: Pattern, kept: Kept,
+    def again(self, known: Specialization, planned: TangentMask, kept: Kept,
               given: Mapping[int, torch.Tensor]) -> Gradients:
         """Gradients of a forward that was planned for another loss: it runs a second time.
 
         The next forward is planned for the gradients that came.
         """
-        pattern = tuple(i in given for i in range(len(planned)))
-        narrower = all(b for a, b in zip(pattern, planned, strict=True) if a)
-        known.pattern = pattern if narrower else \
-            tuple(a or b for a, b in zip(pattern, planned, strict=True))
+        mask = tuple(i in given for i in range(len(planned)))
+        narrower = all(b for a, b in zip(mask, planned, strict=True) if a)
+        known.mask = mask if narrower else tuple(a or b for a, b in zip(mask, planned, strict=True))
         with planning_lock, torch.enable_grad():
-            ready = known.ready.get(pattern)
-            if ready is None:
-                ready = known.ready[pattern] = self._for_one_step(known, pattern, kept)
+            found = known.executables.get(mask)
+            if found is None:
+                found = known.executables[mask] = self._for_one_step(known, mask, kept)
         warn(
-            f"the loss leads to {_names(pattern)}{' alone' if narrower else ''}, which is not what "
+            f"the loss leads to {_names(mask)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
-            f"{ready.plan.peak_bytes:,} bytes beside what it keeps. The next forward is planned for "
-            "this loss (trains= says from the start which outputs a loss takes)")
+            f"{found.plan.peak_bytes:,} bytes beside what it keeps. The next forward is planned for "
+            "this loss")
         with torch.no_grad():
-            return ready.compiled.again(kept, dict(given))
+            return found.compiled.again(kept, dict(given))
 
-    def _for_one_step(self, known: Known, pattern: Pattern, kept: Kept) -> Ready:
+    def _for_one_step(self, known: Specialization, mask: TangentMask, kept: Kept) -> Executable:
         held = {s: kept.held[source_key(s)].detach() for s in known.capture.sources.values()
                 if s.kind != "tangent"}
+        traced = replace(known.traced, wanted=mask, tensors=held)
         try:
-            return self._fitting(known, pattern, held)
+            return self._executable(traced, self.planning.budget)
         except InfeasibleBudget as error:
             warn(f"{error}; this step takes that much")
-            return self._fitting(known, pattern, held, Budget(bytes=error.minimum_bytes))
+            return self._executable(traced, Budget(bytes=error.minimum_bytes))
 
-    def _fitting(self, known: Known, pattern: Pattern, held: Mapping[Source, torch.Tensor],
-                 budget: Budget | None = None) -> Ready:
-        prepared = prepare(self.model, (), {}, self.planning.settings, Progress(self.planning.progress),
-                           wanted=pattern, captured=known.capture, tensors=held)
-        return fitting(prepared, budget or self.planning.budget,
-                       lambda p, inside: self._ready(p, None, inside),
-                       lambda: with_heads_split(prepared, self.model, tensors=held))
-
-    def _ready(self, prepared: Prepared, plan: Plan | None, budget: Budget) -> Ready:
-        if plan is not None:
-            _check_plan(plan, prepared)
-        else:
-            plan = self._saved_for(prepared)
-        if plan is None:
-            plan = Searcher(prepared).plan(budget, self.planning.planner)
+    def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None) -> Executable:
+        """The plan to follow, a saved one, or a new one; and the code of it."""
+        planned = follow(traced, plan) if plan is not None else \
+            (follow_any(traced, self._saved) if self._saved else None) or \
+            make_plan(traced, budget, self.planning.planner)
+        prepared, plan = planned.prepared, planned.plan
         labels = [b.label for b in plan.blocks]
         entire = whole_steps(prepared.partition.program, plan.schedule, prepared.simulate)
         generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1],
                             prepared.graph, entire).emit()
         plan = replace(plan, source=generated.text)
-        return Ready(plan, Compiled(self.model, prepared.capture, prepared.partition, generated,
-                                    prepared.device))
-
-    def _saved_for(self, prepared: Prepared) -> Plan | None:
-        for plan in self._saved:
-            if plan.fingerprint == prepared.fingerprint:
-                try:
-                    _check_plan(plan, prepared)
-                except PlanError:
-                    continue
-                return plan
-        return None
+        return Executable(plan, Compiled(self.model, prepared.capture, prepared.partition, generated,
+                                         prepared.device))
 
 
-def _names(pattern: Pattern) -> str:
-    numbers = [str(i) for i, taken in enumerate(pattern) if taken]
+def _names(mask: TangentMask) -> str:
+    numbers = [str(i) for i, taken in enumerate(mask) if taken]
     return f"output {', '.join(numbers)} (counted from 0)"
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return take_apart((args, kwargs), result=False)[0]
-
-
-def _check_plan(plan: Plan, prepared: Prepared) -> None:
-    if plan.fingerprint != prepared.fingerprint:
-        raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
-                        "flags or trained outputs (trains=): make a plan for this one")
-    try:
-        result = prepared.simulate(plan.schedule)
-    except (ScheduleError, IndexError, KeyError) as error:
-        raise PlanError(f"the plan's schedule does not run on this model: {error}") from error
-    if result.peak != plan.peak_bytes:
-        raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
-                        f"says {result.peak:,}: make the plan again")

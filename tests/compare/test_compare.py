@@ -14,10 +14,10 @@ from torch import nn
 
 import rkmate
 from rkmate.cli.main import main
+from rkmate.comparison import run
 from rkmate.comparison.table import Row
 from rkmate.errors import ArgumentError, MissingExtra
-from rkmate.pipeline.search import Searcher
-from rkmate.planners.protocol import Outcome, Problem, infeasible, judged
+from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
 from tests.compare.models import residual
 
@@ -98,7 +98,7 @@ def test_larger_budgets_are_never_slower() -> None:
 def test_what_is_found_for_one_budget_serves_the_larger_ones() -> None:
     """In whatever order the budgets come."""
     falling: list[int | float | str] = [1.0, 0.85, 0.7, 0.6, 0.5]
-    found = compared(falling, ["rockmate", "keep-set", "checkmate"])
+    found = compared(falling, ["rockmate", "save-set", "checkmate"])
     top = found.baseline_peak_bytes
     assert found.budgets == tuple(int(top * b) for b in (1.0, 0.85, 0.7, 0.6, 0.5))
     for name in found.methods:
@@ -132,18 +132,18 @@ def test_a_planner_is_never_slower_with_more_memory(monkeypatch: pytest.MonkeyPa
 
 def test_those_that_ask_others_pay_for_their_own_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    attempt = Searcher.attempt
+    attempted = run.attempted
 
-    def counted(self: Searcher, limit: int, *args: Any) -> Any:
-        asked.append((limit, args[0]))
-        return attempt(self, limit, *args)
+    def counted(prepared: Any, solved: Any, method: Planner, limit: int, **more: Any) -> Any:
+        asked.append((limit, method.name))
+        return attempted(prepared, solved, method, limit, **more)
 
-    monkeypatch.setattr(Searcher, "attempt", counted)
-    found = compared([0.8, 0.7], ["auto", "checkmate", "rockmate", "dtr", "keep-set"])
+    monkeypatch.setattr(run, "attempted", counted)
+    found = compared([0.8, 0.7], ["auto", "checkmate", "rockmate", "dtr", "save-set"])
     large, small = found.budgets
-    order = ["dtr", "keep-set", "rockmate", "checkmate", "auto"]
+    order = ["dtr", "save-set", "rockmate", "checkmate", "auto"]
     assert asked == [(small, name) for name in order] + [(large, name) for name in order]
-    assert [r.method for r in found] == ["auto", "checkmate", "rockmate", "dtr", "keep-set"] * 2
+    assert [r.method for r in found] == ["auto", "checkmate", "rockmate", "dtr", "save-set"] * 2
 
 
 def test_where_the_default_is_beaten() -> None:

@@ -23,7 +23,7 @@ from tests.models import Sample
 aten = torch.ops.aten
 own = torch.ops.rkmate
 ROWS, WIDTH, CLASSES = 96, 24, 500
-NEVER = Settings(split_head="never")
+NEVER = Settings(chunked_loss="never")
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +170,7 @@ def test_off_unless_the_budget_needs_it() -> None:
     assert "linear_cross_entropy" not in wrapped.source
     with pytest.raises(rkmate.InfeasibleBudget):
         rkmate.wrap(model, inputs, budget=plain - 1, settings=NEVER, progress=False)
-    always = rkmate.wrap(model, inputs, budget=plain, settings=Settings(split_head="always"),
+    always = rkmate.wrap(model, inputs, budget=plain, settings=Settings(chunked_loss="always"),
                          progress=False)
     assert "rkmate.linear_cross_entropy." in always.source
 
@@ -180,7 +180,7 @@ def test_fractions_are_of_the_models_own_peak() -> None:
     own = rkmate.plan(model, inputs, budget=1.0, progress=False).peak_bytes
     least = _least(model, Settings())
     fraction = (least + 1) / own
-    assert rkmate.plan(model, inputs, budget=1.0, settings=Settings(split_head="always"),
+    assert rkmate.plan(model, inputs, budget=1.0, settings=Settings(chunked_loss="always"),
                        progress=False).peak_bytes < own
     with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
         made = rkmate.plan(model, inputs, budget=fraction, progress=False)

@@ -15,7 +15,7 @@ from rkmate.graph.blocks.text import block_text
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
-from rkmate.pipeline.prepare import Prepared, held_tensors, prepare
+from rkmate.pipeline.prepare import Prepared, held_tensors, prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.support.progress import Progress
 
@@ -27,7 +27,7 @@ X = torch.randn(4, 8)
 def prepared() -> Prepared:
     """A small model's graph, as on an accelerator."""
     with FakeDevice():
-        return prepare(MODEL, (X,), {}, Settings(costs="analytic"), Progress(False))
+        return prepare(trace(MODEL, (X,), {}, Settings(costs="analytic"), Progress(False)))
 
 
 Measure = Callable[..., tuple[Costs, FakeDevice]]
@@ -93,7 +93,7 @@ def test_an_accelerators_rounding_and_counters(prepared: Prepared, measured: Mea
     costs, device = measured(lambda n: 0.5, passes=2)
     made = {j for c in graph.c for j in c.outputs}
     assert {graph.d[j].size for j in made} == {512}         # of 4 x 8 and of 8 floats
-    classes = dict(zip(prepared.classes, prepared.partition.blocks, strict=True))
+    classes = dict(zip(prepared.blocked.classes, prepared.partition.blocks, strict=True))
     assert device.statistics.resets == sum(len(b.c) for b in classes.values()), "once for each part"
     assert device.statistics.allocated() == 0
     # The generator's state is read around what draws; nothing else takes temporary memory here.

@@ -10,7 +10,7 @@ from torch import nn
 
 from rkmate.device.cpu import Cpu, EventsMeter
 from rkmate.measure.meter import measure_peak
-from rkmate.pipeline.prepare import Prepared, prepare
+from rkmate.pipeline.prepare import Prepared, prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.support.progress import Progress
 
@@ -31,7 +31,7 @@ def test_values_die_as_in_training() -> None:
     found: list[Prepared] = []
 
     def plan() -> None:
-        found.append(prepare(model, inputs, {}, Settings(), Progress(False)))
+        found.append(prepare(trace(model, inputs, {}, Settings(), Progress(False))))
 
     # The meter that planning uses and this test's cannot run at once.
     meter = mock.create_autospec(EventsMeter, instance=True)

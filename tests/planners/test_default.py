@@ -4,77 +4,81 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
-from torch import nn
 
 import rkmate
 from rkmate.budget import Budget
-from rkmate.ilp import OptionSettings
-from rkmate.pipeline import search
-from rkmate.pipeline.prepare import prepare
-from rkmate.pipeline.search import NEAR, Searcher
+from rkmate.errors import ArgumentError
+from rkmate.pipeline import planning
+from rkmate.pipeline.chains import Solved
+from rkmate.pipeline.planning import attempted, make_curve, plan_prepared
+from rkmate.pipeline.prepare import trace
 from rkmate.pipeline.settings import Settings
-from rkmate.planners.protocol import Outcome, Problem, infeasible
-from rkmate.planners.registry import PLANNERS
+from rkmate.planners import default
+from rkmate.planners.auto import Auto
+from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
+from rkmate.planners.default import Default
+from rkmate.planners.ends import SaveAll
+from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in, infeasible, whole_step
+from rkmate.planners.registry import PLANNERS, planner
+from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
 from tests.compare.models import residual
 from tests.models import BANK
+from tests.planners.prepared import QUICK, solved_of
+from tests.planners.problems import stack
 from tests.random_modules.programs import Program, Recipe, recipes
 
-OTHERS = ("keep-set", "dtr", "lower-sets", "rotor")
+OTHERS = ("save-set", "dtr", "lower-sets", "rotor")
 AMPLE = 60.0
 """Seconds for programs that end by themselves: no result here depends on the machine."""
-QUICK = Settings(costs="analytic", options=OptionSettings(grid=(3, 3), time_limit=0.2, block_limit=1.0))
+NEAR = PlannerSettings().gap_tolerance
 
 
-def searcher_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None,
-                how: Settings = QUICK) -> Searcher:
-    return Searcher(prepare(model, args, kwargs or {}, how, Progress(False)))
-
-
-def check(searcher: Searcher, levels: int) -> None:
+def check(solved: Solved, levels: int) -> None:
     """Budgets from the largest to the smallest: monotone, and nobody beside is faster."""
-    low, high = searcher.smallest.peak, searcher.baseline.peak
+    problem = solved.problem
+    low, high = smallest_of_chain(problem).peak, whole_step(problem).peak
     budgets = [low + (high - low) * k // levels for k in range(levels, -1, -1)]
-    with mock.patch.object(search, "KEEP_SECONDS", AMPLE):
-        plans = searcher.curve([Budget(bytes=b) for b in budgets])
+    patient = replace(solved.prepared.settings, planner=PlannerSettings(save_set_seconds=AMPLE,
+                                                                        first_seconds=0.2))
+    traced = replace(solved.prepared.blocked.traced, settings=patient)
+    plans = make_curve(traced, [Budget(bytes=b) for b in budgets], "rockmate")
     times = [p.step_seconds for p in plans]
     assert times == sorted(times)
     for budget, own in zip(budgets, plans, strict=True):
         assert own.peak_bytes <= budget
         for name in OTHERS:
-            other = searcher.attempt(budget, name, AMPLE).plan
-            if other is not None:
-                assert own.step_seconds <= other.step_seconds * (1 + NEAR), (name, budget)
+            other = planner(name).plan(problem, budget, time_limit=AMPLE)
+            assert own.step_seconds <= other.seconds * (1 + NEAR), (name, budget)
 
 
 @settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate],
           suppress_health_check=[HealthCheck.too_slow])
 @given(recipes)
 def test_random_models(recipe: Recipe) -> None:
-    check(searcher_of(Program(recipe), (torch.randn(4, 6, 8),)), 4)
+    check(solved_of(Program(recipe), (torch.randn(4, 6, 8),)), 4)
 
 
 def test_a_residual_model() -> None:
     sample = residual()
-    check(searcher_of(sample.model, sample.args), 5)
+    check(solved_of(sample.model, sample.args), 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "unet", "transformer_encoder"])
 def test_models_of_the_bank(name: str) -> None:
     sample = BANK[name]()
-    check(searcher_of(sample.model, sample.args, sample.kwargs, Settings(costs="analytic")), 4)
+    check(solved_of(sample.model, sample.args, sample.kwargs, Settings(costs="analytic")), 4)
 
 
 class Asked:
     """A planner that finds nothing and remembers how long it might have looked."""
 
-    name = "auto"
+    name = "asked"
 
     def __init__(self) -> None:
         self.limits: list[float | None] = []
@@ -84,82 +88,193 @@ class Asked:
         return infeasible("nothing")
 
 
-def test_auto_shares_its_time_with_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = residual()
-    searcher = searcher_of(sample.model, sample.args)
-    asked, kept = Asked(), Asked()
-    monkeypatch.setitem(PLANNERS, "auto", asked)
-    monkeypatch.setattr(search, "_KEEP", kept)
-    monkeypatch.setattr(search, "KEEP_SECONDS", 0.6)        # more than it is given
-    limit = (searcher.smallest.peak + searcher.baseline.peak) // 2
-    found = searcher.attempt(limit, "auto", 0.25)
-    assert found.plan is not None and found.note.startswith("rockmate with its finishing pass; of")
-    assert kept.limits == [0.25]
-    assert asked.limits[0] is not None and 0 <= asked.limits[0] < 0.25
+def ends(problem: Problem) -> tuple[int, int]:
+    return smallest_of_chain(problem).peak, whole_step(problem).peak
 
 
-def test_the_first_budget_is_looked_at_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = residual()
-    searcher = searcher_of(sample.model, sample.args)
-    kept = Asked()
-    monkeypatch.setattr(search, "_KEEP", kept)
-    monkeypatch.setattr(search, "KEEP_SECONDS", 0.0)        # never done by then
-    low, high = searcher.smallest.peak, searcher.baseline.peak
-    searcher.plan(Budget(bytes=high))
-    searcher.plan(Budget(bytes=(low + high) // 2))
-    searcher.plan(Budget(bytes=low))
-    assert kept.limits == [0.0, search.PATIENCE, 0.0]
+def test_auto_shares_its_time_with_the_default() -> None:
+    problem, asked, kept = stack(5), Asked(), Asked()
+    quick = PlannerSettings(save_set_seconds=0.6)           # more than it is given
+    auto = Auto(Default(quick, kept), (SaveAll(),), (asked,))
+    found = auto.plan(problem, sum(ends(problem)) // 2, time_limit=0.25)
+    assert found.schedule is not None and found.note.startswith("rockmate: ")
+    assert kept.limits == [pytest.approx(0.25, abs=0.05)]
+    assert all(limit is not None and 0 <= limit < 0.25 for limit in asked.limits)
 
 
-def test_further_budgets_of_deep_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chain comes first, and the keep program gets the time that it has left."""
-    sample = residual()
-    searcher = searcher_of(sample.model, sample.args)
-    low, high = searcher.smallest.peak, searcher.baseline.peak
-    searcher.plan(Budget(bytes=(low + high) // 2))
-    monkeypatch.setattr(search, "DEEP_NODES", 0)
-    before = [searcher.plan(Budget(bytes=low + (high - low) * k // 6)) for k in (1, 3, 5)]
-    kept = Asked()
-    monkeypatch.setattr(search, "_KEEP", kept)
-    monkeypatch.setattr(search, "FURTHER_SECONDS", 0.0)
-    fresh = searcher_of(sample.model, sample.args)
-    fresh.plan(Budget(bytes=(low + high) // 2))
-    for plan in before:
-        assert plan.peak_bytes <= plan.budget_bytes
+def test_the_first_budget_is_looked_at_for_longer() -> None:
+    problem, kept = stack(5), Asked()
+
+    class Bounding(Asked):
+        def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+            return replace(super().plan(problem, budget, time_limit=time_limit), bound=0.0)
+
+    kept = Bounding()
+    own = Default(PlannerSettings(save_set_seconds=0.0, first_seconds=0.2), kept)   # cut short at once
+    low, high = ends(problem)
+    own.plan(problem, high)
+    assert kept.limits == []
+    own.plan(problem, (low + high) // 2)
+    own.further(problem, low)
+    assert kept.limits == [0.0, 0.2, 0.0]
+
+
+def test_further_budgets_of_deep_graphs() -> None:
+    """The chain comes first, and the save-set program gets the time that it has left."""
+    problem, kept = stack(6), Asked()
+    low, high = ends(problem)
+    deep = PlannerSettings(deep_nodes=0, deep_seconds=0.0)
+    own = Default(deep, kept)
+    for k in (1, 3, 5):
+        budget = low + (high - low) * k // 6
         kept.limits.clear()
-        alone = fresh.plan(Budget(bytes=plan.budget_bytes))
-        assert kept.limits == [0.1]
-        assert alone.peak_bytes <= plan.budget_bytes and alone.step_seconds < fresh.smallest.seconds
-        best = min(c.seconds for c in fresh._of_chain(plan.budget_bytes, quick=True))
-        assert alone.step_seconds <= best
-    assert [p.step_seconds for p in before] == sorted((p.step_seconds for p in before), reverse=True)
+        alone = own.further(problem, budget)
+        assert kept.limits == [default.LEAST_SECONDS]
+        assert alone.schedule is not None and problem.simulate(alone.schedule).peak <= budget
+        chain = ChainSearch(deep, tries=5, count=1, quick=True).plan(problem, budget)
+        assert alone.seconds <= chain.seconds
+        assert alone.seconds < smallest_of_chain(problem).seconds or k == 1
 
 
-def test_below_what_the_chain_reaches() -> None:
+def test_what_is_known_serves_larger_budgets() -> None:
+    problem = stack(6)
+    low, high = ends(problem)
+    known: list[Candidate] = []
+    before = float("inf")
+    for k in range(7):
+        found = ask(Default(), problem, low + (high - low) * k // 6, known=known or None)
+        assert found.seconds <= before
+        before = found.seconds
+        known += found_in(problem, found)
+
+
+@pytest.mark.parametrize(("layers", "whole_graph"), [(1, "save-set"), (4, "lower-sets")])
+def test_a_budget_asked_before_changes_nothing(layers: int, whole_graph: str) -> None:
+    """The same problem and budget: the same schedule, whatever was asked before."""
+    patient = Default(PlannerSettings(save_set_seconds=AMPLE, first_seconds=AMPLE, smallest_seconds=AMPLE),
+                      PLANNERS[whole_graph])
+    fresh, used = stack(layers), stack(layers)
+    low, high = ends(fresh)
+    middle = (low + high) // 2
+    for k in (1, 3, 5, 0):
+        patient.plan(used, low - 1 + (high - low) * k // 6)
+    assert patient.plan(used, middle).schedule == patient.plan(fresh, middle).schedule
+    assert patient.smallest_budget(used, 1) == patient.smallest_budget(fresh, 1)
+
+
+def test_below_what_the_chain_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = residual()
-    searcher = searcher_of(sample.model, sample.args)
-    high = searcher.baseline.peak
-    middle = (searcher.smallest.peak + high) // 2
-    searcher.__dict__["smallest"] = replace(searcher.baseline, peak=high - 1)
-    with mock.patch.object(search, "PATIENCE", AMPLE):
-        plan = searcher.plan(Budget(bytes=middle))
-    assert plan.peak_bytes <= middle and plan.minimum_bytes == plan.peak_bytes
-    assert "keep-set" in plan.note
+    problem = solved_of(sample.model, sample.args).problem
+    whole = whole_step(problem)
+    middle = sum(ends(problem)) // 2
+    monkeypatch.setattr(default, "smallest_of_chain", lambda _: replace(whole, peak=whole.peak - 1))
+    found = Default(PlannerSettings(first_seconds=AMPLE)).plan(problem, middle)
+    assert found.schedule is not None
+    assert found.smallest == problem.simulate(found.schedule).peak <= middle
+    assert "save-set" in found.note
 
 
 def test_auto_without_time_is_the_default() -> None:
-    sample = residual()
-    searcher = searcher_of(sample.model, sample.args)
-    limit = (searcher.smallest.peak + searcher.baseline.peak) // 2
-    found = searcher.attempt(limit, "auto", 1e-9)
-    assert found.plan is not None and "none was asked; no time for save-all" in found.note
+    problem = stack(4)
+    found = planner("auto").plan(problem, sum(ends(problem)) // 2, time_limit=1e-9)
+    assert found.schedule is not None and found.note.startswith("rockmate: ")
+    assert "no time for save-all" in found.note
 
 
 @pytest.mark.parametrize("name", ["rockmate", "auto"])
 def test_a_budget_that_is_too_small(name: str) -> None:
     sample = residual()
-    searcher = searcher_of(sample.model, sample.args)
+    solved = solved_of(sample.model, sample.args, how=replace(QUICK, planning_seconds=1.0))
     with pytest.raises(rkmate.InfeasibleBudget, match="smallest budget that rockmate always meets") as error:
-        searcher.plan(Budget(bytes=1), name, 1.0)
-    assert error.value.minimum_bytes == searcher.smallest.peak
-    assert searcher.plan(Budget(bytes=error.value.minimum_bytes), name, 1.0).planner == name
+        plan_prepared(solved.prepared, 1, name)
+    least = error.value.minimum_bytes
+    assert least <= smallest_of_chain(solved.problem).peak
+    assert plan_prepared(solved.prepared, least, name).planner == name
+
+
+def test_the_smallest_budget_counts_what_the_whole_graphs_program_reaches() -> None:
+    """Asked for it, and for a little more, the planner finds a schedule; for less it names it again."""
+    patient = PlannerSettings(first_seconds=AMPLE, smallest_seconds=AMPLE)
+    sample = residual()
+    prepared = solved_of(sample.model, sample.args, how=replace(QUICK, planner=patient)).prepared
+    with pytest.raises(rkmate.InfeasibleBudget) as error:
+        plan_prepared(prepared, 1)
+    least = error.value.minimum_bytes
+    assert least < smallest_of_chain(solved_of(sample.model, sample.args).problem).peak
+    for more in (0, 100):
+        assert plan_prepared(prepared, least + more).peak_bytes <= least + more
+    for less in (1, 500):
+        with pytest.raises(rkmate.InfeasibleBudget, match=f"{least:,} bytes"):
+            plan_prepared(prepared, least - less)
+
+
+class Slow:
+    """A planner that finds half of what it is asked for, and spends all the time that it is given."""
+
+    name = "slow"
+
+    def __init__(self, meets: int) -> None:
+        self.meets, self.given = meets, [0.0]
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        assert time_limit is not None
+        self.given.append(time_limit)
+        whole = whole_step(problem)
+        return Outcome(whole.schedule, "ok", 1.0) if budget >= self.meets else infeasible("no")
+
+
+def test_to_word_an_error_takes_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own, which only the planner moves on."""
+    from types import SimpleNamespace
+
+    from rkmate.planners import smallest
+
+    problem = stack(3)
+    slow = Slow(whole_step(problem).peak)
+    monkeypatch.setattr(smallest, "time", SimpleNamespace(perf_counter=lambda: sum(slow.given)))
+    assert smallest.smallest_budget(slow, problem, 10) == whole_step(problem).peak
+    assert len(slow.given) > 3 and sum(slow.given) <= smallest.SECONDS
+    assert smallest.smallest_budget(Slow(10**9), problem, 10) is None
+
+
+def test_ample_budgets_solve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = residual()
+    traced = trace(sample.model, sample.args, {}, QUICK, Progress(False))
+
+    def never(*_: Any) -> None:
+        raise AssertionError("options were solved")
+
+    monkeypatch.setattr(planning, "solve", never)
+    for name in ("rockmate", "auto"):
+        assert planning.make_plan(traced, Budget(fraction=1.0), name).plan.overhead == 0
+        assert [p.overhead for p in make_curve(traced, [Budget(fraction=1.0)], name)] == [0]
+    with pytest.raises(AssertionError, match="were solved"):
+        planning.make_plan(traced, Budget(fraction=0.9), "rockmate")
+
+
+def test_plans_carry_options_and_runs() -> None:
+    sample = residual()
+    solved = solved_of(sample.model, sample.args)
+    low, high = ends(solved.problem)
+    found = attempted(solved.prepared, solved, planner("rockmate"), (low + high) // 2).plan
+    assert found is not None and all(b.options for b in found.blocks)
+    assert {r.block for r in found.runs} == set(range(len(found.blocks)))
+    assert found.variant == "plain" and found.minimum_bytes == low
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ArgumentError, match="gap_tolerance is -1"):
+        PlannerSettings(gap_tolerance=-1)
+    with pytest.raises(ArgumentError, match="slots"):
+        PlannerSettings(slots=0)
+    with pytest.raises(ArgumentError, match="dtr_nodes is"):
+        PlannerSettings(dtr_nodes=0.5)  # type: ignore[arg-type]
+
+
+def test_the_default_is_one_of_the_registry() -> None:
+    own = PLANNERS["rockmate"]
+    assert isinstance(own, Default) and own.asks == ("rk-rotor", "save-set", "dtr", "lower-sets")
+    patient = PlannerSettings(first_seconds=7.0)
+    assert planner("rockmate", patient) == Default(patient)
+    with pytest.warns(rkmate.RkmateWarning, match="now called 'save-set'"):
+        assert planner("keep-set").name == "save-set"

@@ -11,14 +11,17 @@ from torch import nn
 
 import rkmate
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline.prepare import prepare
-from rkmate.pipeline.search import Searcher
+from rkmate.pipeline.planning import plan_of
 from rkmate.pipeline.settings import Settings
+from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
+from rkmate.planners.finish import finish
+from rkmate.planners.protocol import Outcome
+from rkmate.planners.settings import PlannerSettings
 from rkmate.rotor import Backward, ForwardSaving
-from rkmate.support.progress import Progress
 from tests.capturing import captured_once
 from tests.equality import assert_same_step
 from tests.models import Sample
+from tests.planners.prepared import solved_of
 
 HOW = Settings(costs="analytic",
                options=OptionSettings(grid=(4, 4), time_limit=0.5, block_limit=2.0))
@@ -38,20 +41,23 @@ def test_the_same_step() -> None:
 def check_the_same_step() -> None:
     torch.manual_seed(0)
     model, x = resnet(), torch.randn(2, 3, 64, 64)
-    searcher = Searcher(prepare(model, (x,), {}, HOW, Progress(False)))
-    least = searcher.smallest.peak
+    solved = solved_of(model, (x,), how=HOW)
+    problem = solved.problem
+    least = smallest_of_chain(problem).peak
     plans = 0
     for more in (1.05, 1.15, 1.3):
         limit = int(least * more)
-        found = [c for c in searcher._of_chain(limit)
-                 if any(isinstance(op, ForwardSaving) for op in c.ops)]
+        every = ChainSearch(PlannerSettings(), count=100).plan(problem, limit).others
+        found = [c for c in every if any(isinstance(op, ForwardSaving) for op in c.ops)]
         if not found:
             continue
         plans += 1
         best = min(found, key=lambda c: c.seconds)
         assert best.peak <= limit
         assert any(isinstance(op, Backward) and op.save_index is not None for op in best.ops)
-        plan = searcher._plan(searcher._finish(best, limit), limit, "rockmate", "", None)
+        finished = finish(problem.graph, best.schedule, limit, pinned=problem.pinned,
+                          reserve_at_loss=problem.reserve_at_loss)
+        plan = plan_of(solved.prepared, solved, "rockmate", limit, Outcome(finished, "ok", best.seconds))
         original = copy.deepcopy(model)
         wrapped = rkmate.wrap(model, (x,), plan=plan, progress=False)
         assert_same_step(original, wrapped, Sample(original, (x,), {}, _loss))

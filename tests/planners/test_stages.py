@@ -11,36 +11,26 @@ from torch import nn
 
 import rkmate
 from rkmate.graph.blocks.cut import cut
-from rkmate.ilp import OptionSettings
 from rkmate.ir.cd import CDGraph, CNode, DNode
-from rkmate.pipeline.prepare import prepare
-from rkmate.pipeline.search import Searcher
-from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.chains import Solved
 from rkmate.planners.chain_programs import by_stages
 from rkmate.planners.ends import save_all
-from rkmate.planners.protocol import Problem, expand
+from rkmate.planners.protocol import Problem, beside_chain, expand
 from rkmate.planners.sequential import Sequential
 from rkmate.rotor import replay
-from rkmate.support.progress import Progress
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample, weighted_mean
-
-# A small grid: the options of the blocks are not what is tested here.
-QUICK = Settings(costs="analytic", options=OptionSettings(grid=(3, 3), time_limit=0.2, block_limit=1.0))
+from tests.planners.prepared import QUICK, solved_of
 
 
-def searcher_of(model: nn.Module, *args: torch.Tensor) -> Searcher:
-    return Searcher(prepare(model, args, {}, QUICK, Progress(False)))
-
-
-def children_of(searcher: Searcher) -> list[set[str]]:
+def children_of(solved: Solved) -> list[set[str]]:
     """For each stage, the children whose forward computations it holds."""
-    found = searcher.problem.stages()
+    found = solved.problem.stages
     assert found is not None
     chain, block_c = found
     assert len(chain) == len(block_c)
-    graph, computations = searcher.problem.graph, searcher.summary.computations
+    graph, computations = solved.problem.graph, solved.summary.computations
     return [{computations[c].path.split(".")[0] for c in block if c < graph.loss}
             for block in block_c]
 
@@ -73,9 +63,9 @@ class Join(nn.Module):
 
 
 def test_each_child_is_a_stage() -> None:
-    searcher = searcher_of(layers(), torch.randn(64, 16))
-    assert children_of(searcher) == [{str(k)} for k in range(12)]
-    assert len(searcher.problem.chain) < 12       # the blocks of the default are longer
+    solved = solved_of(layers(), (torch.randn(64, 16),))
+    assert children_of(solved) == [{str(k)} for k in range(12)]
+    assert len(solved.problem.chain) < 12       # the blocks of the default are longer
 
 
 def test_children_of_every_kind() -> None:
@@ -85,19 +75,19 @@ def test_children_of_every_kind() -> None:
         cut=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)), relu=nn.ReLU(inplace=True),
         drop=nn.Dropout(0.2), flat=nn.Flatten(), model=nn.Linear(8 * 64, 16), block=Residual(),
         head=nn.Linear(16, 4)))
-    searcher = searcher_of(model, torch.randn(4, 3, 8, 8))
-    assert children_of(searcher) == [{"cut"}, {"relu"}, {"drop"}, {"model"}, {"block"}, {"head"}]
+    solved = solved_of(model, (torch.randn(4, 3, 8, 8),))
+    assert children_of(solved) == [{"cut"}, {"relu"}, {"drop"}, {"model"}, {"block"}, {"head"}]
 
 
 def test_several_tensors_between_children_join_them() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Fork(), Join(), nn.Linear(16, 16))
-    assert children_of(searcher_of(model, torch.randn(8, 16))) == [{"0"}, {"1", "2"}, {"3"}]
+    assert children_of(solved_of(model, (torch.randn(8, 16),))) == [{"0"}, {"1", "2"}, {"3"}]
 
 
 def test_a_child_that_is_called_twice() -> None:
     shared = Residual()
     model = nn.Sequential(shared, nn.LayerNorm(16), shared, nn.Linear(16, 4))
-    assert [len(names) for names in children_of(searcher_of(model, torch.randn(8, 16)))] == [1, 1, 1, 1]
+    assert [len(names) for names in children_of(solved_of(model, (torch.randn(8, 16),)))] == [1, 1, 1, 1]
 
 
 class Backwards(nn.Sequential):
@@ -111,14 +101,14 @@ class Backwards(nn.Sequential):
 
 def test_the_stages_of_other_models_are_their_blocks() -> None:
     for model in (Residual(), Backwards(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))):
-        problem = searcher_of(model, torch.randn(8, 16)).problem
-        assert problem.stages() is None
+        problem = solved_of(model, (torch.randn(8, 16),)).problem
+        assert problem.stages is None
         assert by_stages(problem).block_c == problem.block_c
 
 
 def test_the_chain_of_stages_costs_what_the_graph_costs() -> None:
-    searcher = searcher_of(layers(), torch.randn(64, 16))
-    own = by_stages(searcher.problem)
+    solved = solved_of(layers(), (torch.randn(64, 16),))
+    own = by_stages(solved.problem)
     ops = save_all(own.chain)
     order, loss_at = expand(own, ops)
     assert order == list(range(len(own.graph.c))) and loss_at == own.graph.loss
@@ -126,18 +116,18 @@ def test_the_chain_of_stages_costs_what_the_graph_costs() -> None:
     cost = replay(own.chain, ops)
     assert cost.seconds == pytest.approx(whole.seconds)
     # Block by block, what the chain counts is never below what the simulator sees.
-    assert whole.peak <= cost.peak_bytes + searcher.prepared.constant_bytes \
-        + searcher.prepared.reserve_at_loss
+    assert whole.peak <= cost.peak_bytes + beside_chain(solved.problem) \
+        + own.reserve_at_loss
 
 
 def test_segments_are_those_of_checkpoint_sequential() -> None:
     """Two segments of twelve children: the first six run again, as torch has it."""
-    searcher = searcher_of(layers(), torch.randn(64, 16))
-    problem = searcher.problem
-    computations = searcher.summary.computations
+    solved = solved_of(layers(), (torch.randn(64, 16),))
+    problem = solved.problem
+    computations = solved.summary.computations
     again = {}
     for part in (10, 9, 8, 7, 6, 5, 4):
-        outcome = Sequential().plan(problem, searcher.baseline.peak * part // 10)
+        outcome = Sequential().plan(problem, solved.prepared.baseline.peak * part // 10)
         if outcome.schedule is not None:
             again[outcome.note] = {int(computations[c].path.split(".")[0])
                                    for c in outcome.schedule.recomputed()}
@@ -188,4 +178,4 @@ def test_stages_keep_the_order_of_the_backward(origin: tuple[int, int], count: i
 
 def test_problems_without_a_model_have_no_stages() -> None:
     graph = line((0, 0))
-    assert Problem(graph, None, ()).stages() is None  # type: ignore[arg-type]
+    assert Problem(graph, None, ()).stages is None  # type: ignore[arg-type]

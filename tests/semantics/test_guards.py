@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.pipeline.search import Searcher
+from rkmate.runtime import plan_cache
 from rkmate.runtime.guards import ModuleReader, guards_of
 from tests.semantics.steps import Tower, assert_same_gradients, planned
 
@@ -344,7 +344,8 @@ def test_copies_follow_the_saved_plans(copied: Callable[[Any], Any],
     module(i)
     model.head.weight = model.embed.weight
     other = copied(module)
-    monkeypatch.setattr(Searcher, "plan", lambda *a: pytest.fail("searched for a plan that was saved"))
+    monkeypatch.setattr(plan_cache, "make_plan",
+                        lambda *a: pytest.fail("searched for a plan that was saved"))
     _agree(other.original, other, i, plans=1)
     other.original.head.weight = nn.Parameter(torch.randn(11, 8))
     _agree(other.original, other, i, plans=2)

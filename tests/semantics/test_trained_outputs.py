@@ -17,7 +17,8 @@ import rkmate
 from rkmate.comparison.worker import loss_of
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.meter import measure_peak
-from rkmate.pipeline.trained_outputs import checked_trains, chosen_outputs
+from rkmate.pipeline.settings import checked_trains
+from rkmate.pipeline.trained_outputs import chosen_outputs
 from rkmate.runtime.executable import Compiled
 from tests.capturing import captured_once
 from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned

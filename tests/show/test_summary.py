@@ -9,7 +9,7 @@ import pytest
 
 import rkmate
 from rkmate.ir.simulate import simulate
-from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.summarise import summarise
 from rkmate.show.plan import Plan
@@ -19,7 +19,7 @@ from tests.show.models import scores_plan, tower, wrapped
 
 def test_the_summary_is_the_prepared_graph() -> None:
     model, args = tower(2)
-    prepared = prepare(model, args, {}, Settings(costs="analytic"), Progress(False))
+    prepared = prepare(trace(model, args, {}, Settings(costs="analytic"), Progress(False)))
     summary = summarise(prepared)
     assert summary.cd == prepared.graph
     assert summary.cuts == tuple(tuple(sorted(c)) for c in prepared.partition.cuts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rkmate.errors import ArgumentError
 from rkmate.ir.cd import HOISTED, CDGraph
 
 
@@ -22,7 +23,15 @@ class CutSettings:
     least: int = 4
     """Shorter blocks join their neighbour."""
     most: int = 45
-    """Longer stretches between 1-separators get frontier cuts."""
+    """Longer stretches between 1-separators get frontier cuts, where both parts are as long as `least`."""
+
+    def __post_init__(self) -> None:
+        for name in ("least", "most"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name} is {value!r}; it should be a whole number of at least 1")
+        if self.least > self.most:
+            raise ArgumentError(f"least is {self.least} and most {self.most}; least should not be more")
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ def _split(widths: list[tuple[int, int]], first: int, last: int, settings: CutSe
     pieces = [(first, last)]
     while pieces:
         a, b = pieces.pop()
-        if b - a + 1 <= settings.most:
+        if b - a + 1 <= settings.most or b - a + 1 < 2 * settings.least:
             continue
         # Away from the ends, the narrowest places; equal ones (one per layer) all at once.
         inner = range(a + settings.least - 1, b - settings.least + 1)

@@ -1,4 +1,4 @@
-"""The keep program: schedules that reach their own lower bound, moments, and what is reported."""
+"""The save-set program: schedules that reach their own bound, checkpoint times, and what is reported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import rkmate
 from rkmate.ir.schedule import Compute, save_all
 from rkmate.ir.simulate import simulate
 from rkmate.pipeline.runs import runs_of
-from rkmate.planners.protocol import Problem
-from rkmate.planners.save_set import KeepSet
-from rkmate.planners.save_set_program import KeepProgram, add_moment, gradient_bytes
+from rkmate.planners.protocol import Candidate, Problem, ask, found_in
+from rkmate.planners.save_set import SaveSet
+from rkmate.planners.save_set_program import SaveSetProgram, add_checkpoint_time, gradient_bytes
 from tests.models import BANK
 from tests.planners.problems import problem_of, stack, training_graph
 
@@ -26,7 +26,7 @@ def two_values(times: tuple[int, int]) -> Problem:
 def test_the_cheaper_value_is_made_again(times: tuple[int, int], cheap: float) -> None:
     problem = two_values(times)
     whole = simulate(problem.graph, save_all(problem.graph))
-    found = KeepSet().plan(problem, whole.peak - 1)
+    found = SaveSet().plan(problem, whole.peak - 1)
     assert found.seconds == pytest.approx(whole.seconds + cheap)
     assert found.bound == pytest.approx(found.seconds)
 
@@ -34,14 +34,19 @@ def test_the_cheaper_value_is_made_again(times: tuple[int, int], cheap: float) -
 def test_the_bound_is_known_where_nothing_fits() -> None:
     problem = stack(4)
     whole = simulate(problem.graph, save_all(problem.graph))
-    found = KeepSet().plan(problem, whole.peak // 4)
+    found = SaveSet().plan(problem, whole.peak // 4)
     assert found.schedule is None and found.bound is not None and found.bound >= whole.seconds
 
 
 def test_a_schedule_for_less_memory_serves_a_larger_budget() -> None:
     problem = stack(5)
     top = simulate(problem.graph, save_all(problem.graph)).peak
-    times = [KeepSet().plan(problem, top * k // 20).seconds for k in range(8, 21)]
+    known: list[Candidate] = []
+    times = []
+    for k in range(8, 21):
+        found = ask(SaveSet(), problem, top * k // 20, known=known)
+        known += found_in(problem, found)
+        times.append(found.seconds)
     assert times == sorted(times, reverse=True)
     assert times[-1] < float("inf")
 
@@ -64,19 +69,19 @@ def test_memory_of_gradients_is_what_the_simulator_counts() -> None:
             alive.discard(step.d)
 
 
-def test_more_moments_never_lower_the_bound() -> None:
+def test_more_checkpoint_times_never_lower_the_bound() -> None:
     problem = stack(4)
     graph = problem.graph
     budget = simulate(graph, save_all(graph)).peak * 7 // 10
-    program = KeepProgram(graph)
-    moments: list[int] = []
+    program = SaveSetProgram(graph)
+    times: list[int] = []
     bounds = []
     for node in (graph.loss + 3, graph.loss + 9, graph.loss + 6):
-        kept = program.solve(budget, moments, time_limit=20.0)
+        kept = program.solve(budget, times, time_limit=20.0)
         assert kept is not None
         bounds.append(kept.bound)
-        moments = add_moment(moments, node)
-    assert moments == sorted(moments)
+        times = add_checkpoint_time(times, node)
+    assert times == sorted(times)
     assert all(b >= a * (1 - 0.011) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
@@ -114,14 +119,14 @@ def test_runs_of_a_schedule() -> None:
 
 def test_what_one_node_needs_alone_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = stack(4)
-    least = KeepProgram(problem.graph, problem.pinned, problem.reserve_at_loss).least_bytes
+    least = SaveSetProgram(problem.graph, problem.pinned, problem.reserve_at_loss).least_bytes
     assert 0 < least <= simulate(problem.graph, save_all(problem.graph)).peak
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a program was solved")
 
-    monkeypatch.setattr(KeepProgram, "solve", never)
-    found = KeepSet().plan(problem, least - 1)
+    monkeypatch.setattr(SaveSetProgram, "solve", never)
+    found = SaveSet().plan(problem, least - 1)
     assert found.schedule is None and "alone needs" in found.note
     with pytest.raises(AssertionError, match="was solved"):
-        KeepSet().plan(problem, least)
+        SaveSet().plan(problem, least)

@@ -1,0 +1,307 @@
+"""The one way to plan: a captured model and a budget in, a plan out.
+
+What every public function does, `rkmate.runtime` included: trace, block, costs, and for a budget below the
+model's own peak options, chain and a planner's search; where that finds nothing, the next variant of the
+graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rkmate.budget import Budget
+from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError, PlanningTimeout, ScheduleError
+from rkmate.ir.plan import Run
+from rkmate.pipeline.chains import Solved, solve
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare, with_operation_costs
+from rkmate.pipeline.runs import runs_of, runs_of_operations
+from rkmate.pipeline.summarise import summarise
+from rkmate.pipeline.variants import VARIANTS, Variant, fallbacks, first, named
+from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, best, found_in
+from rkmate.planners.registry import planner as find_planner
+from rkmate.planners.smallest import smallest_budget
+from rkmate.show.plan import Plan
+from rkmate.support.gc_pause import gc_pause
+from rkmate.support.warn import warn
+
+DEFAULT = "rockmate"
+"""The planner that is taken unless a caller names one."""
+CURVE = 10
+"""Budgets of a curve, unless the caller names them."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the variant of the graph that it runs over, for code to be generated."""
+
+    plan: Plan
+    prepared: Prepared
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one planner made of one budget."""
+
+    plan: Plan | None
+    """None unless the status is ok."""
+    status: Literal["ok", "infeasible", "timeout"]
+    note: str
+    found: tuple[Candidate, ...] = ()
+    """Schedules for other budgets to know."""
+
+
+def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
+    """The fastest plan that a planner finds within a budget: of the first variant of the graph that has one.
+
+    A fraction is one of the peak of the first variant.
+
+    Raises:
+        InfeasibleBudget: the planner has a schedule within a larger budget only, in every variant; it says
+            the smallest of those budgets.
+        PlanningTimeout: its time was over before it found one.
+        ArgumentError: it has no schedule for this model at any budget.
+    """
+    prepared = prepare(traced)
+    limit = budget.of(prepared.baseline.peak)
+    method = find_planner(planner, traced.settings.of_planner)
+    refused: list[InfeasibleBudget] = []
+    for variant in (prepared.blocked.variant, *fallbacks(traced.settings, prepared.blocked.linear_losses)):
+        here = prepared if variant is prepared.blocked.variant else prepare(traced, variant)
+        try:
+            plan = _whole_or_searched(here, method, limit)
+        except InfeasibleBudget as error:
+            refused.append(error)
+            continue
+        _warn_of(here)
+        return Planned(plan, here)
+    raise min(refused, key=lambda error: error.minimum_bytes)
+
+
+def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Plan:
+    """The plan of one variant alone, which `make_plan` asks for each. Raises what `make_plan` raises."""
+    return _whole_or_searched(prepared, find_planner(planner, prepared.settings.of_planner), limit)
+
+
+def smallest_peak_of(prepared: Prepared, above: int) -> int:
+    """The smallest budget that the default planner meets on a variant, in bytes; `above` is one that may be
+    too small."""
+    method = find_planner(DEFAULT, prepared.settings.of_planner)
+    least = smallest_budget(method, solve(prepared).problem, above)
+    assert least is not None
+    return least
+
+
+def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -> list[Plan]:
+    """A plan for each budget, as `make_plan` finds them; what is found for one serves the others, too, so
+    that more memory is never slower. Without budgets: for ten between the first variant's peak and its
+    smallest. Raises what `make_plan` raises."""
+    prepared = prepare(traced)
+    high = prepared.baseline.peak
+    method = find_planner(planner, traced.settings.of_planner)
+    solved = solve(prepared) if budgets is None else None
+    if solved is not None:
+        low = smallest_budget(method, solved.problem, 0)
+        if low is None:
+            raise ArgumentError(f"planner is {method.name!r}, which has no schedule for this model at any "
+                                "budget: take another one")
+        limits = [low + (high - low) * k // (CURVE - 1) for k in range(CURVE - 1, -1, -1)]
+    else:
+        limits = [budget.of(high) for budget in budgets or ()]
+    plans: dict[int, Plan] = {}
+    rest, here = sorted(set(limits)), prepared
+    refused: dict[int, InfeasibleBudget] = {}
+    for variant in (prepared.blocked.variant, *fallbacks(traced.settings, prepared.blocked.linear_losses)):
+        if variant is not prepared.blocked.variant:
+            here, solved = prepare(traced, variant), None
+        if solved is None and not _all_fit(here, method, rest):
+            solved = solve(here)
+        made, errors = _curve(here, solved, method, rest)
+        plans |= made
+        if made:
+            _warn_of(here)
+        refused |= {limit: min((e for e in (refused.get(limit), error) if e is not None),
+                               key=lambda e: e.minimum_bytes) for limit, error in errors.items()}
+        rest = sorted(errors)
+        if not rest:
+            return [plans[limit] for limit in limits]
+    raise refused[rest[0]]
+
+
+def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: Sequence[int],
+           ) -> tuple[dict[int, Plan], dict[int, InfeasibleBudget]]:
+    """Plans for budgets from the smallest to the largest, and errors of those that cannot be met."""
+    known: list[Candidate] | None = None
+    attempts: dict[int, Attempt] = {}
+    errors: dict[int, InfeasibleBudget] = {}
+    for limit in limits:
+        attempt = attempts[limit] = attempted(prepared, solved, method, limit, known=known)
+        if attempt.plan is None:
+            assert solved is not None
+            try:
+                raise _error(solved, method, limit, attempt)
+            except InfeasibleBudget as error:
+                errors[limit] = error
+        if not _fits(prepared, method, limit):
+            known = [*(known or ()), *attempt.found]
+    plans = {limit: a.plan for limit, a in attempts.items() if a.plan is not None}
+    for limit, plan in plans.items():
+        if solved is not None and isinstance(method, Composed):
+            faster = best(known or (), limit)
+            if faster.seconds < plan.step_seconds:
+                plans[limit] = plan_of(solved.prepared, solved, method.name, limit, replace(
+                    faster, bound=plan.bound_seconds, smallest=plan.minimum_bytes))
+    return plans, errors
+
+
+def follow(traced: Traced, plan: Plan) -> Planned:
+    """A plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError` where
+    it does not belong to this model."""
+    others = [v for v in VARIANTS if v.when(traced.settings) != "never"]
+    for variant in dict.fromkeys([*_variants_of(traced, [plan]), *others]):
+        found = _followed(block(traced, variant), [plan])
+        if found is not None:
+            return found
+    raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
+                    "flags or trained outputs (trains=): make a plan for this one")
+
+
+def follow_any(traced: Traced, plans: Sequence[Plan]) -> Planned | None:
+    """The first of some plans that belongs to a captured model; None where none does."""
+    for variant in _variants_of(traced, plans):
+        try:
+            found = _followed(block(traced, variant), plans)
+        except PlanError:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _variants_of(traced: Traced, plans: Sequence[Plan]) -> list[Variant]:
+    """The variants that plans name; and the settings' first, for plans that name none."""
+    return list(dict.fromkeys([*(named(plan.variant) for plan in plans), first(traced.settings)]))
+
+
+def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
+    for plan in plans:
+        if plan.fingerprint == blocked.fingerprint:
+            prepared = with_operation_costs(blocked, plan.costs)
+            _check(plan, prepared)
+            return Planned(plan, prepared)
+    return None
+
+
+def _check(plan: Plan, prepared: Prepared) -> None:
+    try:
+        result = prepared.simulate(plan.schedule)
+    except (ScheduleError, IndexError, KeyError) as error:
+        raise PlanError(f"the plan's schedule does not run on this model: {error}") from error
+    if result.peak != plan.peak_bytes:
+        raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
+                        f"says {result.peak:,}: make the plan again")
+
+
+def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> Plan:
+    """A plan for one budget alone. Where a composed planner's budget holds the whole step, no integer
+    program is solved."""
+    solved = None if _fits(prepared, method, limit) else solve(prepared)
+    attempt = attempted(prepared, solved, method, limit)
+    if attempt.plan is not None:
+        return attempt.plan
+    assert solved is not None
+    raise _error(solved, method, limit, attempt)
+
+
+def _fits(prepared: Prepared, method: Planner, limit: int) -> bool:
+    """Whether a planner runs the whole step within a budget, whatever the options of blocks are."""
+    return isinstance(method, Composed) and prepared.baseline.peak <= limit
+
+
+def _all_fit(prepared: Prepared, method: Planner, limits: Sequence[int]) -> bool:
+    return all(_fits(prepared, method, limit) for limit in limits)
+
+
+@gc_pause()
+def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit: int, *,
+              time_limit: float | None = None, known: Sequence[Candidate] | None = None) -> Attempt:
+    """What a planner finds within `limit` bytes; that it finds nothing is a result, too.
+
+    `solved`: may be None where the planner is a composed one and the whole step fits. `time_limit`:
+    seconds of planning, the settings' unless given. `known`: schedules found for other budgets; None at
+    the first one.
+    """
+    if _fits(prepared, method, limit):
+        seconds = prepared.baseline.seconds
+        outcome = Outcome(prepared.whole, "ok", seconds, bound=seconds,
+                          note="nothing needs to be recomputed")
+        return Attempt(plan_of(prepared, None, method.name, limit, outcome), "ok", outcome.note)
+    assert solved is not None
+    start = time.perf_counter()
+    outcome = ask(method, solved.problem, limit, known=known,
+                  time_limit=prepared.settings.planning_seconds if time_limit is None else time_limit)
+    found = found_in(solved.problem, outcome)
+    if outcome.schedule is None:
+        status: Literal["infeasible", "timeout"] = "timeout" if outcome.status == "timeout" else "infeasible"
+        return Attempt(None, status, outcome.note, found)
+    searched = replace(solved, stage_seconds={**solved.stage_seconds,
+                                              "search": time.perf_counter() - start})
+    return Attempt(plan_of(prepared, searched, method.name, limit, outcome), "ok", outcome.note, found)
+
+
+def _error(solved: Solved, method: Planner, limit: int, attempt: Attempt) -> Exception:
+    """What a user hears where a planner has no schedule."""
+    name, problem = method.name, solved.problem
+    if isinstance(method, Composed):
+        least = method.smallest_budget(problem, limit)
+        whole = solved.prepared.baseline.peak
+        return InfeasibleBudget(
+            f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
+            f"{least:,} bytes ({least / whole:.0%} of its own peak of {whole:,} bytes)", least)
+    if attempt.status == "timeout":
+        return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
+                               f"it had; {attempt.note or 'give it more, or another planner'}")
+    known = smallest_budget(method, problem, limit)
+    if known is None:
+        return ArgumentError(f"planner is {name!r}, which has no schedule for this model at "
+                             f"any budget: {attempt.note or 'take another one'}")
+    return InfeasibleBudget(
+        f"{name} has no schedule within {limit:,} bytes; the smallest budget that it meets "
+        f"is {known:,} bytes. {attempt.note}".rstrip(), known)
+
+
+def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, outcome: Outcome) -> Plan:
+    """The plan of an outcome that has a schedule. `solved`: None where no options were solved for it."""
+    assert outcome.schedule is not None
+    blocked, parts = prepared.blocked, prepared.partition
+    whole = prepared.baseline
+    result = prepared.simulate(outcome.schedule)
+    runs: Sequence[Run]
+    if solved is None or not outcome.ops or any(op.save_index is not None for op in outcome.ops):
+        runs = tuple(runs_of(outcome.schedule, prepared.graph, parts.block_of))
+    else:
+        runs = tuple(runs_of_operations(outcome.ops, solved.options))
+    return Plan(
+        planner=name, budget_bytes=limit, peak_bytes=result.peak, baseline_peak_bytes=whole.peak,
+        step_seconds=result.seconds, baseline_seconds=whole.seconds, bound_seconds=outcome.bound,
+        minimum_bytes=outcome.smallest, blocks=prepared.infos if solved is None else solved.infos,
+        runs=runs, schedule=outcome.schedule, fingerprint=blocked.fingerprint,
+        costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
+        graph=solved.summary if solved else summarise(prepared),
+        note=_note(blocked, outcome.note), variant=blocked.variant.name,
+        stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes))
+
+
+def _note(blocked: Blocked, note: str) -> str:
+    if not blocked.variant.note or not blocked.linear_losses:
+        return note
+    return f"{note}; {blocked.variant.note.format(names=', '.join(blocked.linear_losses))}"
+
+
+def _warn_of(prepared: Prepared) -> None:
+    """Say which variant was taken, where the settings' first did not do."""
+    blocked = prepared.blocked
+    if blocked.variant.warning and blocked.variant is not first(blocked.traced.settings):
+        warn(blocked.variant.warning.format(names=", ".join(blocked.linear_losses)))

@@ -1,0 +1,253 @@
+"""The planner that `wrap` takes unless told otherwise: the fastest of several strategies' schedules.
+
+A table says which strategy is asked when, and for how long; each schedule is then finished
+(`rkmate.planners.finish`), and the fastest counts. The chain's dynamic program is Rockmate's (algorithm
+1, last two phases).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rkmate.ir.schedule import Schedule
+from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
+from rkmate.planners.dtr_offline import DtrOffline
+from rkmate.planners.finish import finish
+from rkmate.planners.lower_set_planner import LowerSetPlanner
+from rkmate.planners.protocol import (
+    Candidate,
+    Outcome,
+    Planner,
+    Problem,
+    best,
+    found_in,
+    infeasible,
+    whole_step,
+)
+from rkmate.planners.save_set import SaveSet, save_set_program
+from rkmate.planners.settings import PlannerSettings, default_settings
+
+Case = Literal["first", "further", "deep", "below first", "below further"]
+"""The first budget of a problem; a further one, also of a deep graph; the same below what the chain
+reaches."""
+DETERMINED: frozenset[Case] = frozenset({"first", "further"})
+LEAST_SECONDS = 0.1
+"""What a strategy gets of a share that others have used up."""
+KNOWN = 4
+"""How many schedules of other budgets are finished anew; of deep graphs, one."""
+SMALLEST_TRIES = 24
+"""How often the smallest budget's range is halved, at most."""
+
+_WORDS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
+          "save-set": "the integer program on the whole graph (save-set)",
+          "dtr": "the replayed policy (dtr)", "lower-sets": "the lower-set program"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One strategy: when it is asked, and for how long."""
+
+    strategy: Planner
+    origin: str
+    """The planner of the registry that it is of."""
+    cases: frozenset[Case]
+    """When it is asked."""
+    seconds: float = math.inf
+    """Its share of the time, where it can stop early."""
+    done_by: float = math.inf
+    """Seconds after which it and those before it should be done; it has `LEAST_SECONDS` anyway."""
+    gap: float | None = None
+    """Asked only while the best schedule is more than this above the bound, relative to it; None: always."""
+    most_nodes: float = math.inf
+    """Asked for graphs of up to so many computations."""
+    after_cut: bool = False
+    """Asked only where the strategy that gives the bound was cut short, and once what was found before it
+    is finished."""
+    finished: int = 1
+    """How many of its schedules are finished."""
+
+
+def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
+    """The strategies in the order in which they are asked."""
+    s = settings
+    return (
+        Entry(ChainSearch(s, tries=5, count=1, quick=True), "rk-rotor", frozenset({"deep"})),
+        Entry(save_set, "save-set", DETERMINED | {"deep"}, s.save_set_seconds, s.deep_seconds),
+        Entry(ChainSearch(s), "rk-rotor", DETERMINED, gap=s.gap_tolerance, finished=2),
+        Entry(DtrOffline(), "dtr", DETERMINED, gap=s.gap_tolerance, most_nodes=s.dtr_nodes),
+        Entry(LowerSetPlanner("lower-sets"), "lower-sets", DETERMINED, gap=s.gap_tolerance,
+              most_nodes=s.lower_set_nodes),
+        Entry(save_set, "save-set", frozenset({"first"}), s.first_seconds, gap=s.wide_gap, after_cut=True),
+        Entry(save_set, "save-set", frozenset({"below first"}), max(s.first_seconds, s.save_set_seconds)),
+        Entry(save_set, "save-set", frozenset({"below further"}), s.save_set_seconds),
+    )
+
+
+@dataclass(frozen=True)
+class Default:
+    """The planner. Its bound holds for schedules that run each backward computation once, in order."""
+
+    settings: PlannerSettings | None = None
+    """None: the default settings."""
+    save_set: Planner = SaveSet()
+    """What solves the program over the whole graph."""
+    name: str = "rockmate"
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """See `rkmate.planners.protocol.Composed`."""
+        return tuple(dict.fromkeys(e.origin for e in table(self._settings, self.save_set)))
+
+    @property
+    def _settings(self) -> PlannerSettings:
+        return self.settings or default_settings()
+
+    def with_settings(self, settings: PlannerSettings) -> Default:
+        """The same planner under other settings."""
+        return replace(self, settings=settings)
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`."""
+        return self._plan(problem, budget, time_limit, None)
+
+    def further(self, problem: Problem, budget: int, *, time_limit: float | None = None,
+                known: Sequence[Candidate] = ()) -> Outcome:
+        """See `rkmate.planners.protocol.Composed`."""
+        return self._plan(problem, budget, time_limit, known)
+
+    def smallest_budget(self, problem: Problem, above: int) -> int:
+        """See `rkmate.planners.protocol.Composed`."""
+        return self._smallest(problem).peak
+
+    def _plan(self, problem: Problem, budget: int, time_limit: float | None,
+              known: Sequence[Candidate] | None) -> Outcome:
+        """`known`: of other budgets; None at the first one."""
+        whole = whole_step(problem)
+        if whole.peak <= budget:
+            return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds,
+                           note="nothing needs to be recomputed")
+        settings, least = self._settings, smallest_of_chain(problem).peak
+        further = known is not None
+        if least > budget:
+            case: Case = "below further" if further else "below first"
+        else:
+            deep = len(problem.graph.c) > settings.deep_nodes
+            case = ("deep" if deep else "further") if further else "first"
+        search = _Search(problem, budget, math.inf if time_limit is None else time_limit)
+        # Which of them gains most from the memory that is left is known once they are finished.
+        inside = [c for c in known or () if c.peak <= budget]
+        search.pending += sorted(inside, key=lambda c: (c.seconds, c.peak))[:1 if case == "deep" else KNOWN]
+        for entry in table(settings, self.save_set):
+            if case in entry.cases:
+                search.ask(entry)
+        search.finish(settings.gap_tolerance)
+        if not search.found and case.startswith("below"):
+            reached = self._smallest(problem)
+            if reached.peak <= budget:
+                search.pending.append(reached)
+                search.finish(settings.gap_tolerance)
+        outcome = best(search.found, budget)
+        if outcome.schedule is None:
+            return replace(infeasible(f"the chain needs {least:,} bytes"), bound=search.bound,
+                           others=search.others)
+        peak = problem.simulate(outcome.schedule).peak
+        return replace(outcome, bound=search.bound, smallest=min(least, peak), others=search.others)
+
+    def _smallest(self, problem: Problem) -> Candidate:
+        """The schedule with the smallest peak that is known: of the chain, or of the program over the
+        whole graph, asked for less and less. A pure function of the problem, but for the clock where a
+        program takes long."""
+        settings = self._settings
+
+        def make() -> Candidate:
+            least = replace(smallest_of_chain(problem), note=_note("rk-rotor"))
+            failed = save_set_program(problem).least_bytes - 1
+            until = time.perf_counter() + settings.smallest_seconds
+            for _ in range(SMALLEST_TRIES):
+                left = until - time.perf_counter()
+                if left <= 0 or least.peak - failed <= 1:
+                    break
+                middle = (failed + least.peak) // 2
+                outcome = self.save_set.plan(problem, middle, time_limit=left / 4)
+                if outcome.schedule is None:
+                    failed = middle
+                for found in found_in(problem, outcome):
+                    if found.peak < least.peak:
+                        least = replace(found, note=_note("save-set"))
+            return least
+
+        return problem.once(("smallest", settings, self.save_set), make)
+
+
+class _Search:
+    """What is known while the table is gone through, for one budget."""
+
+    def __init__(self, problem: Problem, budget: int, time_limit: float) -> None:
+        self.problem = problem
+        self.budget = budget
+        self.left = time_limit
+        self.spent = 0.0
+        self.bound: float | None = None
+        self.cut = False
+        """Whether the strategy that gave the bound had used up its time."""
+        self.pending: list[Candidate] = []
+        self.found: list[Candidate] = []
+        self._larger: list[Candidate] = []
+
+    @property
+    def others(self) -> tuple[Candidate, ...]:
+        """All that other budgets may have use for: what was found, and what needs more than this budget."""
+        return (*self.found, *self._larger)
+
+    def ask(self, entry: Entry) -> None:
+        """Ask a strategy, where its turn has come."""
+        if len(self.problem.graph.c) > entry.most_nodes or (entry.after_cut and not self.cut):
+            return
+        if entry.after_cut:
+            self.finish(0.0)
+        if entry.gap is not None and not self._above_bound(entry.gap):
+            return
+        share = min(entry.seconds, max(LEAST_SECONDS, entry.done_by - self.spent))
+        limit = min(share, self.left)
+        start = time.perf_counter()
+        outcome = entry.strategy.plan(self.problem, self.budget,
+                                      time_limit=None if math.isinf(limit) else limit)
+        took = time.perf_counter() - start
+        self.spent += took
+        self.left = max(0.0, self.left - took)
+        if outcome.bound is not None:
+            self.bound, self.cut = outcome.bound, took >= entry.seconds
+        found = sorted(outcome.others, key=lambda c: c.seconds)[:entry.finished] if entry.finished > 1 else []
+        if not found and outcome.schedule is not None:
+            found = [_candidate(self.problem, outcome.schedule, outcome)]
+        self.pending += [replace(c, note=_note(entry.origin)) for c in found]
+        self._larger += [replace(c, note=_note(entry.origin)) for c in outcome.others
+                         if c.peak > self.budget]
+
+    def finish(self, near: float) -> None:
+        """Finish what is pending; where the fastest is near the bound, only that one."""
+        pending = sorted(self.pending, key=lambda c: (c.seconds, c.peak))
+        for c in pending if self._above_bound(near) else pending[:1]:
+            schedule = finish(self.problem.graph, c.schedule, self.budget, pinned=self.problem.pinned,
+                              reserve_at_loss=self.problem.reserve_at_loss)
+            result = self.problem.simulate(schedule)
+            self.found.append(replace(c, schedule=schedule, peak=result.peak, seconds=result.seconds))
+        self.pending.clear()
+
+    def _above_bound(self, gap: float) -> bool:
+        """Whether nothing was found that is this near to the bound."""
+        fastest = min((c.seconds for c in (*self.pending, *self.found)), default=math.inf)
+        return self.bound is None or fastest > self.bound * (1 + gap)
+
+
+def _note(origin: str) -> str:
+    return f"the fastest of several schedules: that of {_WORDS[origin]}"
+
+
+def _candidate(problem: Problem, schedule: Schedule, outcome: Outcome) -> Candidate:
+    result = problem.simulate(schedule)
+    return Candidate(schedule, result.peak, result.seconds, outcome.note, outcome.ops)
