@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
-FORMAT = 3
+from rkmate.ir.cd import Cost, read_cost
+
+FORMAT = 4
 """Raised whenever what is measured changes: entries of another format count as unknown."""
-Numbers = tuple[tuple[float, int], ...]
-"""Per C node of a block: seconds, and bytes of temporary memory."""
+Numbers = tuple[Cost, ...]
+"""Per C node of a block."""
 
 
 class CostMemory:
@@ -55,7 +57,7 @@ class CostMemory:
             self._folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self._folder, suffix=".tmp")
             with os.fdopen(handle, "w") as file:
-                json.dump(numbers, file)
+                json.dump([c.row() for c in numbers], file)
             os.replace(name, self._folder / f"{key}.json")
         except OSError:
             return          # a folder that cannot be written costs time later, nothing else
@@ -94,8 +96,9 @@ def _processor() -> str:
 def _read(path: Path, count: int) -> Numbers | None:
     try:
         content = json.loads(path.read_text())
-        numbers = tuple((float(t), int(o)) for t, o in content)
+        numbers = tuple(read_cost(c) for c in content)
     except (OSError, ValueError, TypeError):
         return None
-    good = len(numbers) == count and all(t >= 0 and o >= 0 for t, o in numbers)
+    good = len(numbers) == count and all(
+        k.time >= 0 and k.overhead >= 0 for c in numbers for k in (c, c.unchunked) if k is not None)
     return numbers if good else None

@@ -19,18 +19,18 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError, CaptureError, RkmateError
+from rkmate.graph.blocks.identity import block_text, classes_of
 from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
-from rkmate.graph.blocks.text import block_text, classes_of
 from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import simplify
 from rkmate.ilp import OptionSet, cache_folder, solve_options
 from rkmate.ilp.evaluate_option import judge
 from rkmate.ilp.partial_saves import levels
-from rkmate.ir.cd import HOISTED, CDGraph
+from rkmate.ir.cd import HOISTED, CDGraph, Cost
 from rkmate.ir.chain import Block as ChainBlock
 from rkmate.ir.chain import Chain
 from rkmate.ir.plan import BlockInfo
@@ -179,7 +179,7 @@ class Prepared:
 @planning_lock
 def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings,
             progress: Progress, wanted: tuple[bool, ...] | None = None,
-            costs: Sequence[tuple[float, int]] | None = None,
+            costs: Sequence[Cost] | None = None,
             captured: Capture | None = None,
             tensors: Mapping[Source, torch.Tensor] | None = None) -> Prepared:
     """Capture, simplify, cut and measure; one thread at a time.

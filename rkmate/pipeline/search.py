@@ -16,6 +16,7 @@ from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
 from rkmate.ir.cd import HOISTED
 from rkmate.ir.chain import Backward, Op
+from rkmate.ir.kernels import choose_kernels, seconds_to_save
 from rkmate.ir.plan import Run
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.summary import GraphSummary
@@ -174,8 +175,8 @@ class Searcher:
         base = self.baseline.peak
         plans = [self.plan(b, planner) for b in sorted(budgets, key=lambda b: b.of(base))]
         if planner == "rockmate":
-            plans = [self._plan(self._fastest(p.budget_bytes), p.budget_bytes, planner, "",
-                                p.bound_seconds) for p in plans]
+            plans = [replace(self._plan(self._fastest(p.budget_bytes), p.budget_bytes, planner, "", None),
+                             bound_seconds=p.bound_seconds) for p in plans]
         by_limit = {p.budget_bytes: p for p in plans}
         return [by_limit[b.of(base)] for b in budgets]
 
@@ -368,19 +369,27 @@ class Searcher:
 
     def _plan(self, best: Candidate, limit: int, planner: str, note: str,
               bound: float | None) -> Plan:
+        """`bound`: of schedules whose computations all go part by part."""
         p = self.prepared
+        chosen, plain = self._with_kernels(best), self._with_kernels(self.baseline)
         infos = with_option_counts(p) if best is not self.baseline and planner == "rockmate" \
             else p.infos
         return Plan(
-            planner=planner, budget_bytes=limit, peak_bytes=best.peak,
-            baseline_peak_bytes=self.baseline.peak, step_seconds=best.seconds,
-            baseline_seconds=self.baseline.seconds, bound_seconds=bound,
+            planner=planner, budget_bytes=limit, peak_bytes=chosen.peak,
+            baseline_peak_bytes=self.baseline.peak, step_seconds=chosen.seconds,
+            baseline_seconds=plain.seconds,
+            bound_seconds=None if bound is None else max(0.0, bound - seconds_to_save(p.graph)),
             minimum_bytes=min(self.smallest.peak, best.peak)
             if planner == "rockmate" and best is not self.baseline else None,
-            blocks=infos, runs=tuple(self._runs(best)), schedule=best.schedule,
+            blocks=infos, runs=tuple(self._runs(best)), schedule=chosen.schedule,
             fingerprint=p.fingerprint, costs=tuple(p.costs[i] for i in range(len(p.graph.c))),
             graph=self.summary, note=self._with_rewriting(note or self._note(best)),
             stage_seconds=dict(p.stage_seconds), nodes=dict(p.nodes))
+
+    def _with_kernels(self, found: Candidate) -> Candidate:
+        p = self.prepared
+        return self._judge(choose_kernels(p.graph, found.schedule, pinned=p.pinned,
+                                          reserve_at_loss=p.reserve_at_loss), found.ops, found.origin)
 
     def _note(self, best: Candidate) -> str:
         return "nothing needs to be forgotten" if best is self.baseline else \

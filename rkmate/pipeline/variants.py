@@ -12,6 +12,7 @@ from torch import nn
 from rkmate.budget import Budget
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.capture.capture import Source
+from rkmate.ir.cd import Cost
 from rkmate.pipeline.prepare import Prepared, prepare
 from rkmate.pipeline.search import Searcher
 from rkmate.show.plan import Plan
@@ -22,7 +23,7 @@ Found = TypeVar("Found")
 
 def with_heads_split(prepared: Prepared, model: nn.Module, args: tuple[Any, ...] = (),
                      kwargs: Mapping[str, Any] | None = None, *,
-                     costs: Sequence[tuple[float, int]] | None = None,
+                     costs: Sequence[Cost] | None = None,
                      tensors: Mapping[Source, torch.Tensor] | None = None) -> Prepared:
     """The same capture, its last product and cross entropy a few rows at a time."""
     return prepare(model, args, dict(kwargs or {}), replace(prepared.settings, split_head="always"),

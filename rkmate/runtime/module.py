@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.capture import inside_transform
-from rkmate.runtime.environment import Kept
+from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
 from rkmate.runtime.guards import Watch, signature
@@ -106,7 +106,7 @@ class PlannedModule(nn.Module):
         self.__dict__["_latest"] = latest
         found, pattern = known, latest.compiled.wanted
 
-        def redo(kept: Kept, given: Mapping[int, torch.Tensor]) -> Gradients:
+        def redo(kept: RerunState, given: Mapping[int, torch.Tensor]) -> Gradients:
             return self._plans.again(found, pattern, kept, given)
 
         first = self._first_step(latest)

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from rkmate.budget import Budget
-from rkmate.codegen.emit import Emitter
-from rkmate.codegen.whole import whole_steps
+from rkmate.codegen.emit import emit
 from rkmate.errors import InfeasibleBudget, PlanError, ScheduleError
-from rkmate.graph.blocks.text import source_key
+from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture, Source
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
@@ -24,8 +23,8 @@ from rkmate.pipeline.search import Searcher
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import fitting, with_heads_split
 from rkmate.runtime.changes import changing, differing
-from rkmate.runtime.environment import Kept
-from rkmate.runtime.executable import Compiled, Gradients
+from rkmate.runtime.environment import RerunState
+from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import Flags, Signature
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
@@ -56,7 +55,7 @@ class Ready:
     """One plan, and what runs it."""
 
     plan: Plan
-    compiled: Compiled
+    compiled: PlannedStep
     measured: bool = False
     """Whether a step has been measured against the prediction."""
 
@@ -178,7 +177,7 @@ class Plans:
         known.latest = ready
         return ready
 
-    def again(self, known: Known, planned: Pattern, kept: Kept,
+    def again(self, known: Known, planned: Pattern, kept: RerunState,
               given: Mapping[int, torch.Tensor]) -> Gradients:
         """Gradients of a forward that was planned for another loss: it runs a second time.
 
@@ -200,8 +199,8 @@ class Plans:
         with torch.no_grad():
             return ready.compiled.again(kept, dict(given))
 
-    def _for_one_step(self, known: Known, pattern: Pattern, kept: Kept) -> Ready:
-        held = {s: kept.held[source_key(s)].detach() for s in known.capture.sources.values()
+    def _for_one_step(self, known: Known, pattern: Pattern, kept: RerunState) -> Ready:
+        held = {s: kept.sources[source_key(s)].detach() for s in known.capture.sources.values()
                 if s.kind != "tangent"}
         try:
             return self._fitting(known, pattern, held)
@@ -225,11 +224,9 @@ class Plans:
         if plan is None:
             plan = Searcher(prepared).plan(budget, self.planning.planner)
         labels = [b.label for b in plan.blocks]
-        entire = whole_steps(prepared.partition.program, plan.schedule, prepared.simulate)
-        generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1],
-                            prepared.graph, entire).emit()
+        generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
         plan = replace(plan, source=generated.text)
-        return Ready(plan, Compiled(self.model, prepared.capture, prepared.partition, generated,
+        return Ready(plan, PlannedStep(self.model, prepared.capture, prepared.partition, generated,
                                     prepared.device))
 
     def _saved_for(self, prepared: Prepared) -> Plan | None:
