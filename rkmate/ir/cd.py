@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from rkmate.errors import GraphError
 
@@ -31,6 +31,39 @@ class DNode:
     paper's phantom). ``grad``: a value of the backward."""
 
 
+class Kernel(NamedTuple):
+    """One way to run a computation."""
+
+    time: float
+    """Seconds."""
+    overhead: int
+    """Bytes allocated and freed again while it runs, beyond inputs and outputs."""
+
+
+class Cost(NamedTuple):
+    """What a computation costs."""
+
+    time: float
+    """Seconds."""
+    overhead: int
+    """Bytes allocated and freed again while it runs, beyond inputs and outputs."""
+    unchunked: Kernel | None = None
+    """Of torch's own kernel, where the computation works part by part otherwise."""
+
+    def row(self) -> list[Any]:
+        """As JSON takes it."""
+        return [self.time, self.overhead, *([list(self.unchunked)] if self.unchunked else ())]
+
+
+def read_cost(row: Any) -> Cost:
+    """The opposite of `Cost.row`. Raises `TypeError` or `ValueError` for what is none."""
+    time, overhead, *other = row
+    if not other:
+        return Cost(float(time), int(overhead))
+    (own_time, own_overhead), = other
+    return Cost(float(time), int(overhead), Kernel(float(own_time), int(own_overhead)))
+
+
 @dataclass(frozen=True, slots=True)
 class CNode:
     """One computation."""
@@ -49,6 +82,9 @@ class CNode:
     donors: tuple[int, ...] = ()
     """Inputs that may take the (only) output's place when they die here: no bytes are allocated
     then."""
+    unchunked: Kernel | None = None
+    """The other kernel of a computation that works part by part: it does all at once, takes more
+    memory, and overwrites no donor."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +146,11 @@ class CDGraph:
         """Sum of the sizes of some D nodes."""
         return sum(self.d[j].size for j in ds)  # type: ignore[attr-defined]
 
-    def with_costs(self, costs: Iterable[tuple[float, int]]) -> CDGraph:
-        """The same graph with each C node's seconds and bytes of temporary memory, in order."""
-        return replace(self, c=tuple(replace(c, time=seconds, overhead=bytes_) for c, (seconds, bytes_)
-                                     in zip(self.c, costs, strict=True)))
+    def with_costs(self, costs: Iterable[Cost]) -> CDGraph:
+        """The same graph with the costs of each C node, in order."""
+        return replace(self, c=tuple(
+            replace(c, time=cost.time, overhead=cost.overhead, unchunked=cost.unchunked)
+            for c, cost in zip(self.c, costs, strict=True)))
 
     def verify(self) -> CDGraph:
         """Check the invariants that every later stage relies on; returns the graph itself."""

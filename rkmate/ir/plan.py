@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rkmate.errors import GraphError, PlanError
+from rkmate.ir.cd import Cost, read_cost
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, Step
 from rkmate.ir.summary import GraphSummary, read_summary
 from rkmate.support.json_store import write_json
 
-_FORMAT = 3
+_FORMAT = 4
+_UNCHUNKED = "unchunked"
 Saved = TypeVar("Saved", bound="PlanData")
 
 
@@ -71,8 +73,8 @@ class PlanData:
     schedule: Schedule
     fingerprint: str
     """Of the model's graph: a plan serves every model with the same one."""
-    costs: tuple[tuple[float, int], ...]
-    """Per C node: seconds, and bytes of temporary memory."""
+    costs: tuple[Cost, ...]
+    """Per C node."""
     graph: GraphSummary = field(repr=False)
     """The graph that the schedule runs over, for pictures and tables."""
     note: str = ""
@@ -143,7 +145,7 @@ class PlanData:
             "fingerprint": self.fingerprint, "loss_at": loss_at, "forgotten": len(pinned),
             "blocks": [vars(b) for b in self.blocks], "runs": [vars(r) for r in self.runs],
             "steps": [_step(s) for s in self.schedule.steps],
-            "costs": [list(c) for c in self.costs], "nodes": dict(self.nodes),
+            "costs": [c.row() for c in self.costs], "nodes": dict(self.nodes),
             "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
             "source": self.source,
         }
@@ -151,7 +153,7 @@ class PlanData:
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
     steps = tuple(_read_step(s) for s in content["steps"])
-    costs = tuple((float(t), int(o)) for t, o in content["costs"])
+    costs = tuple(read_cost(c) for c in content["costs"])
     return dict(  # noqa: C408 - the arguments of a plan
         planner=str(content["planner"]), budget_bytes=int(content["budget_bytes"]),
         peak_bytes=int(content["peak_bytes"]),
@@ -170,15 +172,20 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step(step: Step) -> int | str:
-    """``3``: compute node 3; ``-4``: forget storage 3; ``"loss"``."""
+    """``3``: compute node 3, ``"3 unchunked"`` by its other kernel; ``-4``: free storage 3; ``"loss"``."""
     if isinstance(step, Compute):
-        return step.c
+        return f"{step.c} {_UNCHUNKED}" if step.unchunked else step.c
     return -step.d - 1 if isinstance(step, Free) else "loss"
 
 
 def _read_step(value: Any) -> Step:
     if value == "loss":
         return Loss()
+    if isinstance(value, str):
+        number, kernel = value.split()
+        if kernel != _UNCHUNKED:
+            raise ValueError(f"no kernel is called {kernel!r}")
+        return Compute(int(number), unchunked=True)
     return Compute(int(value)) if int(value) >= 0 else Free(-int(value) - 1)
 
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rkmate.errors import ScheduleError
-from rkmate.ir.cd import CDGraph
+from rkmate.ir.cd import CDGraph, Kernel
 
 
 class Compute(NamedTuple):
     """Run a C node. Outputs that nobody needs (again) are dropped at once."""
 
     c: int
+    unchunked: bool = False
+    """By the kernel that does at once what the C node does part by part."""
 
 
 class Free(NamedTuple):
@@ -57,7 +59,7 @@ class Schedule:
 
     def seconds(self, graph: CDGraph) -> float:
         """Sum of the times of all computations, in seconds."""
-        return sum(graph.c[i].time for i in self.order)
+        return sum(kernel_of(graph, s).time for s in self.steps if isinstance(s, Compute))
 
     def recomputed(self) -> dict[int, int]:
         """How many times each C node runs again (only those that do)."""
@@ -67,16 +69,26 @@ class Schedule:
         return {i: n - 1 for i, n in counts.items() if n > 1}
 
 
+def kernel_of(graph: CDGraph, step: Compute) -> Kernel:
+    """The kernel that a step runs. Raises `ScheduleError` when its C node has no such kernel."""
+    node = graph.c[step.c]
+    if not step.unchunked:
+        return Kernel(node.time, node.overhead)
+    if node.unchunked is None:
+        raise ScheduleError(f"{node.name} has no unchunked kernel")
+    return node.unchunked
+
+
 def in_place_donor(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
     """The D node whose storage the computation at step `k` takes for its output, if any.
 
     It does where an input that may be overwritten is freed right after it, and the output is
-    not.
+    not. An unchunked kernel overwrites nothing.
     """
     step = steps[k]
     assert isinstance(step, Compute)
     node = graph.c[step.c]
-    if not node.donors:
+    if not node.donors or step.unchunked:
         return None
     gone = freed_after(steps, k)
     if node.outputs[0] in gone:

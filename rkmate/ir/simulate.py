@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rkmate.errors import ScheduleError
-from rkmate.ir.cd import CDGraph
-from rkmate.ir.schedule import Compute, Free, Loss, Schedule, in_place_donor
+from rkmate.ir.cd import CDGraph, CNode, Kernel
+from rkmate.ir.schedule import Compute, Free, Loss, Schedule, in_place_donor, kernel_of
 
 LOSS_SCALARS = 512
 """Bytes of what a loss outside keeps to the end: its value, the number its backward starts from."""
@@ -72,8 +72,9 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 else:
                     alive.add(j)
                     live += graph.d[j].size
-            now = live + remade + node.overhead
-            seconds += node.time
+            kernel: CNode | Kernel = kernel_of(graph, step) if step.unchunked else node
+            now = live + remade + kernel.overhead
+            seconds += kernel.time
             ran.add(step.c)
         elif isinstance(step, Free):
             if step.d not in alive:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from rkmate.ir.cd import CDGraph, CNode, DKind, DNode, Phase
+from rkmate.ir.cd import CDGraph, CNode, Cost, DKind, DNode, Kernel, Phase
 
 CapturedKind = Literal["operation", "view", "dropped"]
 
@@ -39,6 +39,8 @@ class Computation:
     """Depends on no trained value."""
     donors: tuple[int, ...] = ()
     """Inputs that may take the output's place when they die here."""
+    unchunked: Kernel | None = None
+    """What it costs done at once, where it works part by part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class GraphSummary:
         return CDGraph(
             tuple(DNode(s.name, s.size, s.kind) for s in self.storages),
             tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random,
-                        c.donors)
+                        c.donors, c.unchunked)
                   for c in self.computations),
             self.loss, (), self.outputs, self.output_grads, self.input_grads, self.releases)
 
@@ -128,17 +130,17 @@ class GraphSummary:
         }
 
 
-def read_summary(content: Mapping[str, Any], costs: Sequence[tuple[float, int]]) -> GraphSummary:
+def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSummary:
     """The opposite of `GraphSummary.content`. Raises `KeyError`, `TypeError` or `ValueError` for
     what is none, `GraphError` for a graph that breaks an invariant."""
     loss = int(content["loss"])
     computations = []
-    for i, (row, (seconds, overhead)) in enumerate(zip(content["computations"], costs, strict=True)):
+    for i, (row, cost) in enumerate(zip(content["computations"], costs, strict=True)):
         name, operation, path, block, inputs, outputs, random, constant, places = row
         computations.append(Computation(
             str(name), str(operation), str(path), "forward" if i < loss else "backward", int(block),
-            tuple(map(int, inputs)), tuple(map(int, outputs)), seconds, overhead, bool(random),
-            bool(constant), tuple(map(int, places))))
+            tuple(map(int, inputs)), tuple(map(int, outputs)), cost.time, cost.overhead, bool(random),
+            bool(constant), tuple(map(int, places)), cost.unchunked))
     result = GraphSummary(
         tuple(computations),
         tuple(Storage(str(n), int(s), k, str(shape)) for n, s, k, shape in content["storages"]),

@@ -1,7 +1,8 @@
 """Costs without running: bytes moved and floating-point operations against machine rates.
 
 Deterministic: for tests, and for models that do not fit on the machine that plans. Temporary memory
-inside operations is not known this way and counts as none.
+inside operations is not known this way and counts as none, but for the one tensor that an unchunked
+kernel takes beside its result.
 """
 
 from __future__ import annotations
@@ -14,15 +15,23 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from rkmate.graph.blocks.partition import Partition
+from rkmate.ir.cd import Cost, Kernel
 
 FLOPS_PER_SECOND = 1e11
 BYTES_PER_SECOND = 2e10
 SECONDS_PER_CALL = 5e-6
 
 
-def analytic_costs(partition: Partition) -> dict[int, tuple[float, int]]:
-    """C node -> (seconds, 0): the greater of arithmetic and memory traffic, plus a call."""
-    return {i: (_seconds(node), 0) for i, node in enumerate(partition.program.operation)}
+def analytic_costs(partition: Partition) -> dict[int, Cost]:
+    """C node -> its cost: the greater of arithmetic and memory traffic, plus a call."""
+    unchunked = partition.program.unchunked
+    costs: dict[int, Cost] = {}
+    for i, node in enumerate(partition.program.operation):
+        seconds = _seconds(node)
+        whole = unchunked.get(node)
+        # Both kernels move the same bytes once; that parts are called one by one is left out.
+        costs[i] = Cost(seconds, 0, None if whole is None else Kernel(seconds, whole.overhead))
+    return costs
 
 
 def _seconds(node: fx.Node) -> float:

@@ -20,12 +20,12 @@ from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
 from rkmate.graph.passes.simplify import is_view
-from rkmate.ir.cd import HOISTED
+from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
 
-Costs = dict[int, tuple[float, int]]
-"""C node -> (seconds, bytes of temporary memory)."""
+Costs = dict[int, Cost]
+"""By C node."""
 
 
 def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source, torch.Tensor],
@@ -43,7 +43,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     beginning = f"{len(hoisted)} hoisted before\n" + "\n".join(texts)
     costs: Costs = {}
 
-    def fill(c: Sequence[int], numbers: Sequence[tuple[float, int]]) -> None:
+    def fill(c: Sequence[int], numbers: Sequence[Cost]) -> None:
         costs.update(zip(c, numbers, strict=True))
 
     unknown: dict[str, int] = {}
@@ -131,11 +131,12 @@ class _Runner:
         with meter.running():
             self._forward(block, lambda i: self.run(i, meter), block.c)
             self._backward(block, lambda i: self.run(i, meter))
-        for i, peak in meter.peaks().items():
+        for part, peak in meter.peaks().items():
+            i = part % len(self.cd.c)
             kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs)
             # The generator's state is read before and after a random operation.
             least = STATE_BYTES if self.cd.c[i].random else 0
-            self.overhead[i] = max(least, peak - kept)
+            self.overhead[part] = max(least, peak - kept)
         self.values = entering
 
     def _forward(self, block: Block, run: Callable[[int], None], readers: Sequence[int]) -> None:
@@ -195,6 +196,12 @@ class _Runner:
         longest = self._at_zero(i)
         if self.device.first_call_allocates:
             self._prepared(i)[0]()       # not a part: what is taken for good is not temporary
+        unchunked = self._unchunked(i)
+        if unchunked is not None:
+            if self.device.first_call_allocates:
+                unchunked[0]()
+            with meter.part(self._second(i)):
+                unchunked[0]()
         # Views that turn out to be copies belong to the operation that takes them.
         with meter.part(i):
             for other in longest:
@@ -204,22 +211,39 @@ class _Runner:
             del call
 
     def run_timed(self, i: int) -> None:
-        """Run a C node and time it, unless an equal operation has been timed in this pass."""
+        """Run a C node and time it, unless an equal operation has been timed in this pass; the same
+        for its unchunked kernel, whose results go at once."""
+        unchunked = self._unchunked(i)
+        if unchunked is not None and unchunked[1] not in self.timed:
+            self._time(*unchunked)
         call, key = self._prepared(i)
-        if key in self.timed:
-            result = call()
-        else:
-            seconds, result = self._seconds(call)
-            self.known[key] = min(seconds, self.known.get(key, seconds))
-            self.timed.add(key)
+        result = call() if key in self.timed else self._time(call, key)
         self._keep(i, result)
-        self.costs[i] = (self.known[key], self.overhead.get(i, 0))
+        self.costs[i] = Cost(self.known[key], self.overhead.get(i, 0), None if unchunked is None
+                             else Kernel(self.known[unchunked[1]], self.overhead.get(self._second(i), 0)))
+
+    def _time(self, call: Callable[[], Any], key: Any) -> Any:
+        seconds, result = self._seconds(call)
+        self.known[key] = min(seconds, self.known.get(key, seconds))
+        self.timed.add(key)
+        return result
 
     def _prepared(self, i: int) -> tuple[Callable[[], Any], Any]:
         node = self.program.operation[i]
-        target: Any = node.target
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
-        return functools.partial(target, *args, **kwargs), _signature(node, args, kwargs)
+        return self._bound(node.target, node.args, node.kwargs)
+
+    def _unchunked(self, i: int) -> tuple[Callable[[], Any], Any] | None:
+        """The other kernel of a C node that works part by part."""
+        whole = self.program.unchunked.get(self.program.operation[i])
+        return self._bound(whole.target, whole.args, {}) if whole is not None else None
+
+    def _second(self, i: int) -> int:
+        """The meter's part for the other kernel."""
+        return len(self.cd.c) + i
+
+    def _bound(self, target: Any, args: Any, kwargs: Any) -> tuple[Callable[[], Any], Any]:
+        args, kwargs = fx.node.map_arg((args, kwargs), self.value)
+        return functools.partial(target, *args, **kwargs), _signature(target, args, kwargs)
 
     def _at_zero(self, i: int) -> list[Callable[[], Any]]:
         """Calls that need as much temporary memory as any, where that depends on values."""
@@ -250,11 +274,11 @@ class _Runner:
         return min(times), result
 
 
-def _signature(node: fx.Node, args: Any, kwargs: Any) -> Any:
+def _signature(target: Any, args: Any, kwargs: Any) -> Any:
     def freeze(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             return (tuple(a.shape), a.stride(), a.dtype)
         if isinstance(a, (list, tuple)):
             return tuple(freeze(x) for x in a)
         return repr(a)
-    return (node.target, freeze(args), tuple((k, freeze(v)) for k, v in sorted(kwargs.items())))
+    return (target, freeze(args), tuple((k, freeze(v)) for k, v in sorted(kwargs.items())))

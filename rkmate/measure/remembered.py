@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from rkmate.device import Device
+from rkmate.ir.cd import Cost, read_cost
 from rkmate.measure.settings import MeasureSettings
 from rkmate.support.json_store import read_json, write_json
 
 FORMAT = 4
 """Raised whenever what is measured changes: entries of another format count as unknown."""
-Numbers = tuple[tuple[float, int], ...]
-"""Per C node of a block: seconds, and bytes of temporary memory."""
+Numbers = tuple[Cost, ...]
+"""Per C node of a block."""
 
 
 class CostMemory:
@@ -53,7 +54,7 @@ class CostMemory:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_json(self._folder / f"{key}.json", numbers)
+            write_json(self._folder / f"{key}.json", [c.row() for c in numbers])
         except OSError:
             return          # a folder that cannot be written costs time later, nothing else
 
@@ -68,8 +69,9 @@ def _key(text: str, device: Device, settings: MeasureSettings) -> str:
 
 def _numbers(content: Any, count: int) -> Numbers | None:
     try:
-        numbers = tuple((float(t), int(o)) for t, o in content)
+        numbers = tuple(read_cost(c) for c in content)
     except (ValueError, TypeError):
         return None
-    good = len(numbers) == count and all(t >= 0 and o >= 0 for t, o in numbers)
+    good = len(numbers) == count and all(
+        k.time >= 0 and k.overhead >= 0 for c in numbers for k in (c, c.unchunked) if k is not None)
     return numbers if good else None

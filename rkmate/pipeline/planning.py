@@ -14,6 +14,7 @@ from typing import Literal
 
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError, PlanningTimeout, ScheduleError
+from rkmate.ir.kernels import seconds_to_save
 from rkmate.ir.plan import Run
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare, with_operation_costs
@@ -149,10 +150,13 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
     plans = {limit: a.plan for limit, a in attempts.items() if a.plan is not None}
     for limit, plan in plans.items():
         if solved is not None and isinstance(method, Composed):
-            faster = best(known or (), limit)
-            if faster.seconds < plan.step_seconds:
-                plans[limit] = plan_of(solved.prepared, solved, method.name, limit, replace(
-                    faster, bound=plan.bound_seconds, smallest=plan.minimum_bytes))
+            outcome = best(known or (), limit)
+            if outcome.schedule is None:
+                continue
+            other = plan_of(solved.prepared, solved, method.name, limit,
+                            replace(outcome, smallest=plan.minimum_bytes))
+            if other.step_seconds < plan.step_seconds:
+                plans[limit] = replace(other, bound_seconds=plan.bound_seconds)
     return plans, errors
 
 
@@ -273,11 +277,15 @@ def _error(solved: Solved, method: Planner, limit: int, attempt: Attempt) -> Exc
 
 
 def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, outcome: Outcome) -> Plan:
-    """The plan of an outcome that has a schedule. `solved`: None where no options were solved for it."""
+    """The plan of an outcome that has a schedule, with torch's own kernels where there is room for them.
+    `solved`: None where no options were solved for it."""
     assert outcome.schedule is not None
     blocked, parts = prepared.blocked, prepared.partition
     whole = prepared.baseline
-    result = prepared.simulate(outcome.schedule)
+    schedule = prepared.with_kernels(outcome.schedule)
+    result = prepared.simulate(schedule)
+    # Of schedules whose computations all go part by part, as planners see them.
+    bound = None if outcome.bound is None else max(0.0, outcome.bound - seconds_to_save(prepared.graph))
     runs: Sequence[Run]
     if solved is None or not outcome.ops or any(op.save_index is not None for op in outcome.ops):
         runs = tuple(runs_of(outcome.schedule, prepared.graph, parts.block_of))
@@ -285,9 +293,9 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         runs = tuple(runs_of_operations(outcome.ops, solved.options))
     return Plan(
         planner=name, budget_bytes=limit, peak_bytes=result.peak, baseline_peak_bytes=whole.peak,
-        step_seconds=result.seconds, baseline_seconds=whole.seconds, bound_seconds=outcome.bound,
+        step_seconds=result.seconds, baseline_seconds=whole.seconds, bound_seconds=bound,
         minimum_bytes=outcome.smallest, blocks=prepared.infos if solved is None else solved.infos,
-        runs=runs, schedule=outcome.schedule, fingerprint=blocked.fingerprint,
+        runs=runs, schedule=schedule, fingerprint=blocked.fingerprint,
         costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
         graph=solved.summary if solved else summarise(prepared),
         note=_note(blocked, outcome.note), variant=blocked.variant.name,

@@ -19,16 +19,17 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError, RkmateError
+from rkmate.graph.blocks.identity import block_text, classes_of
 from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
-from rkmate.graph.blocks.text import block_text, classes_of
 from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import simplify
 from rkmate.ilp import cache_folder
-from rkmate.ir.cd import CDGraph
+from rkmate.ir.cd import CDGraph, Cost
+from rkmate.ir.kernels import choose_kernels
 from rkmate.ir.plan import BlockInfo
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import Simulation, simulate
@@ -102,7 +103,7 @@ class Prepared:
     reserve_at_loss: int
     """Bytes left for a loss that the caller computes from large outputs."""
     whole: Schedule
-    """The step without rematerialization."""
+    """The step without rematerialization, its kernels chosen."""
     baseline: Simulation
     """The simulator's verdict on it."""
     infos: tuple[BlockInfo, ...]
@@ -128,6 +129,10 @@ class Prepared:
     def device(self) -> torch.device:
         """Where the model stands."""
         return self.blocked.traced.device
+
+    def with_kernels(self, schedule: Schedule) -> Schedule:
+        """The schedule with torch's own kernels where they leave its peak as it is."""
+        return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """The simulator's verdict on a schedule of this model."""
@@ -175,7 +180,7 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
 
 
 @planning_lock
-def with_operation_costs(blocked: Blocked, costs: Sequence[tuple[float, int]] | None = None) -> Prepared:
+def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None) -> Prepared:
     """Measure each operation, or count. `costs`: of a saved plan, instead."""
     traced, parts = blocked.traced, blocked.partition
     start = time.perf_counter()
@@ -197,7 +202,8 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[tuple[float, int]] | 
     graph = cd.with_costs(known[i] for i in range(len(cd.c)))
     pinned = (*parts.program.pinned, *(j for j in cd.output_grads if cd.d[j].size <= 16))
     reserve = _reserve_at_loss(graph)
-    whole = from_order(graph, range(len(graph.c)), graph.loss, pinned)
+    whole = choose_kernels(graph, from_order(graph, range(len(graph.c)), graph.loss, pinned), pinned=pinned,
+                           reserve_at_loss=reserve)
     return Prepared(
         blocked, known, graph, tuple(b.graph.with_costs(known[i] for i in b.c) for b in parts.blocks),
         pinned, reserve, whole, simulate(graph, whole, pinned=pinned, reserve_at_loss=reserve),

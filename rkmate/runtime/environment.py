@@ -24,14 +24,15 @@ class Environment:
     Consumed by one backward; the forward of another call has an environment of its own.
     """
 
-    __slots__ = ("_held", "_rng", "_values", "_versions", "_watched", "device", "dry")
+    __slots__ = ("_rng", "_sources", "_values", "_versions", "_watched", "device", "dry")
 
-    def __init__(self, held: Mapping[str, torch.Tensor], versions: Mapping[str, int],
+    def __init__(self, sources: Mapping[str, torch.Tensor], versions: Mapping[str, int],
                  device: torch.device, *, dry: bool = False) -> None:
-        """`versions`: of what is held, at the forward; without those that may change before the
-        backward, because it does not depend on their value. `dry`: nothing is written back."""
+        """`sources`: the tensors that the caller holds, by key. `versions`: theirs at the forward; without
+        those that may change before the backward, because it does not depend on their value. `dry`:
+        nothing is written back."""
         self._values: dict[str, torch.Tensor] = {}
-        self._held = held
+        self._sources = sources
         self._rng: dict[str, tuple[RandomState, RandomState]] = {}
         self._versions = versions
         self._watched: dict[str, int] = {}
@@ -73,8 +74,8 @@ class Environment:
 
         Raises `BackwardError` when one was changed in place since the forward.
         """
-        held, versions = self._held, self._versions
-        found = [held[n] for n in names]
+        tensors, versions = self._sources, self._versions
+        found = [tensors[n] for n in names]
         for n, t in zip(names, found, strict=True):
             if n in versions and versions[n] != version(t):
                 raise BackwardError(_changed(n))
@@ -87,7 +88,7 @@ class Environment:
     def write(self, name: str, value: torch.Tensor) -> None:
         """Write back what the forward overwrites, once."""
         if not self.dry:
-            self._held[name].copy_(value)
+            self._sources[name].copy_(value)
 
     def watch(self, names: Iterable[str]) -> None:
         """Remember the versions of what the user gets, and may write into."""
@@ -125,7 +126,7 @@ class Environment:
     def clear(self) -> None:
         """Free everything."""
         self._values.clear()
-        self._held = {}
+        self._sources = {}
         self._rng.clear()
         self._versions = {}
         self._watched = {}
@@ -145,13 +146,13 @@ def _changed(key: str) -> str:
 
 
 @dataclass(frozen=True)
-class Kept:
+class RerunState:
     """What a second run of one forward needs."""
 
-    held: Mapping[str, torch.Tensor]
-    """By source key; the very tensors of the first run."""
+    sources: Mapping[str, torch.Tensor]
+    """What the caller holds, by key: the very tensors of the first run."""
     versions: Mapping[str, int]
-    state: RandomState | None
+    draws: RandomState | None
     """Of the generators before the forward; None when nothing is drawn."""
 
 

@@ -13,12 +13,12 @@ from torch import fx, nn
 
 from rkmate.codegen.emit import Generated
 from rkmate.errors import BackwardError
+from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.partition import Partition
-from rkmate.graph.blocks.text import source_key
 from rkmate.graph.capture.capture import Capture
 from rkmate.runtime.environment import (
     Environment,
-    Kept,
+    RerunState,
     generator_state,
     generators_at,
     version,
@@ -44,11 +44,11 @@ class TensorSlot:
 
 Gradients = dict[str, torch.Tensor]
 """By source key."""
-Redo = Callable[[Kept, Mapping[int, torch.Tensor]], Gradients]
+Redo = Callable[[RerunState, Mapping[int, torch.Tensor]], Gradients]
 """Gradients for output gradients (by output number) that this plan does not take."""
 
 
-class Compiled:
+class PlannedStep:
     """Runs the generated source; one instance per signature and set of output gradients."""
 
     def __init__(self, model: nn.Module, capture: Capture, partition: Partition,
@@ -105,19 +105,19 @@ class Compiled:
     def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo,
                  finished: Callable[[], None] | None = None) -> Any:
         """The forward of one step; the backward follows through autograd, and calls `finished`."""
-        held: dict[str, torch.Tensor] = {k: s.get() for k, s in self._slots.items()}
-        held.update(self._fixed)
+        sources: dict[str, torch.Tensor] = {k: s.get() for k, s in self._slots.items()}
+        sources.update(self._fixed)
         for key, i in self._inputs.items():
-            held[key] = tensors[i].detach()                    # detach: the boundary of autograd
-        versions = {k: version(t) for k, t in held.items() if k not in self._free}
+            sources[key] = tensors[i].detach()                 # detach: the boundary of autograd
+        versions = {k: version(t) for k, t in sources.items() if k not in self._free}
         several = len(self._unplanned) + len(self._tangents) > 1
         state = generator_state(self.device) if several and self._draws else None
-        env = Environment(held, versions, self.device)
+        env = Environment(sources, versions, self.device)
         with torch.no_grad(), without_autocast(self.device):
             results = self._forward(env)
         env.watch(self._output_names)
         call = Call(env, self._backward, self._last, self._targets)
-        call.kept = Kept(held, versions, state) if several else None
+        call.rerun = RerunState(sources, versions, state) if several else None
         call.finished = finished
         params = [[s.get() for s in slots] for slots in self._params]
         inputs = [tensors[i] for i in self.generated.input_grads]
@@ -147,18 +147,18 @@ class Compiled:
             if grad is not None:
                 given[i] = grad
                 del grad
-        if len(given) < len(self._tangents) and call.kept is not None:
-            # The gradients of what only the others lead to have to be None, not zeros.
-            call.env.clear()
-            call.ready = redo(call.kept, given)
+        if len(given) == len(self._tangents):
+            self._give(call.env, given)
             return
-        self._give(call.env, given)
+        # The gradients of what only the others lead to have to be None, not zeros.
+        call.env.clear()
+        call.ready = redo(call.rerun, given) if given and call.rerun is not None else {}
 
     def _give(self, env: Environment, given: dict[int, torch.Tensor]) -> None:
         for i, name in self._tangents:
             env.give((name,), self._as_traced(i, given.pop(i)))
 
-    def again(self, kept: Kept, given: dict[int, torch.Tensor]) -> Gradients:
+    def again(self, state: RerunState, given: dict[int, torch.Tensor]) -> Gradients:
         """Gradients by a second run of a forward; nothing is written, nothing is drawn anew.
 
         `given`: by output number, the gradients of exactly the outputs that this plan takes. The
@@ -170,13 +170,13 @@ class Compiled:
                 f"the loss leads to other outputs than this forward was planned for, and the forward "
                 f"cannot be run again, because it has overwritten {name!r}: run this step again; "
                 "from now on the plan expects this loss")
-        env = Environment(kept.held, kept.versions, self.device, dry=True)
+        env = Environment(state.sources, state.versions, self.device, dry=True)
         found: Gradients = {}
         with torch.no_grad(), without_autocast(self.device):
-            if kept.state is None:
+            if state.draws is None:
                 self._forward(env)
             else:
-                with generators_at(self.device, kept.state):
+                with generators_at(self.device, state.draws):
                     self._forward(env)
             self._give(env, given)
             for function, targets in zip(self._backward, self._targets, strict=True):

@@ -13,7 +13,7 @@ from torch import nn
 
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.modes import inside_fake_mode, inside_transform
-from rkmate.runtime.environment import Kept
+from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
 from rkmate.runtime.guards import ModuleReader, guards_of
@@ -105,7 +105,7 @@ class PlannedModule(StandIn):
         self.__dict__["_latest"] = latest
         found, pattern = known, latest.compiled.wanted
 
-        def redo(kept: Kept, given: Mapping[int, torch.Tensor]) -> Gradients:
+        def redo(kept: RerunState, given: Mapping[int, torch.Tensor]) -> Gradients:
             return self._plans.again(found, pattern, kept, given)
 
         first = self._first_step(latest)

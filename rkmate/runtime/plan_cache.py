@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from rkmate.budget import Budget
-from rkmate.codegen.emit import Emitter
-from rkmate.codegen.whole import whole_steps
+from rkmate.codegen.emit import emit
 from rkmate.errors import InfeasibleBudget
-from rkmate.graph.blocks.text import source_key
+from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
@@ -24,8 +23,8 @@ from rkmate.pipeline.planning import follow, follow_any, make_plan
 from rkmate.pipeline.prepare import Traced, held_tensors, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.runtime.changes import changing, differing
-from rkmate.runtime.environment import Kept
-from rkmate.runtime.executable import Compiled, Gradients
+from rkmate.runtime.environment import RerunState
+from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
@@ -56,7 +55,7 @@ class Executable:
     """One plan, and what runs it."""
 
     plan: Plan
-    compiled: Compiled
+    compiled: PlannedStep
     measured: bool = False
     """Whether a step has been measured against the prediction."""
 
@@ -177,7 +176,7 @@ class PlanCache:
                 known.executables[mask] = found
         return found
 
-    def again(self, known: Specialization, planned: TangentMask, kept: Kept,
+    def again(self, known: Specialization, planned: TangentMask, kept: RerunState,
               given: Mapping[int, torch.Tensor]) -> Gradients:
         """Gradients of a forward that was planned for another loss: it runs a second time.
 
@@ -198,8 +197,8 @@ class PlanCache:
         with torch.no_grad():
             return found.compiled.again(kept, dict(given))
 
-    def _for_one_step(self, known: Specialization, mask: TangentMask, kept: Kept) -> Executable:
-        held = {s: kept.held[source_key(s)].detach() for s in known.capture.sources.values()
+    def _for_one_step(self, known: Specialization, mask: TangentMask, kept: RerunState) -> Executable:
+        held = {s: kept.sources[source_key(s)].detach() for s in known.capture.sources.values()
                 if s.kind != "tangent"}
         traced = replace(known.traced, wanted=mask, tensors=held)
         try:
@@ -215,12 +214,10 @@ class PlanCache:
             make_plan(traced, budget, self.planning.planner)
         prepared, plan = planned.prepared, planned.plan
         labels = [b.label for b in plan.blocks]
-        entire = whole_steps(prepared.partition.program, plan.schedule, prepared.simulate)
-        generated = Emitter(prepared.partition, plan.schedule, labels, repr(plan)[1:-1],
-                            prepared.graph, entire).emit()
+        generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
         plan = replace(plan, source=generated.text)
-        return Executable(plan, Compiled(self.model, prepared.capture, prepared.partition, generated,
-                                         prepared.device))
+        return Executable(plan, PlannedStep(self.model, prepared.capture, prepared.partition, generated,
+                                            prepared.device))
 
 
 def _names(mask: TangentMask) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from rkmate import device as devices
 from rkmate.errors import BackwardError
-from rkmate.runtime.environment import Environment, Kept
+from rkmate.runtime.environment import Environment, RerunState
 
 Function = Callable[[Environment], list[Any]]
 
@@ -17,7 +17,8 @@ Function = Callable[[Environment], list[Any]]
 class Call:
     """One forward and the backward that belongs to it."""
 
-    __slots__ = ("env", "finished", "functions", "kept", "last", "next", "ready", "targets", "token")
+    __slots__ = ("env", "finished", "functions", "last", "next", "ready", "rerun", "targets",
+                 "token")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -32,7 +33,7 @@ class Call:
         """Gradients that were found in another way: the segments only hand them out."""
         self.finished: Callable[[], None] | None = None
         """Called when the last segment has run."""
-        self.kept: Kept | None = None
+        self.rerun: RerunState | None = None
         """For a second run, where there are outputs that this backward was not planned for."""
         self.token = token(env.device)
         """The gradient of every token."""
@@ -60,7 +61,7 @@ class Call:
         except BaseException:
             self.next = -1
             self.env.clear()
-            self.ready = self.kept = None
+            self.ready = self.rerun = None
             raise
         if number == self.last:
             self.env.clear()
@@ -69,20 +70,20 @@ class Call:
                 self.finished()
         return result
 
-    def again(self) -> Kept:
+    def again(self) -> RerunState:
         """What a second run needs. Raises `BackwardError` when it was let go."""
-        if self.kept is None:
+        if self.rerun is None:
             raise BackwardError(
                 "this forward has been through a backward already, and its inputs are gone; take all "
                 "the gradients that share a forward in one backward, or give the first one "
                 "retain_graph=True: the forward then runs a second time")
-        return self.kept
+        return self.rerun
 
     def let_go(self) -> None:
         """Forget the inputs once the backward is over: the loss may live on. Where the graph is to
         stay (retain_graph=True) they stay, as autograd's own saved tensors do."""
         if self.next > self.last and not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.kept = None
+            self.rerun = None
 
 
 def _alone(grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -11,8 +11,10 @@ from functools import cached_property
 from typing import Literal
 
 from rkmate.errors import ScheduleError
+from rkmate.ir.cd import Kernel
+from rkmate.ir.kernels import choose_kernels
 from rkmate.ir.plan import PlanData
-from rkmate.ir.schedule import Compute, Free, Schedule, from_order, in_place_donor
+from rkmate.ir.schedule import Compute, Free, Schedule, from_order, in_place_donor, kernel_of
 from rkmate.ir.simulate import LOSS_SCALARS, simulate
 from rkmate.ir.summary import GraphSummary
 
@@ -48,6 +50,8 @@ class Moment:
     """The C node that runs; None for other steps."""
     again: bool
     """The computation has run before."""
+    unchunked: bool
+    """By the kernel that does at once what it otherwise does part by part."""
     bytes: tuple[int, ...]
     """By kind, in the order of `KINDS`: while a computation runs, or after another step."""
 
@@ -145,8 +149,10 @@ def replay(plan: PlanData) -> Occupancy:
 
 def replay_baseline(plan: PlanData) -> Occupancy:
     """The same model without rematerialization."""
-    cd = plan.graph.cd
-    return replay_schedule(plan.graph, from_order(cd, range(len(cd.c)), cd.loss, plan.graph.pinned))
+    graph, cd = plan.graph, plan.graph.cd
+    schedule = from_order(cd, range(len(cd.c)), cd.loss, graph.pinned)
+    return replay_schedule(graph, choose_kernels(cd, schedule, pinned=graph.pinned,
+                                                 reserve_at_loss=graph.reserve_at_loss))
 
 
 def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Occupancy:
@@ -155,7 +161,8 @@ def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Occupancy:
     walk = _Walk(graph)
     for k, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
-            walk.compute(k, step.c, in_place_donor(graph.cd, schedule.steps, k))
+            walk.compute(k, step, kernel_of(graph.cd, step),
+                         in_place_donor(graph.cd, schedule.steps, k))
         elif isinstance(step, Free):
             walk.forget(k, step.d)
         else:
@@ -196,17 +203,18 @@ class _Walk:
         self.again[j] = again
         self.level[self.kind[j]] += self.graph.storages[j].size
 
-    def _record(self, start: float, computation: int | None, again: bool,
+    def _record(self, start: float, step: Compute | None = None, again: bool = False,
                 extra: Iterable[tuple[Kind, int]] = ()) -> None:
         level = dict(self.level)
         for kind, n in extra:
             level[kind] += n
-        self.moments.append(Moment(start, self.now, computation, again,
+        self.moments.append(Moment(start, self.now, step.c if step else None, again,
+                                   step is not None and step.unchunked,
                                    tuple(level[kind] for kind in KINDS)))
 
-    def compute(self, k: int, c: int, place: int | None) -> None:
-        node = self.graph.computations[c]
-        again = c in self.ran
+    def compute(self, k: int, step: Compute, kernel: Kernel, place: int | None) -> None:
+        node = self.graph.computations[step.c]
+        again = step.c in self.ran
         twice = 0
         if place is not None:
             self.level[self.kind[place]] -= self.graph.storages[place].size
@@ -216,10 +224,10 @@ class _Walk:
                 twice += self.graph.storages[j].size     # the second copy goes at once
             else:
                 self._add(k, j, again)
-        self.ran.add(c)
+        self.ran.add(step.c)
         start = self.now
-        self.now += node.seconds
-        self._record(start, c, again, [("temporaries", twice + node.overhead)])
+        self.now += kernel.time
+        self._record(start, step, again, [("temporaries", twice + kernel.overhead)])
 
     def forget(self, k: int, j: int) -> None:
         self.spans.append((j, self.alive.pop(j), self.taken.get(j, k), self.again[j]))
@@ -227,7 +235,7 @@ class _Walk:
             del self.taken[j]                           # its storage lives on under another name
         else:
             self.level[self.kind[j]] -= self.graph.storages[j].size
-        self._record(self.now, None, False)
+        self._record(self.now)
 
     def loss(self, k: int) -> None:
         before = sum(self.level.values())
@@ -238,7 +246,7 @@ class _Walk:
         for j in self.graph.output_grads:
             self._add(k, j, False)
         inside = before + self.graph.reserve_at_loss - sum(self.level.values())
-        self._record(self.now, None, False, [("loss", max(0, inside))])
+        self._record(self.now, extra=[("loss", max(0, inside))])
 
     def close(self, end: int) -> None:
         for j, first in self.alive.items():

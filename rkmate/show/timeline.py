@@ -163,6 +163,7 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
             m = replayed.moments[k]
             assert m.computation is not None
             operation = g.computations[m.computation].operation
+            operation = f"{operation}, unchunked" if m.unchunked else operation
             names.append(operation if len(operation) <= 28 else f"{operation[:25]}...")
             forward = g.computations[m.computation].phase == "forward"
             colours.append(styles.AGAIN if m.again else

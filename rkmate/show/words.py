@@ -128,7 +128,8 @@ def _peak(replayed: Occupancy) -> str:
     if moment.computation is not None:
         c = replayed.graph.computations[moment.computation]
         again = "while it is recomputed, " if moment.again else ""
-        where = f"{again}at {c.operation} ({c.phase} of {c.path or 'the model itself'})"
+        whole = ", unchunked" if moment.unchunked else ""
+        where = f"{again}at {c.operation}{whole} ({c.phase} of {c.path or 'the model itself'})"
     shares = [f"{size(n)} of {KIND_NAMES[kind]}" for kind, n in zip(KINDS, moment.bytes, strict=True)
               if n]
     tensors = [tensor_words(t) for t in replayed.peak_tensors[:3]]

@@ -11,7 +11,7 @@ from torch import nn
 
 from rkmate.device.fake import FakeDevice
 from rkmate.device.random_state import STATE_BYTES
-from rkmate.graph.blocks.text import block_text
+from rkmate.graph.blocks.identity import block_text
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings

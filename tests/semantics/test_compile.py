@@ -13,7 +13,7 @@ from torch import nn
 
 import rkmate
 import rkmate.compile
-from rkmate.runtime.executable import Compiled
+from rkmate.runtime.executable import PlannedStep
 from tests.semantics.steps import Tower, assert_same_gradients, planned
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_a_compiled_function_around_a_planned_module() -> None:
     run = torch.compile(module, backend="eager")
     assert_same_gradients(model, run, lambda run: run(x).sum())
     loss = torch.compile(lambda x: module(x).sum(), backend="eager")
-    with mock.patch.object(Compiled, "__call__", autospec=True, side_effect=Compiled.__call__) as call:
+    with mock.patch.object(PlannedStep, "__call__", autospec=True, side_effect=PlannedStep.__call__) as call:
         loss(x).backward()
     assert call.call_count == 1                # as planned
     assert model.layers[0].weight.grad is not None

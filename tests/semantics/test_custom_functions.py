@@ -182,3 +182,37 @@ def test_calls_of_other_code_are_as_before() -> None:
 def test_what_a_trace_would_lose_is_refused(kind: str, words: str) -> None:
     with pytest.raises(rkmate.CaptureError, match=words):
         planned(_Model(kind), torch.randn(4, 8))
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_loss_that_gives_no_gradient(outputs: int) -> None:
+    """As in eager mode, no parameter gets one; the next step is as planned."""
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = torch.tanh(self.layer(x))
+            return y if outputs == 1 else (y, torch.sin(y))
+
+    model, x = Model(), torch.randn(3, 4, requires_grad=True)
+    module = planned(copy.deepcopy(model), x)
+    for step in (model, module):
+        results = step(x)
+        results = (results,) if outputs == 1 else results
+        sum(_NoGradient.apply(r).sum() for r in results).backward()
+        assert x.grad is None
+        assert all(p.grad is None for p in step.parameters())
+    assert_same_step(model, module, Sample(
+        model, (x.detach(),), {}, lambda y: sum((r * r).sum() for r in (y if outputs == 2 else (y,)))))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.runtime.executable import Compiled
+from rkmate.runtime.executable import PlannedStep
 from rkmate.runtime.segments import Call
 from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned, tightest
 
@@ -117,7 +117,7 @@ def test_a_step_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -
     module = planned(model, x)
     # Torch's own flag, which is one for all threads.
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-    with mock.patch.object(Compiled, "__call__", autospec=True, side_effect=Compiled.__call__) as call:
+    with mock.patch.object(PlannedStep, "__call__", autospec=True, side_effect=PlannedStep.__call__) as call:
         assert_same_gradients(model, module, lambda run: run(x).sum())
     assert call.call_count == 1
 
@@ -125,7 +125,7 @@ def test_a_step_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -
 def test_an_export_takes_the_original() -> None:
     model, x = Tower(), torch.randn(8, 16)
     module = planned(model, x)
-    with mock.patch.object(Compiled, "__call__", autospec=True, side_effect=Compiled.__call__) as call:
+    with mock.patch.object(PlannedStep, "__call__", autospec=True, side_effect=PlannedStep.__call__) as call:
         program = torch.export.export(nn.Sequential(module), (x,), strict=False)
     assert call.call_count == 0
     torch.testing.assert_close(program.module()(x), model(x))
@@ -212,7 +212,7 @@ def test_an_error_as_the_backward_begins(monkeypatch: pytest.MonkeyPatch) -> Non
     def fails(*args: Any) -> Any:
         raise ValueError("no second run")
 
-    monkeypatch.setattr(Compiled, "again", fails)
+    monkeypatch.setattr(PlannedStep, "again", fails)
     with pytest.raises(ValueError, match="no second run"), pytest.warns(rkmate.RkmateWarning):
         out["left"].sum().backward(retain_graph=True)
     with pytest.raises(rkmate.BackwardError, match="through a backward already"):

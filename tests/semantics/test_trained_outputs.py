@@ -19,7 +19,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline.settings import checked_trains
 from rkmate.pipeline.trained_outputs import chosen_outputs
-from rkmate.runtime.executable import Compiled
+from rkmate.runtime.executable import PlannedStep
 from tests.capturing import captured_once
 from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned
 
@@ -82,7 +82,7 @@ def test_the_first_step_is_as_planned(trains: Any, budget: float, x: torch.Tenso
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     FORWARDS.clear()
-    with mock.patch.object(Compiled, "again", side_effect=AssertionError("a second forward")):
+    with mock.patch.object(PlannedStep, "again", side_effect=AssertionError("a second forward")):
         found = measure_peak(lambda: loss(module(x)).backward())        # a warning would be an error
     assert budget < 1 or len(FORWARDS) == 1
     assert found.peak <= module.plan.budget_bytes
@@ -135,7 +135,7 @@ def test_every_public_call_takes_it(x: torch.Tensor) -> None:
     batch = rkmate.max_batch_size(model, lambda n: (x[:n],), device_memory="1MiB", most=2, **options)
     assert batch.plan.baseline_peak_bytes > 0
     for copied in (module, copy.deepcopy(module)):
-        with mock.patch.object(Compiled, "again", side_effect=AssertionError("a second forward")):
+        with mock.patch.object(PlannedStep, "again", side_effect=AssertionError("a second forward")):
             both(copied(x)).backward()
         assert copied.plan.schedule == plan.schedule
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rkmate
-from rkmate.runtime.executable import Compiled
+from rkmate.runtime.executable import PlannedStep
 from tests.semantics.steps import Tower, planned
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning",
@@ -26,14 +26,14 @@ STEPS = 3
 
 def _same_weights(train: Callable[[bool], nn.Module]) -> None:
     seen: list[list[torch.Tensor]] = []
-    call = Compiled.__call__
+    call = PlannedStep.__call__
 
-    def spied(run: Compiled, *args: Any) -> Any:
+    def spied(run: PlannedStep, *args: Any) -> Any:
         seen.append([s.get().detach().clone() for slots in run._params for s in slots])
         return call(run, *args)
 
     plain = train(False)
-    with mock.patch.object(Compiled, "__call__", spied):
+    with mock.patch.object(PlannedStep, "__call__", spied):
         wrapped = train(True)
     assert len(seen) >= STEPS, "the planned step did not run"
     assert any(not torch.equal(a, b) for a, b in zip(seen[0], seen[-1], strict=True)), "no step was taken"

@@ -7,8 +7,8 @@ is an output of its own (the paper's phantoms, appendix A.6).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.in_place import overwrites
+from rkmate.graph.passes.chunked_kernels import Unchunked, unchunked
+from rkmate.graph.passes.in_place import InPlace, in_place_ways
 from rkmate.graph.passes.simplify import Joint, is_backward, is_random, is_view
 from rkmate.ir.cd import CDGraph, CNode, DNode
 
@@ -48,6 +49,10 @@ class Program:
     """Buffers and inputs to write after the forward, with their new values."""
     pinned: tuple[int, ...]
     """D nodes that the module's outputs live in: the user holds them."""
+    in_place: Mapping[fx.Node, Mapping[int, InPlace]]
+    """Per operation with donors, how its result is written over each of them."""
+    unchunked: Mapping[fx.Node, Unchunked]
+    """The other kernel of operations that work part by part, where there is one."""
 
     def d_of(self, node: fx.Node) -> int | None:
         """The D node that a value lives in; None for what the caller holds."""
@@ -91,6 +96,7 @@ class _Builder:
         self.position: list[int | None] = []
         self.storage: dict[fx.Node, int | Source] = {}
         self.tangents: list[int] = []
+        self.in_place: dict[fx.Node, dict[int, InPlace]] = {}
         self.results = {n for n in joint.outputs if n is not None} \
             | {n for _, n in joint.mutations} | {n for _, n in joint.grads}
         for node, source in joint.sources.items():
@@ -147,12 +153,15 @@ class _Builder:
                                "tensors can be planned; the value depends on data. rkmate.dtr runs "
                                "such models")
         inputs = dict.fromkeys(self.storage[n] for n in node.all_input_nodes)
-        ways = overwrites(node, self.storage.__getitem__)
-        places = (self.storage[node.args[w.argument]] for w in ways)  # type: ignore[index]
+        ways: dict[int, InPlace] = {}
+        for way in in_place_ways(node, self.storage.__getitem__):
+            donor = self.storage[node.args[way.argument]]  # type: ignore[index]
+            if isinstance(donor, int) and donor not in self.tangents:
+                ways.setdefault(donor, way)
+        if ways:
+            self.in_place[node] = ways
         self.c.append(CNode(node.name, phase, tuple(i for i in inputs if isinstance(i, int)),
-                            tuple(outputs), random=is_random(node),
-                            donors=tuple(p for p in places if isinstance(p, int)
-                                               and p not in self.tangents)))
+                            tuple(outputs), random=is_random(node), donors=tuple(ways)))
         self.operation.append(node)
 
     def finish(self, loss: int) -> Program:
@@ -184,9 +193,13 @@ class _Builder:
             if d.kind == "data" and j not in read_in_forward and j not in pinned and j not in written:
                 self.d[j] = DNode(d.name, d.size, "saved")
         last = dict.fromkeys(w for _, n in input_grads if isinstance(w := self.storage[n], int))
+        # What is handed to autograd is nobody's to overwrite.
+        handed = {self.storage[n] for _, n in param_grads}
+        self.c = [replace(c, donors=tuple(j for j in c.donors if j not in handed)) for c in self.c]
         graph = CDGraph(tuple(self.d), tuple(self.c), loss, (), tuple({**pinned, **written}),
                         tuple(self.tangents), tuple(last))
         constant = frozenset(i for i, n in enumerate(self.operation) if n in joint.constant)
         return Program(joint, graph.verify(), tuple(self.operation), tuple(self.owner),
                        tuple(self.position), self.storage, tuple(param_grads), tuple(input_grads),
-                       constant, joint.mutations, tuple(pinned))
+                       constant, joint.mutations, tuple(pinned), self.in_place,
+                       {n: u for n in self.operation if (u := unchunked(n)) is not None})

@@ -23,14 +23,14 @@ _LOSSES = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
 @dataclass(frozen=True)
-class Whole:
-    """An operation that works part by part, done at once."""
+class Unchunked:
+    """The kernel that does at once what an operation does part by part."""
 
     target: Any
     """torch's own operator."""
     args: tuple[Any, ...]
-    more: int
-    """Bytes that it takes at most beyond what the parts do."""
+    overhead: int
+    """Bytes of temporary memory, at most."""
 
 
 def split_wide(graph: fx.Graph, replace: Callable[[fx.Node, fx.Node], None]) -> None:
@@ -44,9 +44,9 @@ def split_wide(graph: fx.Graph, replace: Callable[[fx.Node, fx.Node], None]) -> 
         if new is None:
             continue
         with graph.inserting_before(node):
-            by_parts = graph.create_node("call_function", *new, name=new[0]._opname)
-        by_parts.meta = dict(node.meta)
-        replace(node, by_parts)
+            chunked = graph.create_node("call_function", *new, name=new[0]._opname)
+        chunked.meta = dict(node.meta)
+        replace(node, chunked)
         graph.erase_node(node)
 
 
@@ -83,7 +83,7 @@ def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     return own.batch_norm_backward.default, (grad, input, weight, mean, invstd, eps)
 
 
-def at_once(node: fx.Node) -> Whole | None:
+def unchunked(node: fx.Node) -> Unchunked | None:
     """The faster call with the same bits; None where there is none: the parts of a cross entropy are as
     fast.
 
@@ -93,6 +93,6 @@ def at_once(node: fx.Node) -> Whole | None:
         return None
     grad, input, weight, mean, invstd, eps = node.args
     value = input.meta["val"]  # type: ignore[union-attr]
-    return Whole(aten.native_batch_norm_backward.default,
-                 (grad, input, weight, None, None, mean, invstd, True, eps, [True] * 3),
-                 2 * value.numel() * value.element_size())
+    return Unchunked(aten.native_batch_norm_backward.default,
+                     (grad, input, weight, None, None, mean, invstd, True, eps, [True] * 3),
+                     value.numel() * value.element_size())

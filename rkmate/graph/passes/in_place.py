@@ -51,15 +51,15 @@ _INTO_GRADIENT_BY_ROWS: dict[Any, tuple[Any, str, int]] = {
 # Kernels that read a whole row before they write any of it.
 _INTO_INPUT_BY_ROWS = {aten._log_softmax.default: aten._log_softmax.out,
                        aten._softmax.default: aten._softmax.out}
-_BY_PARTS: dict[Any, tuple[Any, int]] = {
+_CHUNKED: dict[Any, tuple[Any, int]] = {
     torch.ops.rkmate.cross_entropy_backward.default: (torch.ops.rkmate.cross_entropy_backward.out, 1),
     torch.ops.rkmate.batch_norm_backward.default: (torch.ops.rkmate.batch_norm_backward.over, 0),
 }
 
 
 @dataclass(frozen=True)
-class Overwrite:
-    """How a call overwrites one of its arguments."""
+class InPlace:
+    """How a call writes its result over one of its arguments."""
 
     argument: int
     """Position of the argument whose storage takes the result."""
@@ -71,7 +71,7 @@ class Overwrite:
     """The keyword under which the argument is passed once more, as the place of the result."""
 
 
-def overwrites(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[Overwrite]:
+def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[InPlace]:
     """The ways in which an operation could overwrite an argument.
 
     `storage` names where a value lives. An argument qualifies when it has the result's shape,
@@ -80,32 +80,32 @@ def overwrites(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[Over
     """
     target = node.target
     result = node.meta.get("val")
-    if target in _BY_PARTS and isinstance(result, (tuple, list)):
+    if target in _CHUNKED and isinstance(result, (tuple, list)):
         result = result[0]
     if not isinstance(result, torch.Tensor):
         return []
-    ways: list[Overwrite] = []
+    ways: list[InPlace] = []
     if target in _FIRST:
-        ways.append(Overwrite(0, _FIRST[target]))
+        ways.append(InPlace(0, _FIRST[target]))
         if target in _COMMUTES and "alpha" not in node.kwargs and len(node.args) == 2:
-            ways.append(Overwrite(1, _FIRST[target], swapped=True))
+            ways.append(InPlace(1, _FIRST[target], swapped=True))
     elif target in _INTO_GRADIENT:
         new, keyword, position = _INTO_GRADIENT[target]
-        ways.append(Overwrite(position, new, keyword=keyword))
+        ways.append(InPlace(position, new, keyword=keyword))
     elif target in _INTO_GRADIENT_BY_ROWS and node.args[2] in (-1, result.dim() - 1):
         new, keyword, _ = _INTO_GRADIENT_BY_ROWS[target]
         if node.args[3] == result.dtype:
-            ways.append(Overwrite(0, new, keyword=keyword))
+            ways.append(InPlace(0, new, keyword=keyword))
     elif target in _INTO_INPUT_BY_ROWS and node.args[1] in (-1, result.dim() - 1) \
             and node.args[2] is False:
-        ways.append(Overwrite(0, _INTO_INPUT_BY_ROWS[target], keyword="out"))
-    elif target in _BY_PARTS:
-        over, position = _BY_PARTS[target]
-        ways.append(Overwrite(position, over, keyword="out"))
+        ways.append(InPlace(0, _INTO_INPUT_BY_ROWS[target], keyword="out"))
+    elif target in _CHUNKED:
+        over, position = _CHUNKED[target]
+        ways.append(InPlace(position, over, keyword="out"))
     return [w for w in ways if _fits(node, w, result, storage)]
 
 
-def _fits(node: fx.Node, way: Overwrite, result: torch.Tensor,
+def _fits(node: fx.Node, way: InPlace, result: torch.Tensor,
           storage: Callable[[fx.Node], object]) -> bool:
     argument = node.args[way.argument]
     if not isinstance(argument, fx.Node):

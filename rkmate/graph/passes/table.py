@@ -84,11 +84,11 @@ EMISSION = (
     Pass("in-place donors", "emission",
          "A trace has no operations in place, and eager mode has them: one that may write its result over "
          "an input that dies there takes a tensor less. Which input dies is the schedule's business.",
-         in_place.overwrites),
+         in_place.in_place_ways),
     Pass("unchunked kernels", "emission",
          "An operation that works part by part takes a little longer than torch's own kernel, which may "
          "take its place where memory leaves room.",
-         chunked_kernels.at_once),
+         chunked_kernels.unchunked),
     Pass("views as methods", "emission",
          "A kernel may lay its result out otherwise than the trace says, and a view of it then has to "
          "copy: `view` is written as `reshape`, the other everyday views as methods, which are faster "

@@ -15,6 +15,7 @@ from rkmate.device import cpu
 from rkmate.graph.passes.simplify import simplify
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline import prepare as pipeline
+from rkmate.show.replay import replay
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models import Sample
@@ -96,9 +97,9 @@ class _Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-                                  nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+                                  nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
                                   nn.AdaptiveAvgPool2d(4), nn.Flatten())
-        self.head = nn.Linear(256, 600)
+        self.head = nn.Linear(512, 600)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.stem(images)), labels)
@@ -122,22 +123,38 @@ def test_a_wrapped_module_uses_them(budget: float, monkeypatch: pytest.MonkeyPat
     assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.5])
-def test_whole_where_there_is_room(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below the peak torch's kernel runs, which is faster and takes more; the peak stays as predicted."""
+class _Squares(nn.Module):
+    """The loss inside: nothing is reserved for one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * x).sum()
+
+
+@pytest.mark.parametrize(("planner", "counts"), [("rockmate", [5, 0]), ("recompute-all", [2, 3])])
+def test_unchunked_where_there_is_room(planner: str, counts: list[int],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the peak torch's kernel runs, which is faster and takes more; the peak stays as predicted.
+
+    Both schedules are the same whatever the times.
+    """
     monkeypatch.setattr(cpu, "PART_BYTES", 2**16)
-    layers: list[nn.Module] = []
-    for before in (3, 16, 16, 16, 16):
-        layers += [nn.Conv2d(before, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
-    model = nn.Sequential(*layers)
-    sample = Sample(model, (torch.randn(32, 3, 16, 16),), {}, lambda y: (y * y).sum())
-    module = rkmate.wrap(copy.deepcopy(model), sample.args, budget=budget, progress=False)
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(5):
+        layers += [nn.BatchNorm2d(16), nn.GELU()]
+    model = nn.Sequential(*layers, _Squares())
+    sample = Sample(model, (torch.randn(32, 3, 16, 16),), {}, lambda loss: loss)
+    module = rkmate.wrap(copy.deepcopy(model), sample.args, budget=1.0, planner=planner, progress=False)
     found = [module.source.count(f"= {name}") for name in
              ("aten.native_batch_norm_backward", "rkmate.batch_norm_backward")]
-    assert found == ([4, 1] if budget > 0.6 else [1, 4])
+    assert found == counts
     assert_same_step(model, module, sample)
     peak = measured_peak(module, sample)
     assert 0.99 * module.plan.peak_bytes <= peak <= module.plan.peak_bytes
+    # The prediction has the kernels that run.
+    assert module.plan.step_seconds == module.plan.schedule.seconds(module.plan.graph.cd)
+    assert replay(module.plan).seconds == pytest.approx(module.plan.step_seconds)
+    assert sum(m.unchunked for m in replay(module.plan).moments) == counts[0]
+    assert module.plan.bound_seconds is None or module.plan.bound_seconds <= module.plan.step_seconds
 
 
 def test_updated_statistics_do_not_wait_for_the_backward() -> None:

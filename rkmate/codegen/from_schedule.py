@@ -1,0 +1,289 @@
+"""From a schedule to the slices that run it. Nothing is left to decide at run time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from rkmate.codegen import slices
+from rkmate.codegen.liveness import Computed, Freed, flow
+from rkmate.codegen.slices import RESERVED, Call, Draws, Drop, Function, Listing, Run, Slice, Write
+from rkmate.graph.blocks.expressions import Expressions, local_names, operator_namespace, source_key
+from rkmate.graph.blocks.names import NameTable
+from rkmate.graph.blocks.partition import Partition
+from rkmate.graph.capture.capture import Source
+from rkmate.ir.cd import HOISTED, CDGraph
+from rkmate.ir.schedule import Compute, Free, Loss, Schedule, kernel_of
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one autograd function does in the backward."""
+
+    function: str
+    """Name of the generated function."""
+    params: tuple[str, ...]
+    """Parameters whose gradients it returns, in order."""
+
+
+def listing_of(partition: Partition, schedule: Schedule, labels: Sequence[str] | None = None,
+               summary: str = "", graph: CDGraph | None = None) -> tuple[Listing, tuple[Segment, ...]]:
+    """The functions of a schedule that the simulator has accepted, and the segments of its backward.
+
+    `labels`: names of the blocks' classes; blocks with the same one share functions. `graph`: the
+    partition's graph with costs, for the comments.
+    """
+    return _Maker(partition, schedule, labels, graph).listing(summary)
+
+
+@dataclass
+class _Stretch:
+    """Steps of one block that become one slice."""
+
+    block: int
+    steps: list[Compute | Free] = field(default_factory=list)
+    closed: bool = False
+    """Whether it ends with what is freed without having been read in it."""
+
+    def add(self, step: Compute | Free, cd: CDGraph) -> None:
+        if isinstance(step, Free) and not self.closed:
+            nodes = [cd.c[s.c] for s in self.steps if isinstance(s, Compute)]
+            self.closed = all(step.d not in c.inputs and step.d not in c.outputs for c in nodes)
+        self.steps.append(step)
+
+
+class _Maker:
+    def __init__(self, partition: Partition, schedule: Schedule, labels: Sequence[str] | None,
+                 graph: CDGraph | None) -> None:
+        self.partition = partition
+        self.program = partition.program
+        self.cd = graph or self.program.cd
+        self.schedule = schedule
+        self.labels = labels
+        self.repeated = schedule.recomputed()
+        self.ran: set[int] = set()
+        self.stored: set[int] = set()
+        """D nodes in the environment."""
+        spaces = {"aten", *map(operator_namespace, self.program.joint.graph.nodes)} - {""}
+        table = NameTable({*RESERVED, "forward"})
+        self.aliases = {space: table.fresh(space) for space in sorted(spaces)}
+        self.functions = table
+        self.handed = {j: (s, n) for s, n in self.program.param_grads
+                       if (j := self.program.d_of(n)) is not None}
+        """Parameter gradients: autograd frees them."""
+
+    def listing(self, summary: str) -> tuple[Listing, tuple[Segment, ...]]:
+        before, at_loss, after = self._stretches()
+        body: list[Call | Drop | Write] = [c for s in before for c in self._calls(s)]
+        made = [self._forward_end(body, at_loss)]
+        self.stored.update(self.cd.output_grads)
+        segments: list[Segment] = []
+        for number, (stretches, end) in enumerate(after):
+            calls = [c for s in stretches for c in self._calls(s)]
+            params, returns, pops = self._gradients(end, number + 1 == len(after))
+            name = self.functions.fresh(f"backward_{number}")
+            where = sorted({s.block for s in stretches}, reverse=True)
+            made.append(Function(name, f"block {', '.join(map(str, where))}", tuple(calls), returns, pops))
+            segments.append(Segment(name, params))
+        arriving = tuple(self._key(j) for j in self.cd.output_grads)
+        spaces = {alias: space for space, alias in self.aliases.items()}
+        return Listing(summary, spaces, tuple(made), arriving), tuple(segments)
+
+    # -- stretches ------------------------------------------------------------------------
+
+    def _stretches(self) -> tuple[list[_Stretch], list[int], list[tuple[list[_Stretch], int]]]:
+        """Those of the forward, what is freed at the loss, and per segment those of the backward and the
+        C node that ends it."""
+        ends = set(self.partition.segments)
+        before: list[_Stretch] = []
+        at_loss: list[int] = []
+        segments: list[tuple[list[_Stretch], int]] = []
+        current: list[_Stretch] | None = before        # None: between the loss and what is computed next
+        closing: int | None = None
+        for step in self.schedule.steps:
+            if isinstance(step, Loss):
+                current = None
+                continue
+            if isinstance(step, Free):
+                if current is None:
+                    at_loss.append(step.d)
+                else:
+                    current[-1].add(step, self.cd)
+                continue
+            if current is None:
+                current = []
+            if closing is not None:
+                segments.append((current, closing))
+                current, closing = [], None
+            block = self.partition.block_of[step.c]
+            if not current or current[-1].block != block or current[-1].closed:
+                current.append(_Stretch(block))
+            if step.c in ends:
+                closing = step.c
+            current[-1].add(step, self.cd)
+        if closing is not None and current is not None:
+            segments.append((current, closing))
+        return before, at_loss, segments
+
+    # -- one slice ------------------------------------------------------------------------
+
+    def _calls(self, part: _Stretch) -> list[Call | Drop]:
+        found = flow(self.cd, part.steps, self.stored, self.handed)
+        naming = _Locals(self, part.block)
+        expressions = Expressions(self.program, naming)
+        body: list[Run | slices.Free] = []
+        rng: list[str] = []
+        for do in found.body:
+            if isinstance(do, Computed):
+                body.append(self._run(do, expressions, naming, rng))
+            else:
+                body.append(_free(do, naming, self.cd))
+        give = tuple(j for j in naming.local if j in found.give)
+        label = "prelude" if part.block == HOISTED else \
+            f"block_{self.labels[part.block] if self.labels else part.block}"
+        phase = "backward" if any(isinstance(s, Compute) and s.c >= self.cd.loss for s in part.steps) \
+            else "forward"
+        made = Slice(f"{label}_{phase}", naming.values(found.take),
+                     naming.values(found.read), tuple(naming.sources.values()), tuple(body),
+                     naming.values(give), len(rng))
+        call = Call(made, self._keys(found.take), self._keys(found.read),
+                    tuple(map(source_key, naming.sources)), self._keys(give), tuple(rng))
+        self.stored = found.after(self.stored)
+        return [call, Drop(self._keys(found.drop))] if found.drop else [call]
+
+    def _run(self, do: Computed, expressions: Expressions, naming: _Locals, rng: list[str]) -> Run:
+        c = do.step.c
+        node = self.program.operation[c]
+        naming.used.clear()
+        if do.step.unchunked:
+            call = expressions.call_unchunked(node)
+        elif do.donor is not None:
+            call = expressions.call_in_place(node, do.donor)
+        else:
+            call = expressions.call(node)
+        results = node.meta["val"]
+        several = isinstance(results, (tuple, list))
+        makes: list[str | None] = [None] * (len(results) if several else 1)
+        for j in do.keeps:
+            makes[self.program.position[j] or 0] = naming.value(j, read=False)
+        draws: Draws = ""
+        state = None
+        if self.cd.c[c].random:
+            draws = "draw" if c not in self.repeated else "replay" if c in self.ran else "remember"
+            if c in self.repeated:
+                state = len(rng)
+                rng.append(self.cd.c[c].name)
+        again = kernel_of(self.cd, do.step).time if c in self.ran else None
+        self.ran.add(c)
+        return Run(call, tuple(naming.used), tuple(makes), several,
+                   None if do.donor is None else naming.value(do.donor, read=False), again, draws, state)
+
+    def _key(self, j: int) -> str:
+        return self.cd.d[j].name
+
+    def _keys(self, ds: Collection[int]) -> tuple[str, ...]:
+        return tuple(map(self._key, ds))
+
+    # -- what leaves the functions --------------------------------------------------------
+
+    def _expression(self, node: fx.Node, pops: Collection[int] = ()) -> str:
+        return Expressions(self.program, _InEnvironment(self, pops)).value(node)
+
+    def _forward_end(self, body: list[Call | Drop | Write], at_loss: Sequence[int]) -> Function:
+        """The forward: writes what it overwrites, and returns the outputs."""
+        written = {self.program.d_of(n) for _, n in self.program.overwritten}
+        gone = [j for j in at_loss if j in self.stored and j not in self.program.pinned]
+        early = self._keys([j for j in gone if j not in written])
+        late = self._keys(sorted(j for j in gone if j in written))
+        body += [Drop(early)] if early else []
+        body += [Write(source_key(s), self._expression(n)) for s, n in self.program.overwritten]
+        body += [Drop(late)] if late else []
+        self.stored.difference_update(gone)
+        return Function("forward", "the forward, up to the loss", tuple(body), tuple(
+            "None" if n is None else self._expression(n) for n in self.program.joint.outputs))
+
+    def _gradients(self, end: int, last: bool) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Of the segment that ends with C node `end`: the parameters, what it returns, and the keys that
+        this takes out of the environment."""
+        ends = self.partition.segments
+        k = ends.index(end)
+        first = ends[k - 1] + 1 if k else self.cd.loss
+        mine = [j for j in self.handed if (made := self.cd.producer[j]) is not None and first <= made <= end]
+        params = tuple(str(self.handed[j][0].key) for j in mine)
+        returns = [self._expression(self.handed[j][1], {j}) for j in mine]
+        if last:
+            returns += [self._expression(n) for _, n in self.program.input_grads]
+        self.stored.difference_update(mine)
+        return params, tuple(returns), self._keys(mine)
+
+
+def _free(do: Freed, naming: _Locals, cd: CDGraph) -> slices.Free:
+    return slices.Free(naming.values(do.d), sum(cd.d[j].size for j in do.d if j != do.donor))
+
+
+class _Locals:
+    """Names inside one generated function."""
+
+    def __init__(self, maker: _Maker, block: int) -> None:
+        self.aliases = maker.aliases
+        self.table = NameTable({*RESERVED, *maker.aliases.values()})
+        parts = maker.partition
+        if block == HOISTED:
+            c = tuple(i for i, b in enumerate(parts.block_of) if b == HOISTED)
+            self.local = local_names(maker.program, None, c, self.table)
+        else:
+            self.local = local_names(maker.program, parts.blocks[block], parts.blocks[block].c, self.table)
+        self.sources: dict[Source, str] = {}
+        self.used: dict[str, None] = {}
+        """What was read since this was emptied."""
+
+    def value(self, j: int, *, read: bool = True) -> str:
+        if j not in self.local:
+            self.local[j] = self.table.fresh("v")
+        if read:
+            self.used[self.local[j]] = None
+        return self.local[j]
+
+    def values(self, ds: Collection[int]) -> tuple[str, ...]:
+        return tuple(self.value(j, read=False) for j in ds)
+
+    def source(self, source: Source) -> str:
+        if source not in self.sources:
+            self.sources[source] = self.table.fresh(_source_name(source))
+        self.used[self.sources[source]] = None
+        return self.sources[source]
+
+    def namespace(self, name: str) -> str:
+        return self.aliases[name]
+
+
+def _source_name(source: Source) -> str:
+    """``blocks_weight`` for ``blocks.0.weight``; inputs are numbered."""
+    if source.kind == "input":
+        return "input"
+    parts = [p for p in str(source.key).split(".") if not p.isdigit()]
+    base = re.sub(r"\W", "_", "_".join(parts[-2:]), flags=re.ASCII) or "p"
+    if base == "input":
+        return "input_"
+    return f"p{base}" if base[0].isdigit() else base
+
+
+class _InEnvironment:
+    """Outside the slices everything comes from the environment."""
+
+    def __init__(self, maker: _Maker, pops: Collection[int]) -> None:
+        self.maker = maker
+        self.pops = pops
+
+    def value(self, j: int) -> str:
+        key = self.maker.cd.d[j].name
+        return f"env.pop({key!r})" if j in self.pops else f"env[{key!r}]"
+
+    def source(self, source: Source) -> str:
+        return f"env.source({source_key(source)!r})"
+
+    def namespace(self, name: str) -> str:
+        return self.maker.aliases[name]

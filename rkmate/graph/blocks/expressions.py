@@ -1,0 +1,138 @@
+"""Python expressions for the values and operations of a program."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from rkmate.graph.blocks.lower import Program
+from rkmate.graph.blocks.names import NameTable, letters
+from rkmate.graph.blocks.partition import Block
+from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.operations import OpOverload
+from rkmate.graph.passes.simplify import is_view
+from rkmate.graph.passes.view_methods import view_method
+
+
+class Naming(Protocol):
+    """How expressions call what they read."""
+
+    def value(self, j: int) -> str:
+        """A D node's tensor."""
+
+    def source(self, source: Source) -> str:
+        """A parameter, a buffer, a constant or an input."""
+
+    def namespace(self, name: str) -> str:
+        """A namespace of operators."""
+
+
+def source_key(source: Source) -> str:
+    """The key under which the run time finds what the caller holds."""
+    return f"{source.kind}:{source.key}"
+
+
+def literal(value: Any) -> str:
+    """A Python expression for a constant argument."""
+    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
+        return repr(value)
+    if isinstance(value, float):
+        return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
+    if isinstance(value, complex):
+        return repr(value)
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+        return str(value)
+    raise TypeError(f"no literal for {value!r}")
+
+
+def operator_namespace(node: fx.Node) -> str:
+    """``aten`` for ``aten.mm.default``; empty for what is no operation."""
+    target = node.target
+    return str(target.namespace) if isinstance(target, OpOverload) else ""
+
+
+def local_names(program: Program, block: Block | None, c: tuple[int, ...],
+                table: NameTable) -> dict[int, str]:
+    """Names of one block's values, by what they are and not by where they stand: the same for identical
+    blocks, so that their functions are the same.
+
+    `c`: the block's C nodes.
+    """
+    names: dict[int, str] = {}
+    cd = program.cd
+    for i in c:
+        target = program.operation[i].target
+        outputs = cd.c[i].outputs
+        base = getattr(target, "_opname", "value").lstrip("_") or "value"
+        if len(outputs) > 1:
+            base = table.fresh(base)
+            for j in outputs:
+                names[j] = table.fresh(f"{base}_{letters(program.position[j] or 0)}")
+        elif outputs:
+            names[outputs[0]] = table.fresh(base)
+    if block is not None:
+        for k, j in enumerate(block.d):
+            if j not in names:
+                names[j] = table.fresh("grad" if k in block.graph.output_grads else "x")
+    return names
+
+
+class Expressions:
+    """Python expressions for a program's values, under the names that somebody gives."""
+
+    def __init__(self, program: Program, naming: Naming) -> None:
+        self.program = program
+        self.naming = naming
+
+    def value(self, node: fx.Node) -> str:
+        """The expression of a tensor: what holds its storage, or views of that."""
+        where = self.program.storage[node]
+        if node.op in ("placeholder", "get_attr") or not is_view(node):
+            return self.naming.value(where) if isinstance(where, int) else self.naming.source(where)
+        if node.target.__class__.__name__ == "builtin_function_or_method":      # operator.getitem
+            return f"{self.call(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
+        return self.call(node)
+
+    def call(self, node: fx.Node) -> str:
+        """The call of an operation; the everyday views as methods of their tensor."""
+        method = view_method(node)
+        if method is not None and not node.kwargs and isinstance(node.args[0], fx.Node):
+            rest = ", ".join(self._argument(a) for a in node.args[1:])
+            return f"{self.value(node.args[0])}.{method}({rest})"
+        return self._call(node.target, node.args, node.kwargs)
+
+    def call_unchunked(self, node: fx.Node) -> str:
+        """The call that does at once what an operation does part by part."""
+        whole = self.program.unchunked[node]
+        return self._call(whole.target, whole.args, {})
+
+    def call_in_place(self, node: fx.Node, donor: int) -> str:
+        """The call of an operation that writes its result over the D node `donor`."""
+        way = self.program.in_place[node][donor]
+        arguments = list(node.args)
+        if way.swapped:
+            arguments[:2] = reversed(arguments[:2])
+        keywords = dict(node.kwargs)
+        if way.keyword is not None:
+            keywords[way.keyword] = node.args[way.argument]
+        return self._call(way.target, arguments, keywords)
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> str:
+        parts = [self._argument(a) for a in args]
+        parts += [f"{k}={self._argument(v)}" for k, v in kwargs.items()]
+        return f"{self._operator(target)}({', '.join(parts)})"
+
+    def _operator(self, target: OpOverload) -> str:
+        """``aten.mm.default``."""
+        return f"{self.naming.namespace(target.namespace)}.{target._opname}.{target._overloadname}"
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.value(value)
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(self._argument(v) for v in value)}]"
+        return literal(value)

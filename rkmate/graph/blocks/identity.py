@@ -1,0 +1,66 @@
+"""When two blocks are the same: a text of each, and classes of equal texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rkmate.graph.blocks.expressions import Expressions, local_names
+from rkmate.graph.blocks.lower import Program
+from rkmate.graph.blocks.names import NameTable
+from rkmate.graph.blocks.partition import Block
+from rkmate.graph.capture.capture import Source
+
+
+def block_text(program: Program, block: Block) -> str:
+    """A block in a stable text form: equal for identical blocks.
+
+    Operations with their arguments, shapes, dtypes, strides and wiring, under local names; the
+    names of the model's own modules are left out.
+    """
+    naming = _Naming(local_names(program, block, block.c, NameTable()))
+    expressions = Expressions(program, naming)
+    graph = block.graph
+    lines = []
+    for k, j in enumerate(block.d):
+        value = program.owner[j].meta["val"]
+        shape = f"{_dtype(value)}{list(value.shape)} strides {list(value.stride())}" \
+            if isinstance(value, torch.Tensor) else "?"
+        lines.append(f"{naming.value(j)}: {graph.d[k].kind} {graph.d[k].size} bytes, {shape}")
+    for i in block.c:
+        left = ", ".join(naming.value(j) for j in program.cd.c[i].outputs)
+        lines.append(f"{left} = {expressions.call(program.operation[i])}")
+    for source, name in naming.sources.items():
+        value = next(n for n, s in program.joint.sources.items() if s == source).meta["val"]
+        lines.append(f"{name}: {source.kind} {_dtype(value)}{list(value.shape)} {list(value.stride())}")
+    lines.append(f"loss before {graph.loss}; {graph.inputs} {graph.outputs} {graph.output_grads} "
+                 f"{graph.input_grads} {sorted(graph.releases.items())}")
+    return "\n".join(lines)
+
+
+def classes_of(texts: Sequence[str]) -> tuple[int, ...]:
+    """Class number of each block: identical blocks have the same (Rockmate, appendix A.5)."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(t, len(numbers)) for t in texts)
+
+
+class _Naming:
+    """Values by what they are, what the caller holds by the order in which it is read."""
+
+    def __init__(self, local: dict[int, str]) -> None:
+        self.local = local
+        self.sources: dict[Source, str] = {}
+
+    def value(self, j: int) -> str:
+        return self.local[j]
+
+    def source(self, source: Source) -> str:
+        return self.sources.setdefault(source, f"${len(self.sources)}")
+
+    def namespace(self, name: str) -> str:
+        return name
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return f"{value.device}:{str(value.dtype).removeprefix('torch.')}"
