@@ -38,8 +38,9 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
 """Files of `graph/capture` -> the private names that they import or reach."""
 
 ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
+    "dtr/runtime/buffer.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/runtime/engine.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
-    "dtr/runtime/operation.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
+    "dtr/runtime/schema.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/runtime/sizes.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "runtime/segments.py": (("torch._C._autograd._get_current_graph_task_keep_graph",),
                             "whether a backward keeps its graph, which its engine alone knows"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
+from rkmate.graph.capture.layouts import as_kernels_return_them
+from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.joint import Rewriting
 
 aten = torch.ops.aten
@@ -17,6 +21,7 @@ def drop_unwanted_gradients(work: Rewriting) -> None:
     if not dead:
         return
     gradient = {n for n, s in work.sources.items() if s.kind == "tangent"}
+    moved: set[fx.Node] = set()
     for node in list(work.graph.nodes):
         if node.op != "call_function":
             continue
@@ -30,12 +35,43 @@ def drop_unwanted_gradients(work: Rewriting) -> None:
         elif len(alive) < len(from_loss):
             if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2 \
                     and alive[0].meta["val"].shape == node.meta["val"].shape:
+                if _layout(alive[0].meta["val"]) != _layout(node.meta["val"]):
+                    moved.update(node.users)
                 work.replace(node, alive[0])
             else:
                 for n in from_loss:
                     if n in dead:
                         node.replace_input_with(n, _zeros(work.graph, n, node))
     work.grads = [(s, n) for s, n in work.grads if n not in dead]
+    _lay_out_again(work.graph, moved)
+
+
+def _lay_out_again(graph: fx.Graph, moved: set[fx.Node]) -> None:
+    """Values that depend on layouts other than the traced ones: a sum has its first summand's, and what is
+    left of it has its own. `moved`: the first that read such a value."""
+    if not moved:
+        return
+    with as_kernels_return_them():
+        for node in list(graph.nodes):
+            if node not in moved or node.op != "call_function":
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            try:
+                value = node.target(*args, **kwargs)
+            except (RuntimeError, ValueError):
+                if not is_view(node):
+                    raise
+                continue            # it has to copy now: the copy is laid out as traced
+            if _layout(value) != _layout(node.meta["val"]):
+                moved.update(node.users)
+            node.meta["val"] = value
+
+
+def _layout(value: Any) -> Any:
+    """Strides, of each of several results."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_layout, value))
+    return value.stride() if isinstance(value, torch.Tensor) else None
 
 
 def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:

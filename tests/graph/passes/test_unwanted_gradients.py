@@ -63,3 +63,20 @@ def test_nothing_is_left_where_nothing_is_wanted() -> None:
     run("unwanted gradients", work)
     assert work.grads == []
     assert targets(work) == [aten.relu.default, aten.exp.default]
+
+
+def test_what_reads_the_rest_of_a_sum_is_laid_out_as_it_is() -> None:
+    """A product of two layouts has its first factor's: a later sum takes its elements in that order."""
+    made = Made()
+    x = made.source("input", 0, 2, 3)
+    first, second = made.source("tangent", 0, 3, 2), made.source("tangent", 1, 2, 3)
+    y, z = made.call(aten.t.default, x), made.call(aten.exp.default, x)
+    turned = made.call(aten.t.default, made.call(aten.neg.default, first, backward=True), backward=True)
+    both = made.call(aten.add.Tensor, second, turned, backward=True)
+    product = made.call(aten.mul.Tensor, both, x, backward=True)
+    flat = made.call(aten.view.default, product, [6], backward=True)
+    again = made.call(aten.mul.Tensor, product, x, backward=True)
+    assert product.meta["val"].stride() == (3, 1)
+    run("unwanted gradients", made.work([y, z], [(x, again), (x, flat)], wanted=(True, False)))
+    assert turned.meta["val"].stride() == product.meta["val"].stride() == again.meta["val"].stride() == (1, 2)
+    assert flat.meta["val"].stride() == (1,)
