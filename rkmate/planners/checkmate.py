@@ -20,7 +20,7 @@ from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import simulate
 from rkmate.planners.checkmate_model import CheckmateModel, Recompute, rerunnable
-from rkmate.planners.protocol import Candidate, Outcome, Planner, Problem, best
+from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible
 
 SMALL = 48
 """Up to this many C nodes, forward nodes may run again before the loss, too."""
@@ -134,16 +134,14 @@ class CheckmatePlanner:
 
     name: str = "checkmate"
     starts: Sequence[Planner] = ()
-    """Quick planners whose schedules the solver starts from. What it found for other budgets is one
-    more start."""
+    """Quick planners whose schedules the solver starts from."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
         start = time.perf_counter()
         limit = TIME_LIMIT if time_limit is None else time_limit
-        known: list[Candidate] = problem.once(f"{self.name}: found", list)
         starts = [p.plan(problem, budget, time_limit=limit / 4) for p in self.starts]
-        quick = min((*starts, best(known, budget)), key=lambda outcome: outcome.seconds)
+        quick = min(starts, key=lambda outcome: outcome.seconds, default=infeasible())
         least = sum(c.time for c in problem.graph.c)
         if quick.schedule is not None and quick.seconds <= least * (1 + 1e-12):
             return replace(quick, bound=least, note="nothing is recomputed")
@@ -156,9 +154,6 @@ class CheckmatePlanner:
         program = program_of(problem)
         left = limit - (time.perf_counter() - start)
         solution = program.solve(budget, time_limit=left, known=quick.schedule)
-        if solution.schedule is not None:
-            peak = problem.simulate(solution.schedule).peak
-            known.append(Candidate(solution.schedule, peak, solution.seconds))
         restricted = recompute_of(problem.graph) == "after-loss"
         kind = "recomputation after the loss only; " if restricted else ""
         if quick.schedule is not None and not solution.seconds <= quick.seconds:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rkmate.ilp.highs import Status
 from rkmate.ir.recompute import missing_nodes
@@ -21,7 +21,7 @@ from rkmate.planners.checkmate import (
     recompute_of,
 )
 from rkmate.planners.checkmate_model import CheckmateModel, rerunnable
-from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged
+from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged, whole_step
 
 THRESHOLDS = (0.5, 0.25, 0.75, 0.05, 0.95)
 BUDGETS = (0.95, 0.85, 0.7, 0.62, 0.55, 0.45, 0.37, 0.3, 0.2, 0.14)
@@ -55,12 +55,12 @@ def round_relaxation(model: CheckmateModel, values: Mapping[str, float],
 
 @dataclass
 class Roundings:
-    """The schedules found so far, for all budgets."""
+    """Relaxations that were solved: each is the problem's alone."""
 
-    found: list[Candidate]
-    """The first one recomputes nothing."""
-    todo: list[float] = field(default_factory=lambda: list(BUDGETS))
-    """Relaxations still to be solved."""
+    found: dict[float, tuple[Candidate, ...]] = field(default_factory=dict)
+    """By their part of the whole step's peak, the schedules that they were rounded to."""
+    infeasible: float = 0.0
+    """The largest part that is known to have no solution."""
     given_up: float = 0.0
     """The longest time, in seconds, in which not even one could be solved."""
 
@@ -80,10 +80,10 @@ class CheckmateRounded:
         other budgets."""
         graph = problem.graph
         limit = TIME_LIMIT if time_limit is None else time_limit
-        state = problem.once(self.name, lambda: Roundings([
-            judged(problem, range(len(graph.c)), graph.loss, "nothing recomputed")]))
-        if state.found[0].peak <= budget:
-            return best(state.found[:1], budget)
+        whole = replace(whole_step(problem), note="nothing recomputed")
+        if whole.peak <= budget:
+            return best((whole,), budget)
+        state = problem.once(self.name, Roundings)
         decisions = problem.once("decisions", lambda: sum(map(len, rerunnable(
             graph, recompute_of(graph)))))
         if decisions > MOST_DECISIONS:
@@ -91,9 +91,9 @@ class CheckmateRounded:
                 f"not tried: {decisions:,} possible recomputations; the relaxation takes up to "
                 f"{MOST_DECISIONS:,}"))
         self._solve(problem, state, budget, limit)
-        left = len(state.todo)
+        left = sum(part > state.infeasible and part not in state.found for part in BUDGETS)
         note = f"{left} of {len(BUDGETS)} relaxations not solved in {limit:g} s" if left else ""
-        outcome = best(state.found, budget, note)
+        outcome = best((c for found in state.found.values() for c in found), budget, note)
         if outcome.schedule is None and left:
             return Outcome(None, "timeout", float("inf"), note=note)
         return outcome
@@ -104,24 +104,23 @@ class CheckmateRounded:
         if limit <= state.given_up:
             return                       # they are all of one size: another one will not do better
         program: Checkmate = program_of(problem)
-        top = state.found[0].peak
-        before = len(state.todo)
-        for part in sorted(state.todo, key=lambda p: abs(p * top - budget)):
+        top = whole_step(problem).peak
+        before = len(state.found), state.infeasible
+        for part in sorted(BUDGETS, key=lambda p: abs(p * top - budget)):
             left = limit - (time.perf_counter() - start)
             if left <= 0:
                 return
-            if part not in state.todo:
+            if part in state.found or part <= state.infeasible:
                 continue
             answer = program.relaxed(int(top * part), time_limit=left)
             if answer.status is Status.INFEASIBLE:
-                state.todo = [p for p in state.todo if p > part]
+                state.infeasible = part
                 continue
             if not answer.values:
-                if len(state.todo) == before:
+                if (len(state.found), state.infeasible) == before:
                     state.given_up = limit
                 return
-            state.todo.remove(part)
-            for threshold in THRESHOLDS:
-                order, loss_at = round_relaxation(program.model, answer.values, threshold)
-                state.found.append(judged(problem, order, loss_at,
-                                          f"relaxation at {part:.0%}, rounded at {threshold}"))
+            state.found[part] = tuple(
+                judged(problem, *round_relaxation(program.model, answer.values, threshold),
+                       f"relaxation at {part:.0%}, rounded at {threshold}")
+                for threshold in THRESHOLDS)

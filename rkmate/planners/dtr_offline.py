@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rkmate.ir.cd import CDGraph
-from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged
+from rkmate.planners.protocol import Candidate, Outcome, Problem, best, judged, whole_step
 
 LEVELS = 16
 """Memory limits that the policy is replayed with."""
+FAILED = 2
+"""Limits without a schedule after which lower ones are not tried."""
 LIMIT = 8.0
 """A replay that takes this many times the step's own time is given up."""
 
@@ -201,23 +203,12 @@ def dtr_order(graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> tuple[l
     return (replay.order, replay.loss_at) if replay.run() else None
 
 
-@dataclass
-class _Tried:
-    """The replays so far. Each level is replayed once per problem, from the top."""
-
-    found: list[Candidate]
-    """The first one recomputes nothing."""
-    levels: list[int]
-    """Still to be replayed: parts in `LEVELS` of the first one's peak."""
-    failed: int = 0
-    """Levels without a schedule: after two of them the others are not tried."""
-
-
 @dataclass(frozen=True)
 class DtrOffline:
-    """The policy at a fixed set of limits; the fastest schedule that fits is taken.
+    """The policy at a fixed set of limits, from the top; the fastest schedule that fits is taken.
 
-    Where the time is over before all of them are tried, the next call goes on with the others.
+    What a limit gives is the problem's alone: each is replayed once. Where the time is over before all of
+    them are, the next call has time for the others.
     """
 
     name: str = "dtr"
@@ -225,26 +216,30 @@ class DtrOffline:
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
         limit = float("inf") if time_limit is None else time_limit
-        graph = problem.graph
-        state = problem.once(self.name, lambda: _Tried(
-            [judged(problem, range(len(graph.c)), graph.loss, "nothing recomputed")],
-            list(range(LEVELS - 1, 0, -1))))
-        self._go_on(problem, state, limit)
-        note = f"lower limits not tried within {limit:g} s" if state.levels else ""
-        outcome = best(state.found, budget, note)
-        if outcome.schedule is None and state.levels:
+        start = time.perf_counter()
+        whole = whole_step(problem)
+        found = [replace(whole, note="nothing recomputed")]
+        replayed: dict[int, Candidate | None] = problem.once(self.name, dict)
+        failed, late = 0, False
+        for level in range(LEVELS - 1, 0, -1):
+            if level not in replayed:
+                if time.perf_counter() - start >= limit:
+                    late = True
+                    break
+                replayed[level] = self._replayed(problem, whole.peak * level // LEVELS)
+            candidate = replayed[level]
+            if candidate is not None:
+                found.append(candidate)
+                continue
+            failed += 1
+            if failed == FAILED:
+                break
+        note = f"lower limits not tried within {limit:g} s" if late else ""
+        outcome = best(found, budget, note)
+        if outcome.schedule is None and late:
             return Outcome(None, "timeout", float("inf"), note=note)
         return outcome
 
-    def _go_on(self, problem: Problem, state: _Tried, limit: float) -> None:
-        start = time.perf_counter()
-        top = state.found[0].peak
-        while state.levels and time.perf_counter() - start < limit:
-            memory = top * state.levels.pop(0) // LEVELS
-            found = dtr_order(problem.graph, memory, problem.pinned)
-            if found is not None:
-                state.found.append(judged(problem, *found, f"policy at {memory} bytes"))
-                continue
-            state.failed += 1
-            if state.failed == 2:
-                state.levels.clear()
+    def _replayed(self, problem: Problem, memory: int) -> Candidate | None:
+        found = dtr_order(problem.graph, memory, problem.pinned)
+        return None if found is None else judged(problem, *found, f"policy at {memory} bytes")

@@ -15,11 +15,16 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import torch.export._trace
-import torch.fx.graph_module
 
-_PRINTING: tuple[ModuleType, ...] = (torch.export._trace, torch.fx.graph_module)
-"""They print the graph so far, and the line of a traced graph that failed, to the standard error."""
+def _printing() -> tuple[ModuleType, ...]:
+    """Modules that print the graph so far, and the line of a traced graph that failed, to the standard
+    error. The first takes seconds to load, with torch._dynamo."""
+    import torch.export._trace
+    import torch.fx.graph_module
+
+    return torch.export._trace, torch.fx.graph_module
+
+
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
@@ -37,7 +42,7 @@ def quiet() -> Iterator[None]:
 
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     with ExitStack() as stack:
-        for module in _PRINTING:
+        for module in _printing():
             stack.enter_context(mock.patch.object(module, "print", printed, create=True))
         for logger in loggers:
             logger.addFilter(is_seen)
