@@ -90,11 +90,13 @@ def _moved(model: Any, args: Any, kwargs: Any, device: str) -> tuple[Any, Any, A
     import torch
     from torch.utils import _pytree as pytree
 
+    from rkmate import device as devices
+
     try:
         where = torch.device(device)
     except RuntimeError as error:
         raise ArgumentError(f"device is {device!r}; it should be cpu, cuda or cuda:0") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
+    if not devices.of(where).available():
         raise ArgumentError(f"device is {device!r}, and torch sees no CUDA device here")
 
     def move(leaf: Any) -> Any:

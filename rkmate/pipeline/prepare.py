@@ -40,7 +40,7 @@ from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.trained_outputs import trained_outputs
 from rkmate.pipeline.variants import Variant, first
 from rkmate.support.gc_pause import gc_pause
-from rkmate.support.planning_lock import planning_lock
+from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.progress import Progress
 
 
@@ -145,7 +145,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     """Capture a model on sample inputs; one thread at a time."""
     check_model(model)
     start = time.perf_counter()
-    with gc_pause(), progress.stage("capturing", None):
+    with gc_pause(), progress.stage("capturing", None), capture_lock:
         captured = capture(model, args, kwargs)
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "

@@ -20,7 +20,7 @@ from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Specialization
 from rkmate.show.plan import Plan
 from rkmate.stand_in import StandIn
-from rkmate.support.planning_lock import planning_lock
+from rkmate.support.planning_lock import capture_lock
 from rkmate.support.warn import warn
 
 NewShape = Literal["plan", "original", "error"]
@@ -85,10 +85,10 @@ class PlannedModule(StandIn):
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(self, args, kwargs)
         model = self._original
-        if torch.compiler.is_compiling():
-            if _traced_here():
-                return model(*args, **kwargs)      # a part of what is being captured or exported
-            with planning_lock:                    # another thread traces: the flag is not ours
+        if torch.compiler.is_compiling() and _traced_here():
+            return model(*args, **kwargs)          # a part of what is being captured or exported
+        if capture_lock.is_others():
+            with capture_lock:
                 pass
         if not torch.is_grad_enabled():
             return model(*args, **kwargs)
@@ -197,4 +197,4 @@ def _traced_here() -> bool:
 
     Torch's flag does not say: it is one for all threads.
     """
-    return planning_lock.is_mine() or inside_fake_mode()
+    return capture_lock.is_mine() or inside_fake_mode()

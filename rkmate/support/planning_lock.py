@@ -1,4 +1,4 @@
-"""One thread plans at a time."""
+"""One thread plans at a time, and nobody computes beside a capture."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ class PlanningLock(ContextDecorator):
         """Whether the calling thread holds it."""
         return self._owner == threading.get_ident()
 
+    def is_others(self) -> bool:
+        """Whether another thread holds it, for now."""
+        return self._owner not in (None, threading.get_ident())
+
 
 planning_lock = PlanningLock()
-"""Held while a plan is made: tracing sets flags, and changes functions, of the whole process."""
+"""Held while a plan is made."""
+capture_lock = PlanningLock()
+"""Held while a module is captured: tracing sets flags, and changes functions, of the whole process. A step
+that begins meanwhile waits for its end; the search for a plan, which takes longer, disturbs no step."""

@@ -81,4 +81,4 @@ def program_of(cd: CDGraph, *, paths: Mapping[int, str] | None = None, constant:
         (), (), {g: j for j, g in grads.items()},  # type: ignore[misc]
         tuple((Source("param", f"shared {shared[j]}" if j in shared else f"w{j}"), grads[j])  # type: ignore[misc]
               for j in sorted(grads, key=lambda j: cd.producer[j] or 0)),
-        (), frozenset(constant), (), cd.outputs)
+        (), frozenset(constant), (), cd.outputs, {}, {})

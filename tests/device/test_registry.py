@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rkmate
 import rkmate.dtr
 from rkmate import device as devices
-from rkmate.cli import main
+from rkmate.cli import targets
 from rkmate.device.cpu import Cpu
 from rkmate.device.cuda import Cuda
 from rkmate.device.fake import FakeDevice
@@ -104,7 +104,7 @@ def test_an_input_on_such_an_accelerator_is_refused_first(monkeypatch: pytest.Mo
                                                ("abacus", "should be cpu")])
 def test_the_command_refuses(name: str, message: str) -> None:
     with pytest.raises(rkmate.ArgumentError, match=message):
-        main._moved(nn.Linear(4, 4), (torch.zeros(1),), {}, name)
+        targets._moved(nn.Linear(4, 4), (torch.zeros(1),), {}, name)
 
 
 def test_a_dtr_session_refuses_at_the_first_operation() -> None:

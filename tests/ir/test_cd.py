@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rkmate.errors import GraphError
-from rkmate.ir.cd import CDGraph, CNode, DNode
+from rkmate.ir.cd import CDGraph, CNode, Cost, DNode
 from tests.ir.graphs import line
 
 
@@ -46,11 +46,11 @@ def test_producers_and_readers() -> None:
 
 
 def test_costs_are_put_in_by_order() -> None:
-    graph = line(1).with_costs([(0.5, 7), (0.25, 0)])
+    graph = line(1).with_costs([Cost(0.5, 7), Cost(0.25, 0)])
     assert [(c.time, c.overhead) for c in graph.c] == [(0.5, 7), (0.25, 0)]
     assert graph.d == line(1).d
     with pytest.raises(ValueError, match="shorter"):
-        line(1).with_costs([(0.5, 7)])
+        line(1).with_costs([Cost(0.5, 7)])
 
 
 def test_nodes_are_values() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.errors import ScheduleError
-from rkmate.ir.cd import CDGraph
+from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, Step, from_order, save_all
 from rkmate.ir.simulate import LOSS_SCALARS, simulate
 from tests.ir.graphs import line, orders
@@ -23,7 +23,7 @@ def test_a_line_by_hand() -> None:
 
 
 def test_temporaries_count_while_the_node_runs() -> None:
-    graph = line(2).with_costs([(1.0, 100), (1.0, 0), (1.0, 0), (1.0, 0)])
+    graph = line(2).with_costs([Cost(1.0, 100), Cost(1.0, 0), Cost(1.0, 0), Cost(1.0, 0)])
     result = simulate(graph, save_all(graph))
     assert result.timeline[:2] == (110, 20) and result.peak_at == 0
 

@@ -51,7 +51,7 @@ def measured(prepared: Prepared, tmp_path: Path) -> Measure:
 
 
 def greatest(costs: Costs) -> float:
-    return max(seconds for seconds, _ in costs.values())
+    return max(cost.time for cost in costs.values())
 
 
 def test_what_disturbs_one_pass_is_not_counted(measured: Measure) -> None:
@@ -97,7 +97,7 @@ def test_an_accelerators_rounding_and_counters(prepared: Prepared, measured: Mea
     assert device.statistics.resets == sum(len(b.c) for b in classes.values()), "once for each part"
     assert device.statistics.allocated() == 0
     # The generator's state is read around what draws; nothing else takes temporary memory here.
-    assert [costs[i][1] for i in range(len(graph.c))] == [STATE_BYTES * c.random for c in graph.c]
+    assert [costs[i].overhead for i in range(len(graph.c))] == [STATE_BYTES * c.random for c in graph.c]
     assert any(c.random for c in graph.c)
 
 

@@ -12,11 +12,12 @@ import pytest
 from rkmate import device
 from rkmate.device.fake import FakeDevice
 from rkmate.errors import RkmateWarning
+from rkmate.ir.cd import Cost, Kernel
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
 
 CPU, SETTINGS = device.of("cpu"), MeasureSettings()
-NUMBERS = ((0.5, 0), (0.25, 64))
+NUMBERS = (Cost(0.5, 0), Cost(0.25, 64, Kernel(0.125, 128)))
 
 
 def test_another_process_finds_them(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_plan_made_again_solves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     module = planned(Tower(dropout=0.2, depth=5), x, budget=0.9)
     first = len(solved)
     assert first
-    module._plans._known.popitem()                 # as the least recently used one goes
+    module._plans._kept.popitem()                 # as the least recently used one goes
     module(x).sum().backward()
     assert len(module._plans) == 1
     assert len(solved) == first
@@ -102,7 +102,7 @@ def test_the_least_recently_used_plan_goes_first() -> None:
         module(x[:rows])
         module(x[:1])
     assert len(module._plans) == 16
-    keys = [key[2][0][0] for key in module._plans._known]
+    keys = [key[2][0][0] for key in module._plans._kept]
     assert torch.Size((1, 16)) in keys
     assert torch.Size((2, 16)) not in keys
 

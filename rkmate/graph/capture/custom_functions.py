@@ -11,6 +11,7 @@ Uses private names of torch (the proxies of a trace, the code of `Function.apply
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ def kept_whole() -> Iterator[None]:
 
     Modules keep `F.apply` under names of their own, so it is the method's code that changes.
     """
+    here = threading.get_ident()
     method: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     code = method.__code__
     plain = types.FunctionType(code, method.__globals__, method.__name__, method.__defaults__,
@@ -74,7 +76,8 @@ def kept_whole() -> Iterator[None]:
     def apply(cls: type[torch.autograd.Function], args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Any:
         mode = proxy_tensor.get_proxy_mode()
-        if mode is None:
+        # Torch keeps the mode of an export once for all threads.
+        if mode is None or threading.get_ident() != here:
             return plain(cls, *args, **kwargs)
         if issubclass(cls, CheckpointFunction):
             # What is checkpointed is the plan's business; without such inputs it takes no gradient.
@@ -110,8 +113,10 @@ def _calling_the_hook(code: types.CodeType) -> types.CodeType:
 
 
 def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
+    here = threading.get_ident()
+
     def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        if proxy_tensor.get_proxy_mode() is None:
+        if proxy_tensor.get_proxy_mode() is None or threading.get_ident() != here:
             return register(tensor, hook)
         raise CaptureError(
             "the forward registers a gradient hook on a tensor that it has made, which a captured step "
