@@ -142,7 +142,7 @@ class _Maker:
             else:
                 body.append(_free(do, naming, self.cd))
         give = tuple(j for j in naming.local if j in found.give)
-        label = "prelude" if part.block == HOISTED else \
+        label = "constants" if part.block == HOISTED else \
             f"block_{self.labels[part.block] if self.labels else part.block}"
         phase = "backward" if any(isinstance(s, Compute) and s.c >= self.cd.loss for s in part.steps) \
             else "forward"

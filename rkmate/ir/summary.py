@@ -103,7 +103,7 @@ class GraphSummary:
 
     @cached_property
     def block_c(self) -> Mapping[int, tuple[int, ...]]:
-        """Per block, its computations: forward, then backward. Key -1: the prelude."""
+        """Per block, its computations: forward, then backward. Key -1: the hoisted constants."""
         result: dict[int, list[int]] = {}
         for i, c in enumerate(self.computations):
             result.setdefault(c.block, []).append(i)

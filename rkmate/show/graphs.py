@@ -49,7 +49,7 @@ def chain_graph(plan: PlanData, replayed: Occupancy, link: Link = no_links) -> g
     counts = Counter(b.label for b in plan.blocks)
     kept, whole = block_memory(plan, replayed)
     if HOISTED in plan.graph.block_c:
-        graph.node("prelude", _lines("computed once, kept",
+        graph.node("constants", _lines("computed once, kept",
                                      count(len(plan.graph.block_c[HOISTED]), "operation")),
                    shape="hexagon", fillcolor=styles.CONSTANT)
     for b, info in enumerate(plan.blocks):

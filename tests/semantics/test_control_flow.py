@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -51,6 +54,20 @@ def test_tensor_values_that_decide_are_refused(kind: type[nn.Module]) -> None:
     assert "rkmate.dtr" in message
     assert "test_control_flow.py" in message
     assert "the line that decides" in message
+
+
+def test_a_line_in_a_folder_of_the_packages_name_is_named(tmp_path: Path) -> None:
+    """As every file of an ordinary clone of this project is."""
+    file = tmp_path / "rkmate" / "of_a_user.py"
+    file.parent.mkdir()
+    file.write_text("from torch import nn\n\n\nclass Theirs(nn.Linear):\n    def forward(self, x):\n"
+                    "        return super().forward(x if x.sum() > 0 else -x)\n")
+    spec = importlib.util.spec_from_file_location("of_a_user", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(rkmate.CaptureError, match=r"rkmate/of_a_user\.py:6"):
+        planned(module.Theirs(8, 8), torch.randn(4, 8))
 
 
 def test_attention_masks_of_a_library() -> None:

@@ -209,7 +209,7 @@ def _assign_backward(cd: CDGraph, of: list[int], origin: Sequence[int | None], p
 
 
 def _assign_constants(cd: CDGraph, of: list[int], constant: frozenset[int], pinned: set[int]) -> None:
-    """A constant that one block alone reads is computed there; the others form the prelude."""
+    """A constant that one block alone reads is computed there; the others are hoisted."""
     leaving = pinned | set(cd.outputs)
     for i in sorted(constant, reverse=True):
         readers = {of[r] for j in cd.c[i].outputs for r in cd.readers[j]}

@@ -34,7 +34,7 @@ class Partition:
     """A program in block order."""
 
     program: Program
-    """C nodes: prelude, forward blocks in order, backward blocks in reverse order."""
+    """C nodes: hoisted constants, forward blocks in order, backward blocks in reverse order."""
     block_of: tuple[int, ...]
     """Block of each C node; `HOISTED` for what is computed once at the start."""
     blocks: tuple[Block, ...]
