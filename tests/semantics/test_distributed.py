@@ -52,8 +52,8 @@ def _replicated(rank: int, options: dict[str, bool], out: Path) -> None:
         events.append("bucket")
         return allreduce_hook(None, bucket)
 
-    run = DistributedDataParallel(tightest(model, x, settings=QUICK), find_unused_parameters=options["unused"],
-                                  bucket_cap_mb=0.001)
+    run = DistributedDataParallel(tightest(model, x, settings=QUICK), bucket_cap_mb=0.001,
+                                  find_unused_parameters=options["unused"])
     run.register_comm_hook(None, sent)
     with noting_segments(events):
         with run.no_sync():
