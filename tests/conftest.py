@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from rkmate.graph.passes import simplify
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings, defaults
 
 _MADE: list[Path] = []
@@ -49,10 +51,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+FEW_OPTIONS = OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0)
+
+
 @pytest.fixture(autouse=True)
-def impatient() -> Iterator[None]:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Most tests need some plan within a budget, and no better one for seconds of solving. The
     smallest budget is the chain's: what the integer program adds to it would depend on the clock."""
+    monkeypatch.setattr(Settings.__init__, "__defaults__", tuple(
+        FEW_OPTIONS if isinstance(value, OptionSettings) else value
+        for value in Settings.__init__.__defaults__ or ()))
     with defaults(PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)):
         yield
 

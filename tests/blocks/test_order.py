@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from rkmate.graph.blocks.cut import CutSettings
@@ -71,6 +72,7 @@ def test_groups_and_chains_of_any_graph(graph: CDGraph, data: st.DataObject) -> 
     simulate(graph, from_order(graph, order, graph.loss))         # it can run
 
 
+@examples(max_examples=40)
 @given(graphs(most=14), settings())
 def test_a_step_never_needs_more(cd: CDGraph, how: CutSettings) -> None:
     parts = partition(program_of(cd), how)
@@ -81,6 +83,7 @@ def test_a_step_never_needs_more(cd: CDGraph, how: CutSettings) -> None:
     assert sorted(c.name for c in after.c) == sorted(c.name for c in before.c)
 
 
+@examples(max_examples=40)
 @given(graphs(most=14), settings())
 def test_stages_stay_together(cd: CDGraph, how: CutSettings) -> None:
     parts = partition(program_of(cd), how)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from rkmate.graph.blocks.cut import CutSettings
@@ -65,6 +66,7 @@ def check_block(parts: Partition, b: int) -> None:
     simulate(local, save_all(local))                     # it runs by itself
 
 
+@examples(max_examples=40)
 @given(graphs(most=16), settings())
 def test_any_graph(cd: CDGraph, how: CutSettings) -> None:
     parts = partition(program_of(cd), how)
@@ -76,6 +78,7 @@ def test_any_graph(cd: CDGraph, how: CutSettings) -> None:
     simulate(parts.program.cd, save_all(parts.program.cd))
 
 
+@examples(max_examples=40)
 @given(graphs(most=16), settings(), st.randoms(use_true_random=False))
 def test_rearranged(cd: CDGraph, how: CutSettings, rng: object) -> None:
     """Each block's nodes in another order that can run."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, repeat
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import rkmate
+from rkmate.comparison import measured
 from rkmate.comparison.measured import Bench
 from rkmate.comparison.table import Row
 from rkmate.comparison.worker import interleaved, loss_of
@@ -16,7 +21,30 @@ from rkmate.errors import ArgumentError
 from tests.compare.models import residual, stack
 
 
-def test_two_planners_and_todays_methods() -> None:
+@dataclass
+class Here:
+    """A process that is none: it works in this one."""
+
+    target: Callable[[str], None]
+    args: tuple[str]
+
+    def start(self) -> None:
+        self.target(*self.args)
+
+    def join(self) -> None:
+        """There is nothing to wait for."""
+
+
+def processes(monkeypatch: pytest.MonkeyPatch, real: int) -> None:
+    """So many processes are started, and what is measured later is measured in this one."""
+    start = multiprocessing.get_context("spawn").Process
+    kinds = chain([start] * real, repeat(Here))
+    context = SimpleNamespace(Process=lambda **how: next(kinds)(**how))
+    monkeypatch.setattr(measured, "multiprocessing", SimpleNamespace(get_context=lambda kind: context))
+
+
+def test_two_planners_and_todays_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes(monkeypatch, 1)
     sample = stack()
     found = rkmate.compare(sample.model, sample.args, budgets=[0.7], planners=["rockmate", "chen"],
                            measure=True, progress=False, costs="analytic")
@@ -36,9 +64,10 @@ def test_two_planners_and_todays_methods() -> None:
     assert "measured peak" in str(found)
 
 
-def test_what_cannot_be_measured_is_a_row() -> None:
+def test_what_cannot_be_measured_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of another model fails where it is run; checkpointing does not apply to a module that
     is no sequence."""
+    processes(monkeypatch, 0)
     sample, other = residual(), residual(2)
     plan = rkmate.plan(other.model, other.args, budget=1.0, costs="analytic", progress=False)
     with Bench(sample.model, sample.args, {}) as bench:

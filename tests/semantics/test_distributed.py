@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing as mp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import rkmate
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.settings import PlannerSettings
 from tests.semantics.steps import Tower, noting_segments, planned, tightest
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed")
+pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
+              pytest.mark.xdist_group("two processes")]
+
+# The tests' own defaults do not reach other processes.
+QUICK = Settings(options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
+                 planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
+PATIENCE = timedelta(minutes=2)
+"""For the other process, which may have failed."""
+Processes = list[ProcessPoolExecutor]
 
 
 def _model() -> nn.Module:
@@ -39,8 +52,8 @@ def _replicated(rank: int, options: dict[str, bool], out: Path) -> None:
         events.append("bucket")
         return allreduce_hook(None, bucket)
 
-    run = DistributedDataParallel(tightest(model, x), find_unused_parameters=options["unused"],
-                                  bucket_cap_mb=0.001)
+    run = DistributedDataParallel(tightest(model, x, settings=QUICK), bucket_cap_mb=0.001,
+                                  find_unused_parameters=options["unused"])
     run.register_comm_hook(None, sent)
     with noting_segments(events):
         with run.no_sync():
@@ -65,7 +78,7 @@ def _sharded(rank: int, options: dict[str, bool], out: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model, x = _model(), _data()[rank * 16:(rank + 1) * 16]
-    module = fully_shard(planned(model, x), mesh=init_device_mesh("cpu", (2,)))
+    module = fully_shard(planned(model, x, settings=QUICK), mesh=init_device_mesh("cpu", (2,)))
     for _ in range(2):
         module(x).pow(2).mean().backward()
     torch.save({n: p.grad.full_tensor() for n, p in module.named_parameters()}, out / f"{rank}.pt")
@@ -74,9 +87,10 @@ def _sharded(rank: int, options: dict[str, bool], out: Path) -> None:
 def _sharing_a_plan(rank: int, options: dict[str, bool], out: Path) -> None:
     model, x = _model(), _data()[rank * 16:(rank + 1) * 16]
     with pytest.raises(rkmate.InfeasibleBudget) as caught:
-        rkmate.shared_plan(model, (x,), budget=1, progress=False)
+        rkmate.shared_plan(model, (x,), budget=1, progress=False, settings=QUICK)
     # Measured times: each rank would find its own.
-    plan = rkmate.shared_plan(model, (x,), budget=caught.value.minimum_bytes, progress=False)
+    plan = rkmate.shared_plan(model, (x,), budget=caught.value.minimum_bytes, progress=False,
+                              settings=QUICK)
     plan.save(out / f"plan-{rank}.json")
     run = DistributedDataParallel(rkmate.wrap(model, (x,), plan=plan, progress=False))
     for _ in range(2):
@@ -95,26 +109,39 @@ def _sharded_inside(rank: int, options: dict[str, bool], out: Path) -> None:
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
     with pytest.warns(rkmate.RkmateWarning, match="forward hooks"), \
             pytest.raises(rkmate.ArgumentError, match=r"DTensor.*fully_shard\(rkmate\.wrap"):
-        planned(model, x)
+        planned(model, x, settings=QUICK)
     _sharded(rank, options, out)
 
 
 def _start(rank: int, work: Callable[..., None], options: dict[str, bool], out: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=2,
+                            timeout=PATIENCE)
     try:
         work(rank, options, Path(out))
     finally:
         dist.destroy_process_group()
 
 
-def _in_two_processes(work: Callable[..., None], **options: bool) -> None:
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    """Two, one for each rank, that all tests share: they take longer to start than to work."""
+    pools = [ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) for _ in range(2)]
+    yield pools
+    for pool in pools:
+        pool.shutdown()
+
+
+def _in_two(processes: Processes, work: Callable[..., None], **options: bool) -> None:
+    """Do the work as two ranks, and hold their gradients against a single process's."""
     single, x = _model(), _data()
     for _ in range(2):
         single(x).pow(2).mean().backward()
     with tempfile.TemporaryDirectory() as out:
-        mp.spawn(_start, (work, options, out), nprocs=2)
+        ranks = [pool.submit(_start, rank, work, options, out) for rank, pool in enumerate(processes)]
+        for done in (*wait(ranks, return_when=FIRST_EXCEPTION).done, *ranks):
+            done.result()                    # what failed first first
         for rank in range(2):
             found = torch.load(Path(out) / f"{rank}.pt")
             for name, parameter in single.named_parameters():
@@ -123,21 +150,21 @@ def _in_two_processes(work: Callable[..., None], **options: bool) -> None:
 
 
 @pytest.mark.parametrize("unused", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_replicas(unused: bool) -> None:
+def test_replicas(processes: Processes, unused: bool) -> None:
     """Accumulation without synchronisation, then a synchronised step; buckets fire in between."""
-    _in_two_processes(_replicated, unused=unused)
+    _in_two(processes, _replicated, unused=unused)
 
 
-def test_shards_around_a_planned_module() -> None:
-    _in_two_processes(_sharded)
+def test_shards_around_a_planned_module(processes: Processes) -> None:
+    _in_two(processes, _sharded)
 
 
-def test_shards_under_a_planned_module_are_refused() -> None:
-    _in_two_processes(_sharded_inside)
+def test_shards_under_a_planned_module_are_refused(processes: Processes) -> None:
+    _in_two(processes, _sharded_inside)
 
 
-def test_all_processes_follow_one_plan() -> None:
-    _in_two_processes(_sharing_a_plan)
+def test_all_processes_follow_one_plan(processes: Processes) -> None:
+    _in_two(processes, _sharing_a_plan)
 
 
 def test_a_shared_plan_needs_a_group() -> None:

@@ -15,8 +15,15 @@ import pytest
 import torch
 
 import rkmate
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
 from tests.show.models import Tower, tower
+
+NO_CLOCK = Settings(options=OptionSettings(grid=(5, 5), time_limit=60.0, block_limit=60.0, total_limit=120.0),
+                    planner=PlannerSettings(save_set_seconds=0.0, first_seconds=0.0, smallest_seconds=0.0))
+"""No program is cut short: one run's schedule is another's, whatever else the machine does."""
 
 
 class Terminal(io.StringIO):
@@ -24,8 +31,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def plan(model: Tower, ids: torch.Tensor, costs: str = "analytic", progress: bool = True) -> rkmate.Plan:
-    return rkmate.plan(model, (ids,), budget=0.6, progress=progress, costs=costs)  # type: ignore[arg-type]
+def plan(model: Tower, ids: torch.Tensor, costs: str = "analytic", progress: bool = True,
+         settings: Settings | None = None) -> rkmate.Plan:
+    return rkmate.plan(model, (ids,), budget=0.6, progress=progress, costs=costs, settings=settings)
 
 
 def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +41,7 @@ def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr("rkmate.support.progress.DELAY", 0.0)
     model, (ids,) = tower(2)
-    plan(model, ids, "measured")
+    plan(model, ids, "measured", settings=Settings(options=OptionSettings()))  # takes a while
     text = terminal.getvalue()
     assert "rkmate: capturing, 00:0" in text
     assert "rkmate: measuring: 0 of" in text
@@ -86,7 +94,7 @@ CASES = (("/rkmate/graph/", 300), ("/rkmate/ilp/", 300), ("/rkmate/rotor/", 100)
 def undisturbed() -> str:
     """The schedule of a run that nobody interrupts."""
     model, (ids,) = tower(2)
-    return str(plan(model, ids).schedule)
+    return str(plan(model, ids, settings=NO_CLOCK).schedule)
 
 
 @pytest.mark.parametrize(("within", "at"), [
@@ -102,8 +110,8 @@ def test_an_interrupt_leaves_nothing_broken(within: str, at: float, monkeypatch:
     # An empty cache: nothing is found that has been solved before.
     monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path / "interrupted"))
     with pytest.raises(KeyboardInterrupt):
-        interrupted(lambda: plan(model, ids, "measured" if "measure" in within else "analytic"),
-                    int(at), within)
+        interrupted(lambda: plan(model, ids, "measured" if "measure" in within else "analytic",
+                                 settings=NO_CLOCK), int(at), within)
     assert torch.equal(torch.random.get_rng_state(), random)
     assert torch.is_grad_enabled()
     assert model.training
@@ -111,5 +119,5 @@ def test_an_interrupt_leaves_nothing_broken(within: str, at: float, monkeypatch:
     assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
     assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
     # What the interrupted run has left in the cache serves the next one.
-    assert str(plan(model, ids).schedule) == expected
+    assert str(plan(model, ids, settings=NO_CLOCK).schedule) == expected
     model(ids).backward()
