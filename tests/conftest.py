@@ -14,8 +14,9 @@ import torch
 
 from rkmate.graph.passes import simplify
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline.settings import Settings
-from rkmate.planners.settings import PlannerSettings, defaults
+from rkmate.ilp import settings as ilp_settings
+from rkmate.planners import settings as planner_settings
+from rkmate.planners.settings import PlannerSettings
 
 _MADE: list[Path] = []
 
@@ -55,13 +56,11 @@ FEW_OPTIONS = OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0)
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def impatient() -> Iterator[None]:
     """Most tests need some plan within a budget, and no better one for seconds of solving. The
     smallest budget is the chain's: what the integer program adds to it would depend on the clock."""
-    monkeypatch.setattr(Settings.__init__, "__defaults__", tuple(
-        FEW_OPTIONS if isinstance(value, OptionSettings) else value
-        for value in Settings.__init__.__defaults__ or ()))
-    with defaults(PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)):
+    quick = PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)
+    with ilp_settings.defaults(FEW_OPTIONS), planner_settings.defaults(quick):
         yield
 
 

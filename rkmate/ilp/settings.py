@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rkmate.errors import ArgumentError
@@ -38,3 +40,21 @@ class OptionSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ArgumentError(f"{name} is {value!r}; it should be finite and not negative")
+
+
+_DEFAULTS = [OptionSettings()]
+
+
+def default_options() -> OptionSettings:
+    """What holds where nobody sets anything."""
+    return _DEFAULTS[-1]
+
+
+@contextmanager
+def defaults(settings: OptionSettings) -> Iterator[None]:
+    """Inside, in all threads, these are the default settings: a test suite needs few options of a block."""
+    _DEFAULTS.append(settings)
+    try:
+        yield
+    finally:
+        _DEFAULTS.remove(settings)

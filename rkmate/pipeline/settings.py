@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Literal
 
 from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.blocks.cut import CutSettings
-from rkmate.ilp.settings import OptionSettings
+from rkmate.ilp.settings import OptionSettings, default_options
 from rkmate.measure.settings import MeasureSettings
 from rkmate.planners.settings import PlannerSettings, default_settings
 
@@ -29,7 +29,7 @@ class Settings:
     """How the graph is cut into blocks."""
     measure: MeasureSettings = MeasureSettings()
     """How long operations are measured."""
-    options: OptionSettings = OptionSettings()
+    options: OptionSettings = field(default_factory=default_options)
     """The integer programs of the blocks."""
     trains: Trains = None
     """Outputs that the loss is computed from. None: the one named ``loss`` if it is a scalar, else the
