@@ -44,7 +44,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             every operation, and its rounded relaxation), ``"lower-sets"``, ``"lower-sets-memory"``,
             ``"lower-sets-exact"``, ``"lower-sets-exact-memory"``, ``"lower-sets-no-liveness"``,
             ``"dtr"`` (a replayed run-time policy), ``"save-set"`` (an integer program of what is saved at
-            a few times), ``"save-all"`` and ``"recompute-all"``; ``"auto"`` asks all of these for half a
+            a few times), ``"save-all"`` and ``"recompute-all"``; ``"auto"`` asks most of these for half a
             minute, and says which was best.
         progress: show progress on a terminal.
         plan: a plan made before (`Plan.load`), instead of a budget.

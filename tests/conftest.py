@@ -60,7 +60,7 @@ def impatient() -> Iterator[None]:
     """Most tests need some plan within a budget, and no better one for seconds of solving. The
     smallest budget is the chain's: what the integer program adds to it would depend on the clock."""
     quick = PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)
-    with ilp_settings.defaults(FEW_OPTIONS), planner_settings.defaults(quick):
+    with ilp_settings.DEFAULT.within(FEW_OPTIONS), planner_settings.DEFAULT.within(quick):
         yield
 
 

@@ -13,7 +13,8 @@ import rkmate
 from rkmate.pipeline import prepare
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, PLAIN, VARIANTS, fallbacks, first, named
-from rkmate.planners.settings import PlannerSettings, default_settings, defaults
+from rkmate.planners import settings as planner_settings
+from rkmate.planners.settings import PlannerSettings
 
 ANALYTIC = Settings(costs="analytic")
 
@@ -76,8 +77,8 @@ def test_variants_in_their_order() -> None:
 
 
 def test_defaults_hold_inside_only() -> None:
-    outside = default_settings()
-    with defaults(PlannerSettings(slots=3)):
-        assert default_settings().slots == 3
+    outside = planner_settings.DEFAULT.now()
+    with planner_settings.DEFAULT.within(PlannerSettings(slots=3)):
+        assert planner_settings.DEFAULT.now().slots == 3
         assert Settings(slots=5).of_planner.slots == 5
-    assert default_settings() == outside
+    assert planner_settings.DEFAULT.now() == outside

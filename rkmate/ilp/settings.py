@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rkmate.errors import ArgumentError
+from rkmate.support.defaults import Default
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,5 @@ class OptionSettings:
                 raise ArgumentError(f"{name} is {value!r}; it should be finite and not negative")
 
 
-_DEFAULTS = [OptionSettings()]
-
-
-def default_options() -> OptionSettings:
-    """What holds where nobody sets anything."""
-    return _DEFAULTS[-1]
-
-
-@contextmanager
-def defaults(settings: OptionSettings) -> Iterator[None]:
-    """Inside, in all threads, these are the default settings: a test suite needs few options of a block."""
-    _DEFAULTS.append(settings)
-    try:
-        yield
-    finally:
-        _DEFAULTS.remove(settings)
+DEFAULT = Default(OptionSettings())
+"""What holds where nobody sets anything."""

@@ -67,7 +67,7 @@ class PlanData:
     """No schedule within the budget that runs each backward computation once, in order, takes less;
     None when the planner knows no bound."""
     minimum_bytes: int | None
-    """Smallest budget that the planner can meet; None when nothing had to be solved to know."""
+    """Smallest budget that the planner is known to meet; None when nothing had to be solved to know."""
     blocks: tuple[BlockInfo, ...]
     runs: tuple[Run, ...]
     schedule: Schedule
@@ -134,15 +134,13 @@ class PlanData:
             raise PlanError(f"{path}: is not a whole plan file ({error})") from error
 
     def _content(self) -> dict[str, Any]:
-        loss_at = self.schedule.loss_at
-        pinned = sorted({s.d for s in self.schedule.steps if isinstance(s, Free)})
         return {
             "format": _FORMAT, "planner": self.planner, "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes, "baseline_peak_bytes": self.baseline_peak_bytes,
             "step_seconds": self.step_seconds, "baseline_seconds": self.baseline_seconds,
             "bound_seconds": self.bound_seconds, "minimum_bytes": self.minimum_bytes,
             "note": self.note, "variant": self.variant,
-            "fingerprint": self.fingerprint, "loss_at": loss_at, "forgotten": len(pinned),
+            "fingerprint": self.fingerprint,
             "blocks": [vars(b) for b in self.blocks], "runs": [vars(r) for r in self.runs],
             "steps": [_step(s) for s in self.schedule.steps],
             "costs": [c.row() for c in self.costs], "nodes": dict(self.nodes),

@@ -58,7 +58,8 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
         with torch.no_grad(), unchanged_random_state(device), \
                 torch.autocast(device.autocast_kind, enabled=False):
             runner.hoisted(hoisted)
-            memory.put(beginning, device, settings, tuple(runner.costs[i] for i in hoisted))
+            if known_beginning is None:
+                memory.put(beginning, device, settings, tuple(runner.costs[i] for i in hoisted))
             for number in range(settings.passes):
                 runner.start_pass()
                 for block in partition.blocks[:last + 1]:

@@ -189,7 +189,7 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None) 
     elif traced.settings.costs == "analytic":
         known = analytic_costs(parts)
     else:
-        with traced.progress.stage("measuring", len(parts.blocks)) as tick:
+        with traced.progress.stage("measuring", len(parts.blocks)) as tick, capture_lock:
             try:
                 known = measure(parts, blocked.texts, traced.tensors, _cost_memory(),
                                 traced.settings.measure,

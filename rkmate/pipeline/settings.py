@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.blocks.cut import CutSettings
-from rkmate.ilp.settings import OptionSettings, default_options
+from rkmate.ilp import settings as ilp_settings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.settings import MeasureSettings
-from rkmate.planners.settings import PlannerSettings, default_settings
+from rkmate.planners import settings as planner_settings
+from rkmate.planners.settings import PlannerSettings
 
 CostSource = Literal["measured", "analytic"]
 Trains = Literal["all"] | tuple[str | int, ...] | None
@@ -29,13 +31,13 @@ class Settings:
     """How the graph is cut into blocks."""
     measure: MeasureSettings = MeasureSettings()
     """How long operations are measured."""
-    options: OptionSettings = field(default_factory=default_options)
+    options: OptionSettings = field(default_factory=ilp_settings.DEFAULT.now)
     """The integer programs of the blocks."""
     trains: Trains = None
     """Outputs that the loss is computed from. None: the one named ``loss`` if it is a scalar, else the
     scalars, else all but by-products such as caches."""
-    slots: int = 500
-    """Memory slots of the dynamic program."""
+    slots: int | None = None
+    """Memory slots of the default planner's dynamic program; None: what `planner` says."""
     planning_seconds: float | None = None
     """Limit of a planner that can stop early; None: its own."""
     chunked_loss: When = "auto"
@@ -60,7 +62,8 @@ class Settings:
     @property
     def of_planner(self) -> PlannerSettings:
         """What the default planner works with."""
-        return replace(self.planner or default_settings(), slots=self.slots)
+        planner = self.planner or planner_settings.DEFAULT.now()
+        return planner if self.slots is None else replace(planner, slots=self.slots)
 
 
 def checked_trains(trains: Any) -> Trains:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rkmate.ir.schedule import Schedule
+from rkmate.planners import settings as planner_settings
 from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
 from rkmate.planners.dtr_offline import DtrOffline
 from rkmate.planners.finish import finish
@@ -29,7 +30,7 @@ from rkmate.planners.protocol import (
     whole_step,
 )
 from rkmate.planners.save_set import SaveSet, save_set_program
-from rkmate.planners.settings import PlannerSettings, default_settings
+from rkmate.planners.settings import PlannerSettings
 
 Case = Literal["first", "further", "deep", "below first", "below further"]
 """The first budget of a problem; a further one, also of a deep graph; the same below what the chain
@@ -76,7 +77,8 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
     s = settings
     return (
         Entry(ChainSearch(s, tries=5, count=1, quick=True), "rk-rotor", frozenset({"deep"})),
-        Entry(save_set, "save-set", DETERMINED | {"deep"}, s.save_set_seconds, s.deep_seconds),
+        Entry(save_set, "save-set", frozenset({"deep"}), s.save_set_seconds, s.deep_seconds),
+        Entry(save_set, "save-set", DETERMINED, s.save_set_seconds),
         Entry(ChainSearch(s), "rk-rotor", DETERMINED, gap=s.gap_tolerance, finished=2),
         Entry(DtrOffline(), "dtr", DETERMINED, gap=s.gap_tolerance, most_nodes=s.dtr_nodes),
         Entry(LowerSetPlanner("lower-sets"), "lower-sets", DETERMINED, gap=s.gap_tolerance,
@@ -104,7 +106,7 @@ class Default:
 
     @property
     def _settings(self) -> PlannerSettings:
-        return self.settings or default_settings()
+        return self.settings or planner_settings.DEFAULT.now()
 
     def with_settings(self, settings: PlannerSettings) -> Default:
         """The same planner under other settings."""
@@ -220,7 +222,8 @@ class _Search:
         self.spent += took
         self.left = max(0.0, self.left - took)
         if outcome.bound is not None:
-            self.bound, self.cut = outcome.bound, took >= entry.seconds
+            self.bound = max(self.bound or 0.0, outcome.bound)
+            self.cut = took >= share
         found = sorted(outcome.others, key=lambda c: c.seconds)[:entry.finished] if entry.finished > 1 else []
         if not found and outcome.schedule is not None:
             found = [_candidate(self.problem, outcome.schedule, outcome)]

@@ -40,8 +40,8 @@ class Problem:
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, computed once per problem: a pure function of the problem, whatever budget
-        was asked before."""
+        """What `make` returns, computed once per problem: a pure function of the problem, or a table of such
+        that is filled as time allows. It says nothing of the budgets that were asked before."""
         if key not in self._memory:
             self._memory[key] = make()
         return self._memory[key]  # type: ignore[return-value]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from rkmate.errors import ArgumentError
+from rkmate.support.defaults import Default
 
 
 @dataclass(frozen=True)
@@ -63,20 +62,5 @@ class PlannerSettings:
             raise ArgumentError(f"slots and fine are {self.slots} and {self.fine}; they should be at least 1")
 
 
-_DEFAULTS = [PlannerSettings()]
-
-
-def default_settings() -> PlannerSettings:
-    """What holds where nobody sets anything."""
-    return _DEFAULTS[-1]
-
-
-@contextmanager
-def defaults(settings: PlannerSettings) -> Iterator[None]:
-    """Inside, in all threads, these are the default settings: a test suite needs some plan, and no
-    better one for seconds of solving."""
-    _DEFAULTS.append(settings)
-    try:
-        yield
-    finally:
-        _DEFAULTS.remove(settings)
+DEFAULT = Default(PlannerSettings())
+"""What holds where nobody sets anything."""

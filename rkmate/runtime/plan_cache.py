@@ -113,23 +113,26 @@ class PlanCache:
         Flags of other submodules than any plan was made for are flags to plan for.
         """
         with self._lock:
-            return any(k.flags == flags for k in self._kept) or self._has_new_parts(flags)
+            return any(k.flags == flags for k in self._kept) or not self._has_parts(flags)
 
     def differing(self, key: Guards) -> str:
         """In what a call differs from the nearest that a plan was made for."""
         with self._lock:
             return differing(key, self._kept)
 
-    def _has_new_parts(self, flags: FlagGuards) -> bool:
-        return all(k.flags.parts != flags.parts for k in self._kept)
+    def _has_parts(self, flags: FlagGuards) -> bool:
+        """Whether some plan was made for these submodules."""
+        with self._lock:
+            return any(k.flags.parts == flags.parts for k in self._kept)
 
     def make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any],
              plan: Plan | None = None) -> Specialization:
         """Plan for a new signature. `plan`: one to follow; `PlanError` when it does not fit."""
         with planning_lock:
-            if key in self._kept:
-                return self._kept[key]
-            if self._kept and self._has_new_parts(key.flags):
+            known = self.find(key)
+            if known is not None:
+                return known
+            if len(self) and not self._has_parts(key.flags):
                 refuse_what_cannot_repeat(self.model, args, kwargs)
             self._warn_of_changes(key)
             traced = trace(self.model, args, kwargs, self.planning.settings,
@@ -151,7 +154,9 @@ class PlanCache:
             return known
 
     def _warn_of_changes(self, key: Guards) -> None:
-        names = [] if self._warned else changing(key, self._kept)
+        with self._lock:
+            latest = list(self._kept)
+        names = [] if self._warned else changing(key, latest)
         if names:
             self._warned = True
             warn(
@@ -166,6 +171,9 @@ class PlanCache:
         found = known.executables.get(mask)
         if found is None:
             with planning_lock:
+                found = known.executables.get(mask)
+                if found is not None:
+                    return found            # another thread made it meanwhile
                 held = held_tensors(known.capture, self.model, tensors)
                 try:
                     found = self._executable(replace(known.traced, wanted=mask, tensors=held),

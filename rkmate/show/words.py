@@ -86,7 +86,7 @@ def _outcome(plan: PlanData) -> str:
     text = (f"A training step allocates at most {size(plan.peak_bytes)} above what stands before it, "
             f"parameter gradients left out; the budget is {size(plan.budget_bytes)}. Without "
             f"rematerialization it would be {size(plan.baseline_peak_bytes)}.")
-    if plan.step_seconds > plan.baseline_seconds:
+    if plan.schedule.recomputed():
         return (f"{text} Recomputation adds "
                 f"{duration(plan.step_seconds - plan.baseline_seconds)} to a step of "
                 f"{duration(plan.baseline_seconds)} ({plan.overhead:+.1%}).{_bound(plan)}")
@@ -149,7 +149,7 @@ def _named(row: ModuleRow) -> str:
 
 def _less(plan: PlanData, replayed: Occupancy) -> str:
     if plan.minimum_bytes is not None and plan.peak_bytes <= plan.minimum_bytes:
-        return "This is the smallest budget that the planner can meet."
+        return "This is the smallest budget that the planner is known to meet."
     text = ""
     g = replayed.graph
     there = {j for j, _ in replayed.alive_at_peak}

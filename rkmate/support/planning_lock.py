@@ -1,4 +1,4 @@
-"""One thread plans at a time, and nobody computes beside a capture."""
+"""One thread captures and measures at a time, and no step begins beside it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class PlanningLock(ContextDecorator):
 
 
 planning_lock = PlanningLock()
-"""Held while a plan is made."""
+"""Held while the plans of a wrapped module are made, and in each stage that uses torch."""
 capture_lock = PlanningLock()
-"""Held while a module is captured: tracing sets flags, and changes functions, of the whole process. A step
-that begins meanwhile waits for its end; the search for a plan, which takes longer, disturbs no step."""
+"""Held while a module is captured, as tracing sets flags and changes functions of the whole process, and
+while operations are measured, as that draws from the generators and reads what the process allocates. A
+step that begins meanwhile waits for its end; the search for a plan disturbs no step."""

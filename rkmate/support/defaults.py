@@ -1,0 +1,29 @@
+"""Default values that can be set for a while: a test suite needs some plan, not seconds of solving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Default(Generic[T]):
+    """What holds where nobody sets anything, in all threads."""
+
+    def __init__(self, value: T) -> None:
+        self._values = [value]
+
+    def now(self) -> T:
+        """The value that holds."""
+        return self._values[-1]
+
+    @contextmanager
+    def within(self, value: T) -> Iterator[None]:
+        """Inside, another value holds."""
+        self._values.append(value)
+        try:
+            yield
+        finally:
+            self._values.pop()
