@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rkmate.ir.schedule import Schedule
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
 from rkmate.planners.dtr_offline import DtrOffline
@@ -27,6 +26,7 @@ from rkmate.planners.protocol import (
     best,
     found_in,
     infeasible,
+    taken_in,
     whole_step,
 )
 from rkmate.planners.save_set import SaveSet, save_set_program
@@ -225,9 +225,8 @@ class _Search:
             self.bound = max(self.bound or 0.0, outcome.bound)
             self.cut = took >= share
         found = sorted(outcome.others, key=lambda c: c.seconds)[:entry.finished] if entry.finished > 1 else []
-        if not found and outcome.schedule is not None:
-            found = [_candidate(self.problem, outcome.schedule, outcome)]
-        self.pending += [replace(c, note=_note(entry.origin)) for c in found]
+        self.pending += [replace(c, note=_note(entry.origin))
+                         for c in found or taken_in(self.problem, outcome)]
         self._larger += [replace(c, note=_note(entry.origin)) for c in outcome.others
                          if c.peak > self.budget]
 
@@ -249,8 +248,3 @@ class _Search:
 
 def _note(origin: str) -> str:
     return f"the fastest of several schedules: that of {_WORDS[origin]}"
-
-
-def _candidate(problem: Problem, schedule: Schedule, outcome: Outcome) -> Candidate:
-    result = problem.simulate(schedule)
-    return Candidate(schedule, result.peak, result.seconds, outcome.note, outcome.ops)

@@ -146,11 +146,15 @@ def ask(planner: Planner, problem: Problem, budget: int, *, time_limit: float | 
 
 def found_in(problem: Problem, outcome: Outcome) -> tuple[Candidate, ...]:
     """All schedules of an outcome, for other budgets to know."""
+    return (*taken_in(problem, outcome), *outcome.others)
+
+
+def taken_in(problem: Problem, outcome: Outcome) -> tuple[Candidate, ...]:
+    """The schedule that an outcome took; none where it has none."""
     if outcome.schedule is None:
-        return outcome.others
+        return ()
     simulation = problem.simulate(outcome.schedule)
-    return (Candidate(outcome.schedule, simulation.peak, simulation.seconds, outcome.note, outcome.ops),
-            *outcome.others)
+    return (Candidate(outcome.schedule, simulation.peak, simulation.seconds, outcome.note, outcome.ops),)
 
 
 def infeasible(note: str = "") -> Outcome:

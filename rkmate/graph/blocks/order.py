@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rkmate.graph.blocks.partition import Block, Partition, rearranged
 from rkmate.ir.cd import CDGraph
+from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import from_order
 from rkmate.ir.simulate import simulate
 
@@ -140,21 +141,11 @@ def _peaks(graph: CDGraph, order: Sequence[int]) -> tuple[int, int, int] | None:
     alone = simulate(forward, from_order(forward, order[:n], n)).peak
     frugal = list(order[:n])
     for i in order[n:]:
-        frugal += [*_again(graph, order[:n], i), i]
+        again = missing_nodes(graph, graph.c[i].inputs)
+        frugal += [*(k for k in order[:n] if k in again), i]
         if len(frugal) > MOST:
             return None
     return alone, _peak(graph, order), simulate(graph, from_order(graph, frugal, n)).peak
-
-
-def _again(graph: CDGraph, forward: Sequence[int], i: int) -> list[int]:
-    """The forward nodes that it takes to have what a node reads."""
-    wanted = set(graph.c[i].inputs)
-    result = []
-    for k in reversed(forward):
-        if not wanted.isdisjoint(graph.c[k].outputs):
-            wanted.update(graph.c[k].inputs)
-            result.append(k)
-    return result[::-1]
 
 
 def _scheduled(graph: CDGraph, phase: range, rule: Rule, after: dict[int, set[int]]) -> list[int]:
