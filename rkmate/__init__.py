@@ -19,7 +19,7 @@ _PLACES = {
     "rkmate.pipeline.device_budget": ("BatchSize", "auto_budget", "max_batch_size"),
     "rkmate.pipeline.settings": ("Settings",),
     "rkmate.planners.settings": ("PlannerSettings",),
-    "rkmate.public": ("plan", "tradeoff", "wrap"),
+    "rkmate.public": ("applied", "apply", "plan", "remove", "tradeoff", "wrap"),
     "rkmate.runtime.module": ("PlannedModule",),
     "rkmate.sharing": ("shared_plan",),
     "rkmate.show.curve": ("Curve",),
@@ -53,7 +53,10 @@ if typing.TYPE_CHECKING:
     from rkmate.pipeline.device_budget import max_batch_size as max_batch_size
     from rkmate.pipeline.settings import Settings as Settings
     from rkmate.planners.settings import PlannerSettings as PlannerSettings
+    from rkmate.public import applied as applied
+    from rkmate.public import apply as apply
     from rkmate.public import plan as plan
+    from rkmate.public import remove as remove
     from rkmate.public import tradeoff as tradeoff
     from rkmate.public import wrap as wrap
     from rkmate.runtime.module import PlannedModule as PlannedModule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rkmate.errors import ArgumentError
@@ -24,13 +24,19 @@ class Budget:
 
     bytes: int | None = None
     fraction: float | None = None
+    least: int = 0
+    """Bytes that a fraction stands for at least: those of a plan that was made with it."""
 
     def of(self, baseline: int) -> int:
         """The bytes, given the peak without rematerialization."""
         if self.bytes is not None:
             return self.bytes
         assert self.fraction is not None
-        return math.floor(self.fraction * baseline)
+        return max(self.least, math.floor(self.fraction * baseline))
+
+    def at_least(self, least: int) -> Budget:
+        """This budget once a plan within `least` bytes was made: a smaller batch has that much, too."""
+        return self if self.bytes is not None else replace(self, least=max(self.least, least))
 
 
 def parse_budget(budget: Any) -> Budget:

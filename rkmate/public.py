@@ -1,38 +1,42 @@
-"""The public face: `wrap`, `plan`, `tradeoff`."""
+"""The public face: `wrap`, `apply`, `plan`, `tradeoff`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from rkmate.budget import Budget, parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
+from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings, settings_of_call
 from rkmate.planners.registry import planner as find_planner
+from rkmate.runtime.apply import planned_call_of, put_plan_into, take_plan_from
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Planning
 from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
 
+_M = TypeVar("_M", bound=nn.Module)
+
 
 def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
          plan: Plan | None = None, costs: str | None = None, verify: bool = True,
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
-         planning_seconds: float | None = None,
+         training: bool | None = None, planning_seconds: float | None = None,
          settings: Settings | None = None) -> PlannedModule:
     """An equivalent module that trains inside a memory budget.
 
     Args:
-        model: the module to train, with the train flags that it will be trained with.
+        model: the module to train.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
         budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
             model's own peak, or ``"auto"``, which is what `auto_budget` says. It bounds what a
@@ -59,6 +63,9 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             given: the output named ``loss`` if it is a scalar, else the scalars, else all but
             by-products such as caches and hidden states. A loss that leads to others is right, too,
             but its first step runs the forward twice.
+        training: the train flags to plan for. Unless given, the module's own; or, where it is in eval mode
+            (as ``from_pretrained`` returns it), those that its `train` sets, which is said. True: these in
+            any case; False: as they are. Calls with other flags get plans of their own.
         planning_seconds: the limit of a planner that can stop early (the integer programs on the
             whole graph, ``auto``, ``dtr``); their own unless given.
         settings: of the stages, `rkmate.Settings`: ``costs``, as above; ``cut``, how long blocks may be;
@@ -81,28 +88,94 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains)
-    if on_new_shape not in ("plan", "original", "error"):
-        raise ArgumentError(f'on_new_shape is {on_new_shape!r}; it should be "plan", "original" or '
-                            '"error"')
-    return PlannedModule(model, args, kwargs, planning, plan, verify, on_new_shape)
+    with flags_to_plan(model, training):
+        module = PlannedModule(model, planning, verify, _checked(on_new_shape))
+        module.plan_for(args, kwargs, plan)
+    return module
+
+
+def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None, *,
+          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
+          plan: Plan | None = None, costs: str | None = None, verify: bool = True,
+          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
+          training: bool | None = None, planning_seconds: float | None = None,
+          settings: Settings | None = None) -> _M:
+    """Make a module train inside a memory budget, in place: it stays what it is for everything else.
+
+    Its class, attributes, state dictionary, ``save_pretrained``, ``generate`` and adapters are its own; its
+    calls follow a plan where gradients are recorded. A call is planned as a whole: with the module's
+    hooks, and with what a library has put in the place of its forward. Copies and pickles of the module
+    are without a plan: apply one to them, too.
+
+    Args:
+        model: the module to train. `remove` undoes what this does; applying again replaces it.
+        args, kwargs: sample inputs, to plan now. Unless given, the first call that records gradients is
+            planned when it comes: with the real batch, in the mode that it is trained in.
+        budget: as of `wrap`; a fraction is one of the peak of the first call.
+        planner, progress, plan, costs, verify, on_new_shape, trains, training, planning_seconds, settings:
+            as of `wrap`. ``training`` concerns sample inputs alone.
+
+    Returns:
+        The module that was given. `applied` shows its plan.
+
+    Raises:
+        What `wrap` raises; without sample inputs, some of it at the first call.
+    """
+    sampled = args is not None or kwargs is not None
+    if plan is not None and not sampled:
+        raise ArgumentError("plan is given without the sample inputs that it belongs to: give args or kwargs")
+    if isinstance(model, PlannedModule):
+        raise ArgumentError("the module is a wrapped one already: apply a budget to the module itself "
+                            "(.original)")
+    check_model(model)
+    if sampled:
+        args, kwargs = checked_sample(model, () if args is None else args, kwargs)
+    planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
+                         planning_seconds, trains)
+    call = put_plan_into(model, planning, verify, _checked(on_new_shape))
+    if sampled:
+        try:
+            with flags_to_plan(model, training):
+                call.whole.plan_for(tuple(args or ()), dict(kwargs or {}), plan)
+        except BaseException:
+            take_plan_from(model)
+            raise
+    return model
+
+
+def remove(model: _M) -> _M:
+    """Undo `apply`: the module runs as it did before. Returns it. Nothing happens to others."""
+    check_model(model)
+    take_plan_from(model)
+    return model
+
+
+def applied(model: nn.Module) -> PlannedModule | None:
+    """What shows the plan of a module that `apply` was called with: its ``.plan`` and ``.source``, as of what
+    `wrap` returns. None for other modules."""
+    check_model(model)
+    call = planned_call_of(model)
+    return None if call is None else call.latest
 
 
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
          costs: str | None = None, trains: str | int | Sequence[str | int] | None = None,
-         planning_seconds: float | None = None, settings: Settings | None = None) -> Plan:
+         training: bool | None = None, planning_seconds: float | None = None,
+         settings: Settings | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
                          planning_seconds, trains)
-    traced = trace(model, args, kwargs, planning.settings, Progress(progress))
+    with flags_to_plan(model, training):
+        traced = trace(model, args, kwargs, planning.settings, Progress(progress))
     return make_plan(traced, planning.budget, planning.planner).plan
 
 
 def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
              budgets: Sequence[int | float | str] | None = None, planner: str = "rockmate",
              progress: bool = True, costs: str | None = None,
-             trains: str | int | Sequence[str | int] | None = None,
+             trains: str | int | Sequence[str | int] | None = None, training: bool | None = None,
              planning_seconds: float | None = None, settings: Settings | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
 
@@ -114,7 +187,8 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     args, kwargs = checked_sample(model, args, kwargs)
     wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
     planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds, trains)
-    traced = trace(model, args, kwargs, planning.settings, Progress(progress))
+    with flags_to_plan(model, training):
+        traced = trace(model, args, kwargs, planning.settings, Progress(progress))
     return Curve(tuple(make_curve(traced, wanted, planning.planner)))
 
 
@@ -138,6 +212,12 @@ def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
     return args, kwargs
 
 
+def _checked(on_new_shape: Any) -> NewShape:
+    if on_new_shape not in ("plan", "original", "error"):
+        raise ArgumentError(f'on_new_shape is {on_new_shape!r}; it should be "plan", "original" or "error"')
+    return on_new_shape  # type: ignore[no-any-return]
+
+
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, settings: Settings | None,
               progress: bool, planning_seconds: float | None, trains: Any) -> Planning:
     if (budget is None) == (plan is None):
@@ -155,4 +235,4 @@ def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, s
     return Planning(checked, name, base, progress)
 
 
-__all__ = ["InfeasibleBudget", "PlanError", "plan", "tradeoff", "wrap"]
+__all__ = ["InfeasibleBudget", "PlanError", "applied", "apply", "plan", "remove", "tradeoff", "wrap"]

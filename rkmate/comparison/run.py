@@ -13,6 +13,7 @@ from rkmate.budget import Budget, parse_budget
 from rkmate.comparison.measured import Bench
 from rkmate.comparison.table import Comparison, Row
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
+from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.planning import attempted
@@ -43,7 +44,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     solved once. One simulator predicts the peak and the time of each schedule.
 
     Args:
-        model: with the train flags that it will be trained with.
+        model: planned in train mode, where it is in eval mode.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
         budgets: each like `rkmate.wrap`'s: bytes, text, a fraction of the model's own peak, or
             ``"auto"``.
@@ -81,13 +82,14 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
     shown = Progress(progress)
     methods = [find_planner(m.name, wanted_settings.of_planner) for m in methods]
-    prepared = prepare(trace(model, args, kwargs, wanted_settings, shown))
-    solved = solve(prepared)                         # the options of the blocks, and the chain
-    shared = {k: v for k, v in solved.stage_seconds.items() if k != "chain"}
-    found = _planned(solved, wanted, methods, time_limit, shown)
-    rows = [row for row, _ in found]
-    if measure:
-        rows = _measured(Bench(model, args, kwargs, wanted_settings.trains), found, shown)
+    with flags_to_plan(model, None):
+        prepared = prepare(trace(model, args, kwargs, wanted_settings, shown))
+        solved = solve(prepared)                     # the options of the blocks, and the chain
+        shared = {k: v for k, v in solved.stage_seconds.items() if k != "chain"}
+        found = _planned(solved, wanted, methods, time_limit, shown)
+        rows = [row for row, _ in found]
+        if measure:
+            rows = _measured(Bench(model, args, kwargs, wanted_settings.trains), found, shown)
     return Comparison(tuple(rows), type(model).__name__, wanted_settings.costs, prepared.baseline.peak,
                       prepared.baseline.seconds, shared)
 

@@ -12,6 +12,7 @@ from rkmate import device as devices
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
+from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
 from rkmate.pipeline.prepare import Prepared, check_model, prepare, trace
 from rkmate.pipeline.settings import Settings, checked_trains
@@ -102,7 +103,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
     Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
 
     Args:
-        model: the module to train.
+        model: the module to train; in train mode, where it is in eval mode.
         make_inputs: batch size -> ``args``, or ``(args, kwargs)`` with a tuple and a dict.
         device_memory: of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
             and optimizer state are taken off. None: what is free on the model's CUDA device.
@@ -150,9 +151,10 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
             prepared(n)
         return plain[n]
 
-    size = _largest(smallest_peak, budget, most)
-    plan = plan_prepared(best[0], budget)
-    without = _largest(plain_peak, budget, size) if plain_peak(1) <= budget else 0
+    with flags_to_plan(model, None):
+        size = _largest(smallest_peak, budget, most)
+        plan = plan_prepared(best[0], budget)
+        without = _largest(plain_peak, budget, size) if plain_peak(1) <= budget else 0
     return BatchSize(size, plan, budget, without, tuple(sorted(tried.items())))
 
 

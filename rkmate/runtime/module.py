@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rkmate.errors import ArgumentError
+from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.modes import inside_fake_mode, inside_transform
+from rkmate.graph.capture.structure import tensors_in
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
-from rkmate.runtime.guards import ModuleReader, guards_of
+from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Specialization
 from rkmate.show.plan import Plan
 from rkmate.stand_in import StandIn
@@ -34,21 +35,26 @@ class PlannedModule(StandIn):
     state dictionaries have the same keys. Other attributes are the original's.
     """
 
-    _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_verify", "_on_new_shape",
+    _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_unplanned", "_verify", "_on_new_shape",
                          "_planned_forward"))
     _plans: PlanCache
     _latest: Executable | None
     _reader: ModuleReader
     _told: set[str]
+    _unplanned: set[Guards]
+    """Signatures of other flags that cannot be planned, which is said."""
     _verify: bool
     _on_new_shape: NewShape
     _planned_forward: MethodType
     """What `forward` is, as long as no library puts another in its place."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-                 planning: Planning, plan: Plan | None, verify: bool, on_new_shape: NewShape) -> None:
+    def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> None:
+        """The first call is planned for, unless `plan_for` comes before it."""
         self._stand_in_for(model)
         self._set_up(planning, (), verify, on_new_shape)
+
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None = None) -> None:
+        """Plan for calls like this one. `plan`: one to follow; `PlanError` when it does not fit."""
         key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
         self._reader.follow(known.capture.assigned)
@@ -58,10 +64,15 @@ class PlannedModule(StandIn):
                 on_new_shape: NewShape) -> None:
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
-                             _on_new_shape=on_new_shape, _told=set(), _latest=None,
+                             _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
                              _reader=ModuleReader(self._original), _planned_forward=forward, forward=forward)
 
     # -- planning -------------------------------------------------------------------------
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a plan was made."""
+        return self._latest is not None
 
     @property
     def plan(self) -> Plan:
@@ -70,7 +81,7 @@ class PlannedModule(StandIn):
             plans = self._plans.all()
             if plans:
                 return plans[-1]
-            raise ArgumentError("this copy has no plan yet: its first call makes one")
+            raise ArgumentError("there is no plan yet: the first call that records gradients makes one")
         return self._latest.plan
 
     @property
@@ -84,14 +95,13 @@ class PlannedModule(StandIn):
         """The original's forward; under the plan when gradients are wanted."""
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(self, args, kwargs)
-        model = self._original
         if torch.compiler.is_compiling() and _traced_here():
-            return model(*args, **kwargs)          # a part of what is being captured or exported
+            return self._run_original(args, kwargs)   # a part of what is being captured or exported
         if capture_lock.is_others():
             with capture_lock:
                 pass
         if not torch.is_grad_enabled():
-            return model(*args, **kwargs)
+            return self._run_original(args, kwargs)
         if inside_transform():
             raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
                                 "jvp): use the original module (.original) there")
@@ -100,7 +110,7 @@ class PlannedModule(StandIn):
         if known is None:
             known = self._new_signature(key, args, kwargs)
             if known is None:
-                return model(*args, **kwargs)
+                return self._run_original(args, kwargs)
         latest = self._plans.current(known, tensors)
         self.__dict__["_latest"] = latest
         found, pattern = known, latest.compiled.wanted
@@ -110,6 +120,10 @@ class PlannedModule(StandIn):
 
         first = self._first_step(latest)
         return latest.compiled(tensors, redo, first.finish if first is not None else None)
+
+    def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is planned, as it is without a plan."""
+        return self._original(*args, **kwargs)
 
     def _first_step(self, ready: Executable) -> FirstStep | None:
         """Watches a plan's first step, where that is wanted and the device can tell."""
@@ -122,11 +136,6 @@ class PlannedModule(StandIn):
 
     def _new_signature(self, key: Any, args: tuple[Any, ...],
                        kwargs: dict[str, Any]) -> Specialization | None:
-        if len(self._plans) and not self._plans.has_flags(key[0]):
-            self._tell("flags", "a submodule's train flag or hooks, or a parameter's requires_grad, "
-                                "differ from what was planned: the original module runs instead, "
-                                "without a budget. Wrap the module again to plan for them")
-            return None
         if len(self._plans):
             if self._on_new_shape == "error":
                 raise ArgumentError(f"a call differs from the planned ones in {self._plans.differing(key)}; "
@@ -141,9 +150,24 @@ class PlannedModule(StandIn):
                 self._told.add("plan")
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
                                "kept (this is said once)", self._plans.differing(key))
-        known = self._plans.make(key, args, kwargs)
+        if key in self._unplanned or not self._has_something_to_train(args, kwargs):
+            return None
+        try:
+            known = self._plans.make(key, args, kwargs)
+        except CaptureError as error:
+            if self._plans.has_flags(key.flags) or not self._plans.has_parts(key.flags):
+                raise
+            self._unplanned.add(key)
+            warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a one "
+                 f"cannot be planned: the original module runs instead, without a budget. {error}")
+            return None
         self._reader.follow(known.capture.assigned)
         return known
+
+    def _has_something_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Without it the original keeps nothing for a backward."""
+        return any(p.requires_grad for p in self._original.parameters()) or \
+            any(t.requires_grad for t in tensors_in((args, kwargs)))
 
     def _tell(self, what: str, message: str) -> None:
         if what not in self._told:

@@ -48,6 +48,8 @@ class Planning:
     planner: str
     settings: Settings
     progress: bool
+    hooks_outside: bool = False
+    """Whether the hooks of the module itself run around its plan, and are no part of it."""
 
 
 @dataclass
@@ -108,22 +110,19 @@ class PlanCache:
             return known
 
     def has_flags(self, flags: FlagGuards) -> bool:
-        """Whether some plan was made under these train and gradient flags.
-
-        Flags of other submodules than any plan was made for are flags to plan for.
-        """
+        """Whether some plan was made for these submodules with their train and gradient flags and hooks."""
         with self._lock:
-            return any(k.flags == flags for k in self._kept) or not self._has_parts(flags)
+            return any(k.flags == flags for k in self._kept)
+
+    def has_parts(self, flags: FlagGuards) -> bool:
+        """Whether some plan was made for these submodules."""
+        with self._lock:
+            return any(k.flags.parts == flags.parts for k in self._kept)
 
     def differing(self, key: Guards) -> str:
         """In what a call differs from the nearest that a plan was made for."""
         with self._lock:
             return differing(key, self._kept)
-
-    def _has_parts(self, flags: FlagGuards) -> bool:
-        """Whether some plan was made for these submodules."""
-        with self._lock:
-            return any(k.flags.parts == flags.parts for k in self._kept)
 
     def make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any],
              plan: Plan | None = None) -> Specialization:
@@ -132,8 +131,9 @@ class PlanCache:
             known = self.find(key)
             if known is not None:
                 return known
-            if len(self) and not self._has_parts(key.flags):
-                refuse_what_cannot_repeat(self.model, args, kwargs)
+            if not self.has_flags(key.flags):
+                refuse_what_cannot_repeat(self.model, args, kwargs,
+                                          hooks_outside=self.planning.hooks_outside)
             self._warn_of_changes(key)
             traced = trace(self.model, args, kwargs, self.planning.settings,
                            Progress(self.planning.progress))
@@ -145,6 +145,8 @@ class PlanCache:
                 shapes = ", ".join(str(tuple(t.shape)) for t in _tensors(args, kwargs))
                 raise InfeasibleBudget(f"a call with inputs of shape {shapes}: {error}",
                                        error.minimum_bytes) from error
+            budget = self.planning.budget.at_least(executable.plan.budget_bytes)
+            self.planning = replace(self.planning, budget=budget)
             # What is kept holds no tensors of this call.
             known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
             with self._lock:

@@ -303,15 +303,18 @@ def test_threads_that_draw() -> None:
     assert all(right)
 
 
-def test_train_and_eval_flags_run_the_original() -> None:
+def test_train_and_eval_flags_have_plans_of_their_own() -> None:
     model, x = Tower(dropout=0.5), torch.randn(8, 16)
     module = planned(model, x)
+    first = module.plan
     module.eval()
     assert not model.training
     assert not model.dropout.training
-    with pytest.warns(rkmate.RkmateWarning, match="the original module runs instead"):
-        assert_same_gradients(model, module, lambda run: run(x).sum())
+    assert_same_gradients(model, module, lambda run: run(x).sum())
+    assert module.plan is not first
     module.train()
+    assert_same_gradients(model, module, lambda run: run(x).sum())
+    assert module.plan is first
     assert_same_gradients(model, module, lambda run: run(x).sum())
     with torch.no_grad():
         assert not module(x).requires_grad

@@ -191,14 +191,17 @@ def test_gradients_of_a_functional_call() -> None:
         assert torch.equal(a, b)
 
 
-def test_changed_gradient_flags_run_the_original() -> None:
+def test_changed_gradient_flags_have_plans_of_their_own() -> None:
     model, x = Tower(), torch.randn(8, 16)
     module = planned(model, x)
+    first = module.plan
     model.layers[0].requires_grad_(False)
-    with pytest.warns(rkmate.RkmateWarning, match="the original module runs instead"):
-        module(x).sum().backward()
+    module(x).sum().backward()
+    assert module.plan is not first
     assert model.layers[0].weight.grad is None
     assert model.layers[1].weight.grad is not None
-    module(x)          # said once: a second warning would be an error here
+    model.requires_grad_(False)
+    assert not module(x).requires_grad          # nothing is kept, and there is nothing to plan
+    model.layers[1:].requires_grad_(True)
     model.layers[0].requires_grad_(True)
     assert_same_gradients(model, module, lambda run: run(x).sum())

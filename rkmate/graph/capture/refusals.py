@@ -30,10 +30,13 @@ _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _RECURRENT = str(Path(torch.nn.modules.rnn.__file__))
 
 
-def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...],
-                              kwargs: dict[str, Any]) -> None:
-    """Raise for what a trace would silently lose."""
+def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+                              hooks_outside: bool = False) -> None:
+    """Raise for what a trace would silently lose. `hooks_outside`: those of the module itself are no part of
+    the trace, only its forward is."""
     for name, m in model.named_modules():
+        if hooks_outside and m is model:
+            continue
         where = f"{type(model).__name__}{'.' + name if name else ''}"
         if m._backward_hooks or m._backward_pre_hooks:
             raise CaptureError(f"{where} has module backward hooks, which a planned step cannot run: "
@@ -79,7 +82,8 @@ def _is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
     was compiled."""
     dynamo = sys.modules.get("torch._dynamo")
-    return module._compiled_call_impl is not None or (
+    call = module._compiled_call_impl
+    return (call is not None and not getattr(call, "is_planned", False)) or (
         dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 

@@ -1,0 +1,186 @@
+"""A planned forward inside of the user's own module, which stays what it is.
+
+Libraries look at a model's class, save it, index it, and put forwards of their own into it. `apply` leaves
+all of that alone: it puts a planned call in the place where ``Module.compile`` keeps its own, and a
+planned method in the place of ``forward`` for those who call that directly (peft does).
+
+What is planned is the call as a whole, with the hooks and whatever a library has put in the place of
+``forward``. Sharded modules are the exception: their hooks gather parameters, and run outside.
+
+Uses private names of torch (where a compiled call is kept); tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from rkmate.errors import ArgumentError
+from rkmate.runtime.module import NewShape, PlannedModule
+from rkmate.runtime.plan_cache import Planning
+
+_M = TypeVar("_M", bound=nn.Module)
+_thread = threading.local()
+"""Of each thread, the planned parts that it is inside of: what runs there is what was planned."""
+
+
+class _Planned(PlannedModule):
+    """The planned part of a module that `apply` has changed: its call, or its forward alone."""
+
+    _FIELDS = PlannedModule._FIELDS | {"_run"}
+    _run: Callable[..., Any]
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any], planning: Planning, verify: bool,
+                 on_new_shape: NewShape) -> None:
+        super().__init__(model, planning, verify, on_new_shape)
+        self.__dict__["_run"] = run
+
+    def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(*args, **kwargs)
+
+
+class PlannedCall:
+    """What stands in the place of a compiled call: a copy and a pickle of the module leave it out."""
+
+    __slots__ = ("_forward", "_made_with", "_model", "_own", "whole")
+    is_planned = True
+    """What tells it from a compiled call."""
+
+    def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> None:
+        self._model = model
+        self._own = model.__dict__.get("forward")
+        self._made_with = planning, verify, on_new_shape
+        self.whole = _Planned(model, self._call, *self._made_with)
+        self._forward: _Planned | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call."""
+        part = self._inside()
+        if part is self._forward is not None:
+            return self._own_forward(*args, **kwargs)
+        if part is not None or _is_sharded(self._model):
+            return self._model._call_impl(*args, **kwargs)
+        return self.whole.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, called by itself, or with hooks around it that are no part of a plan."""
+        if self._inside() is not None:
+            return self._own_forward(*args, **kwargs)
+        with self._entered(self.alone):
+            return self.alone.forward(*args, **kwargs)
+
+    @property
+    def alone(self) -> _Planned:
+        """Plans of the forward without what is around it; made when it is called so."""
+        if self._forward is None:
+            planning, verify, on_new_shape = self._made_with
+            self._forward = _Planned(self._model, self._own_forward, replace(planning, hooks_outside=True),
+                                     verify, on_new_shape)
+        return self._forward
+
+    @property
+    def latest(self) -> _Planned:
+        """Where the latest plan is."""
+        return self.whole if self._forward is None or self.whole.has_plan else self._forward
+
+    def take_away(self) -> None:
+        """Leave the module as it was."""
+        own = self._model.__dict__.get("forward")
+        if isinstance(own, MethodType) and getattr(own.__func__, "is_planned", False):
+            if self._own is None:
+                del self._model.__dict__["forward"]
+            else:
+                self._model.__dict__["forward"] = self._own
+        self._model._compiled_call_impl = None
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        with self._entered(self.whole):
+            return self._model._call_impl(*args, **kwargs)
+
+    def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._own is not None:
+            return self._own(*args, **kwargs)
+        return type(self._model).forward(self._model, *args, **kwargs)
+
+    def _inside(self) -> _Planned | None:
+        """The part of this module that this thread is inside of, where it is."""
+        return next((p for p in reversed(_entered()) if p in (self.whole, self._forward)), None)
+
+    @contextmanager
+    def _entered(self, part: _Planned) -> Iterator[None]:
+        """In this thread, calls of this module run what it is without a plan."""
+        _entered().append(part)
+        try:
+            yield
+        finally:
+            _entered().pop()
+
+
+def _entered() -> list[_Planned]:
+    parts: list[_Planned] = _thread.__dict__.setdefault("parts", [])
+    return parts
+
+
+def put_plan_into(model: _M, planning: Planning, verify: bool, on_new_shape: NewShape) -> PlannedCall:
+    """Replace the call and the forward of a module by planned ones. A plan is made at the first call that
+    records gradients."""
+    take_plan_from(model)
+    if model._compiled_call_impl is not None:
+        raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
+                            'module itself, or compile it with backend="rkmate"')
+    call = PlannedCall(model, planning, verify, on_new_shape)
+    model.__dict__["forward"] = MethodType(_planned_forward(call), model)
+    model._compiled_call_impl = call
+    return call
+
+
+def planned_call_of(model: nn.Module) -> PlannedCall | None:
+    """What `put_plan_into` has put into a module; None where it is as it was."""
+    call = model.__dict__.get("_compiled_call_impl")
+    return call if isinstance(call, PlannedCall) else None
+
+
+def take_plan_from(model: nn.Module) -> None:
+    """Undo `put_plan_into`, where that was done."""
+    call = planned_call_of(model)
+    if call is not None:
+        call.take_away()
+
+
+def _planned_forward(call: PlannedCall) -> Callable[..., Any]:
+    """A method with the name and signature of the module's own; in a copy of the module, its own."""
+    model, before = type(call._model), call._own
+    own = before if before is not None else model.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mine = planned_call_of(self)
+        if mine is not None:
+            return mine.forward(*args, **kwargs)
+        if isinstance(before, MethodType):
+            return before.__func__(self, *args, **kwargs)
+        return model.forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
+
+    functools.update_wrapper(forward, own)
+    forward.is_planned = True  # type: ignore[attr-defined]
+    if before is not None:
+        # A bound method has no self, which this function has.
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(before)
+        forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[first, *signature.parameters.values()])
+    return forward
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` gathers its parameters in hooks around the forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
