@@ -57,6 +57,7 @@ HOUSE: tuple[Room, ...] = (
     Room("public", "the public calls `wrap`, `plan`, `tradeoff`"),
     Room("comparison", "every planner on one model at equal budgets"),
     Room("sharing", "one plan for all processes of a group", ("errors", "pipeline", "public", "show")),
+    Room("integrations", "callbacks for the trainers of other libraries"),
     Room("compile", 'the backend of `torch.compile(backend="rkmate")`', ("errors", "runtime", "public")),
     Room("dtr", "dynamic rematerialization, without a plan: a path of its own",
          ("errors", "budget", "support", "device", "stand_in", "measure")),

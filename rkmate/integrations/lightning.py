@@ -1,0 +1,88 @@
+"""A budget for Lightning's Trainer, as one of its callbacks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.public import applied, apply, remove
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as error:
+    raise MissingExtra("the callback for Lightning needs it: pip install lightning") from error
+
+logger = logging.getLogger("rkmate")
+
+
+class BudgetCallback(Callback):
+    """``Trainer(callbacks=[BudgetCallback("6GiB")])``: the module that is trained keeps to a budget.
+
+    `rkmate.apply` is called with it before training, and `rkmate.remove` afterwards; in between a plan is
+    made for the first real batch. Checkpoints, ``validate``, ``test`` and ``predict`` are as without.
+    """
+
+    def __init__(self, budget: int | float | str, module: str | None = None, **options: Any) -> None:
+        """A callback for one `Trainer.fit`, or several.
+
+        Args:
+            budget: as of `rkmate.wrap`.
+            module: the name of the part of the LightningModule whose calls are planned (``"net"``,
+                ``"model.encoder"``). Unless given: the attribute that has most of the parameters. What
+                ``training_step`` computes outside of it (the loss, often) is not planned: room is left
+                for it, as of `rkmate.wrap`.
+            options: of `rkmate.apply`.
+
+        Raises:
+            ArgumentError: when the training begins and there is no such part.
+        """
+        self._budget = budget
+        self._name = module
+        self._options = options
+        self._module: nn.Module | None = None
+
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Before the model is moved and wrapped."""
+        if stage == "fit":
+            name = largest_part(pl_module) if self._name is None else self._name
+            try:
+                self._module = pl_module.get_submodule(name)
+            except AttributeError:
+                parts = ", ".join(n for n, _ in pl_module.named_children())
+                raise ArgumentError(f"module is {name!r}, which {type(pl_module).__name__} does not have; "
+                                    f"its parts are {parts}") from None
+            apply(self._module, budget=self._budget, **self._options)
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Say what was planned."""
+        shown = None if self._module is None else applied(self._module)
+        if shown is not None and shown.has_plan:
+            logger.info("%s", repr(shown.plan))
+
+    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """The module is as it was."""
+        self._leave()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """The module is as it was."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._module is not None:
+            remove(self._module)
+            self._module = None
+
+
+def largest_part(module: nn.Module) -> str:
+    """The name of the child that has most of a module's parameters. Raises `ArgumentError`: none has half."""
+    sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in module.named_children()}
+    whole = sum(p.numel() for p in module.parameters())
+    name = max(sizes, key=sizes.__getitem__, default=None)
+    if name is None or 2 * sizes[name] < whole:
+        raise ArgumentError(f"no attribute of {type(module).__name__} has most of its parameters: name the "
+                            "part whose calls are planned (BudgetCallback(budget, module=...)). Its parts "
+                            f"are {', '.join(sizes) or 'none'}")
+    return name

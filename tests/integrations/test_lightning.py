@@ -1,0 +1,87 @@
+"""The callback for Lightning's Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rkmate
+from tests.semantics.steps import Tower
+
+lightning = pytest.importorskip("lightning")
+BudgetCallback = pytest.importorskip("rkmate.integrations.lightning").BudgetCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning",
+                                        "ignore::DeprecationWarning", "error::rkmate.RkmateWarning")
+
+
+class Task(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+        self.net = Tower(dropout=0.1)
+        self.fails = fails
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch[0]).pow(2).mean()
+        shown = rkmate.applied(self.net)
+        self.seen.append(None if shown is None else shown.plan)
+        if self.fails and index == 1:
+            raise RuntimeError("on purpose")
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(task: Task, folder: Path, *callbacks: Any) -> Task:
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.randn(3 * 64, 16)), 64)
+    lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+                      enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+                      callbacks=list(callbacks)).fit(task, data)
+    return task
+
+
+def task(**options: Any) -> Task:
+    torch.manual_seed(1)
+    return Task(**options)
+
+
+def budget(module: str | None = None) -> Any:
+    return BudgetCallback(0.8, module, progress=False, costs="analytic")
+
+
+@pytest.mark.parametrize("module", [None, "net"])
+def test_the_largest_part_is_planned(module: str | None, tmp_path: Path) -> None:
+    found = fit(task(), tmp_path, budget(module))
+    assert len(set(map(id, found.seen))) == 1
+    plan = found.seen[0]
+    assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
+    assert rkmate.applied(found.net) is None, "afterwards it is as it was"
+    plain = fit(task(), tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_failed_fit_leaves_the_module_as_it_was(tmp_path: Path) -> None:
+    broken = task(fails=True)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(broken, tmp_path, budget())
+    assert broken.seen[0] is not None
+    assert rkmate.applied(broken.net) is None
+
+
+def test_a_part_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(rkmate.ArgumentError, match=r"module is 'core', which Task does not have.*scale, net"):
+        fit(task(), tmp_path, budget("core"))
+    even = task()
+    even.net = nn.Linear(4, 4)
+    even.third = nn.Linear(4, 4)
+    with pytest.raises(rkmate.ArgumentError, match="no attribute of Task has most of its parameters"):
+        fit(even, tmp_path, budget())
