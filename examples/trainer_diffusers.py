@@ -21,7 +21,8 @@ def main(plain: bool) -> nn.Module:
     """Train for a few steps on random pictures, save, load and sample; returns the trained model."""
     torch.manual_seed(0)
     model = UNet2DModel(sample_size=SIZE, in_channels=3, out_channels=3, layers_per_block=1,
-                        norm_num_groups=8, block_out_channels=(16, 32), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                        norm_num_groups=8, block_out_channels=(16, 32),
+                        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
                         up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=8)
     scheduler = DDPMScheduler(num_train_timesteps=20)
     if not plain:
