@@ -22,7 +22,7 @@ def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     tensors, structure = take_apart(_by_name(model, args, kwargs), result=False)
     where = devices.common((*parameters, *tensors)).torch_device
     # A tensor stands under several names: by field, by index, by index from the end.
-    singles = [(name, *under) for name, under in structure.names().items() if len(under) == 1]
+    singles = [(name, min(under)) for name, under in structure.names().items() if len(under) == 1]
     names = {i: name for name, i in reversed(singles)}
     return Origin(type(model).__name__, sum(p.numel() for p in parameters),
                   sum(p.numel() for p in parameters if p.requires_grad),
