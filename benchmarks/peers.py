@@ -32,6 +32,7 @@ from rkmate.cli.demo_models import UNet
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.registry import PLANNERS
+from rkmate.show.looks import look_of
 
 FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "as checkpoint", "smallest", "loss alone")
 PEERS = ("checkpoint", "sequential", *(f"{b} {f}" for b in ("aot_eager", "inductor")
@@ -377,18 +378,16 @@ def write(model: str, rows: dict[str, Row], *, add: bool) -> None:
 
 def draw(model: str, rows: dict[str, Row], path: Path) -> None:
     """Time against memory, one line a kind of method; what recomputes all would leave the others a strip."""
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     points = [(name, r.peak, r.time) for name, r in rows.items()
               if r.peak is not None and r.time is not None and name != "recompute-all 0.5"]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_prop_cycle(color=colormaps["tab20"].colors)  # type: ignore[attr-defined]
     for kind in dict.fromkeys(n.partition(" ")[0] for n, _, _ in points):
         mine = sorted((p, t) for n, p, t in points if n.partition(" ")[0] == kind)
-        axes.plot([p * 100 for p, _ in mine], [t for _, t in mine], marker="o",
-                  linewidth=2.5 if kind == "rkmate" else 1, label=kind)
+        axes.plot([p * 100 for p, _ in mine], [t for _, t in mine], label=kind,
+                  linewidth=2.5 if kind == "rkmate" else 1, **look_of(kind).of_plot)
     axes.set(title=model, xlabel="peak memory, % of eager", ylabel="time of a step, eager = 1")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")

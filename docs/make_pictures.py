@@ -9,6 +9,7 @@ Needs matplotlib, transformers and Graphviz; the screenshot of the report also n
 from __future__ import annotations
 
 import copy
+import datetime
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from rkmate.cli.main import main
 IMAGES = Path(__file__).parent / "images"
 COSTS = "analytic"
 """Estimated times: the pictures are the same on every machine."""
+DATE = datetime.date(2026, 1, 1)
+"""Of the reports: their pictures are the same on every day."""
 
 
 def small_gpt2() -> tuple[nn.Module, dict[str, Any]]:
@@ -63,15 +66,28 @@ def readme() -> None:
 
 
 def graphs() -> None:
-    """The model as a graph: captured, simplified, as a chain, one block, one block's schedule."""
+    """The model as a graph: captured, simplified, as a chain, one block, one block's schedule; a deeper one,
+    folded; and the small model's report."""
     model, kwargs = small_gpt2()
     plan = rkmate.plan(model, (), kwargs, budget=0.5, progress=False, costs=COSTS)
-    plan.draw(IMAGES / "forward.svg", "forward")
+    plan.draw(IMAGES / "forward.svg", "forward", whole=True)
     plan.draw(IMAGES / "simplified.svg", "simplified")
     plan.draw(IMAGES / "chain.svg", "chain")
     redoes = {b.label: b for b in plan.blocks}
     plan.draw(IMAGES / "block.svg", "block", list(redoes)[2])
     plan.draw(IMAGES / "schedule.svg", "schedule", list(redoes)[2])
+    deep, args, kwargs = make_demo("gpt2")
+    rkmate.plan(deep, args, kwargs, budget=1.0, progress=False, costs=COSTS).draw(
+        IMAGES / "folded.svg", "forward")
+
+
+def reports() -> None:
+    """The report of the small model, on a desk and on a telephone."""
+    model, kwargs = small_gpt2()
+    wrapped = rkmate.wrap(model, (), kwargs, budget=0.5, progress=False, costs=COSTS)
+    curve = rkmate.tradeoff(model, (), kwargs, progress=False, costs=COSTS)
+    for width, height in ((1280, 2200), (400, 3400)):
+        screenshot(wrapped.plan, curve, None, IMAGES / f"report-{width}.png", width, height)
 
 
 def memory_and_time(measure: bool) -> None:
@@ -96,26 +112,34 @@ def memory_and_time(measure: bool) -> None:
     measured = rkmate.measure_step(wrapped, step(wrapped))
     wrapped.plan.plot(IMAGES / "timeline.svg", measured=measured)
     curve.plot(IMAGES / "curve.svg", here=wrapped.plan, title="GPT-2, four layers")
-    screenshot(wrapped.plan, curve, measured)
+    screenshot(wrapped.plan, curve, measured, IMAGES / "report.png", 1240, 1750)
 
 
-def screenshot(plan: rkmate.Plan, curve: rkmate.Curve, measured: Any) -> None:
-    """The top of the report, in a browser."""
+def screenshot(plan: rkmate.Plan, curve: rkmate.Curve, measured: Any, path: Path, width: int,
+               height: int) -> None:
+    """The top of the report, in a browser whose window is so many pixels wide and high, in few colours."""
+    from PIL import Image
+
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        sys.exit("report.png was not drawn: install Chromium")
+        sys.exit(f"{path.name} was not drawn: install Chromium")
     with tempfile.TemporaryDirectory() as folder:
-        page = plan.report(Path(folder) / "report.html", curve=curve, measured=measured)
+        page = plan.report(Path(folder) / "report.html", curve=curve, measured=measured, date=DATE)
         subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                         f"--user-data-dir={folder}/profile", "--virtual-time-budget=4000",
-                        "--window-size=1240,1750", f"--screenshot={IMAGES / 'report.png'}",
+                        f"--window-size={width},{height}", f"--screenshot={path}",
                         page.as_uri()], check=True, capture_output=True)
+    with Image.open(path) as picture:
+        # An octree keeps the rare colours, which are those of the lines.
+        few = picture.convert("RGB").quantize(128, Image.Quantize.FASTOCTREE)
+    few.save(path, optimize=True)
 
 
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     readme()
     graphs()
+    reports()
     memory_and_time("--measure" in sys.argv[1:])
     print(*sorted(str(p.relative_to(Path.cwd())) if p.is_relative_to(Path.cwd()) else str(p)
                   for p in IMAGES.rglob("*.*")), sep="\n")

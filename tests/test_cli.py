@@ -106,6 +106,8 @@ def test_report_has_the_curve_and_the_source(tmp_path: Path, capsys: Captured) -
     (["plan", TARGET, "--budget", "60%", "--save", "."], 1, "Is a directory"),
     (["curve", TARGET, "--plot", "curve.gif"], 2, "suffix"),
     (["draw", TARGET, "a.svg", "--budget", "60%", "--what", "block"], 2, "block is None"),
+    (["draw", TARGET, "a.svg", "--budget", "60%", "--what", "memory", "--whole"], 2, "--whole goes with"),
+    (["draw", TARGET, "a.svg", "--budget", "60%", "--whole"], 2, "never folded"),
     (["plan", TARGET, "--budget", "1000"], 3, "no schedule fits"),
     (["plan", "tests.show.targets:branching", "--budget", "50%"], 4, "cannot be captured"),
     (["draw", TARGET, "a.svg"], 2, "give a --budget"),

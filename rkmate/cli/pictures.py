@@ -21,6 +21,8 @@ def add_draw_arguments(draw: argparse.ArgumentParser) -> None:
     draw.add_argument("--what", default="chain", help="chain, forward, simplified, block, schedule, "
                       "or memory (default: chain)")
     draw.add_argument("--block", metavar="N", help="number or class of the block")
+    draw.add_argument("--whole", action="store_true",
+                      help="every operation of a large forward, which else is folded into its blocks")
 
 
 def add_report_arguments(report: argparse.ArgumentParser) -> None:
@@ -36,15 +38,17 @@ def run_draw(args: argparse.Namespace) -> int:
     from rkmate.show.plots import check_suffix
 
     if args.what == "memory":
+        if args.whole:
+            raise ArgumentError("--whole goes with --what forward and --what simplified")
         check_suffix(args.file)
     else:
-        check(args.file, args.what, args.block)
+        check(args.file, args.what, args.block, args.whole)
     plan, _ = _read_or_make(args, source=False)
     if args.what == "memory":
         plan.plot(args.file)
         print(args.file)
     else:
-        print(plan.draw(args.file, args.what, args.block))
+        print(plan.draw(args.file, args.what, args.block, whole=args.whole))
     return 0
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from rkmate.comparison.table import Row
 from rkmate.comparison.worker import ERROR, JOB, MODEL, PLAN, RESULT, work
 from rkmate.errors import ArgumentError
-from rkmate.pipeline.settings import Trains
+from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 
 ROUNDS = 9
@@ -31,15 +31,16 @@ class Bench:
     """Runs jobs on one model: a context in which the model and its inputs stand in a file."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 trains: Trains = None) -> None:
-        self._trains = trains
+                 settings: Settings | None = None) -> None:
+        self._settings = settings or Settings()
         self._model, self._args, self._kwargs = model, args, dict(kwargs)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Bench:
         self._folder = tempfile.TemporaryDirectory(prefix="rkmate-")
         try:
-            torch.save((self._model, self._args, self._kwargs), Path(self._folder.name) / MODEL)
+            torch.save((self._model, self._args, self._kwargs, self._settings),
+                       Path(self._folder.name) / MODEL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self._folder.cleanup()
             raise ArgumentError(f"{type(self._model).__name__} cannot be pickled, so it cannot be "
@@ -81,7 +82,7 @@ class Bench:
         folder = Path(self._folder.name)
         for name in (RESULT, ERROR):
             (folder / name).unlink(missing_ok=True)
-        everything = {**job, "rounds": ROUNDS, "trains": self._trains, "threads": torch.get_num_threads(),
+        everything = {**job, "rounds": ROUNDS, "threads": torch.get_num_threads(),
                       "deterministic": torch.are_deterministic_algorithms_enabled()}
         (folder / JOB).write_text(json.dumps(everything), encoding="utf-8")
         process = multiprocessing.get_context("spawn").Process(target=work, args=(str(folder),))

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rkmate.show import styles
-from rkmate.show.plots import figure, save, styled
+from rkmate.show.looks import look_of
+from rkmate.show.plots import BESIDE, figure, save, styled
 
 _MIB = float(1 << 20)
-_COLOURS = ("#c0392b", "#4c9f70", "#8e6fb8", "#f2a541", "#16a2b8", "#8c564b", "#d87ab0", "#7b8794",
-            "#9aa61c")
-_MARKERS = "sXPv^D<>p"
 _TOP = 100
 """Extra time in % above which a method says no more than that it is slow."""
 
@@ -28,7 +26,7 @@ class Line:
     measured: tuple[tuple[int, float], ...]
     """The same, measured."""
     first: bool
-    """Drawn on top of the others."""
+    """Drawn broad and below the others: where they coincide, both are seen."""
 
 
 def plot(lines: Sequence[Line], baseline_peak_bytes: int, title: str, path: str | Path | None) -> Any:
@@ -36,32 +34,28 @@ def plot(lines: Sequence[Line], baseline_peak_bytes: int, title: str, path: str 
     with styled():
         made, axes = figure(8.2, 4.4)
         top = 1.0
-        others = [line for line in lines if not line.first]
         for line in lines:
-            look: dict[str, Any] = {"color": styles.FORWARD_LINE, "marker": "o", "linewidth": 2.2,
-                                    "zorder": 5}
-            if not line.first:
-                k = others.index(line)
-                look = {"color": _COLOURS[k % len(_COLOURS)],
-                        "marker": _MARKERS[(k + k // 9) % len(_MARKERS)], "linewidth": 1.0}
             found, seen = _in_axes(line.predicted), _in_axes(line.measured)
-            if not found and not seen:
-                continue
-            label: str | None = line.name
-            if found:
-                axes.plot(*zip(*found, strict=True), markersize=4, label=label, alpha=0.85, **look)
-                label = None
+            look = look_of(line.name).of_plot
+            # A line without points brings the name of a method that was only measured.
+            if found or seen:
+                axes.plot(*zip(*found, strict=True) if found else ((), ()), label=line.name,
+                          markersize=9 if line.first else 5, linewidth=3.5 if line.first else 1.2,
+                          zorder=1.9 if line.first else 2.1, **look)
             if seen:
-                axes.plot(*zip(*seen, strict=True), linestyle="none", marker="x", markersize=7,
-                          color=look["color"], label=f"{line.name} (measured)")
+                axes.plot(*zip(*seen, strict=True), **{**look, "linestyle": "none"}, markersize=7,
+                          markerfacecolor="white", zorder=6)
             top = max([top, *(y for _, y in (*found, *seen) if y <= _TOP)])
+        if any(line.measured for line in lines):
+            axes.plot([], [], color=styles.INK, marker="o", markerfacecolor="white", markersize=7,
+                      linestyle="none", label="hollow: measured")
         axes.axvline(baseline_peak_bytes / _MIB, color=styles.FAINT, linewidth=0.8, linestyle=":")
         axes.set_xlim(0, baseline_peak_bytes / _MIB * 1.05)
         axes.set_ylim(-0.04 * top, top * 1.1)
         axes.set_xlabel("peak of a step in MiB (dotted: without rematerialization)")
         axes.set_ylabel("extra time in %")
         axes.set_title(title)
-        axes.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.legend(**BESIDE, handlelength=3.5)
     save(made, path)
     return made
 

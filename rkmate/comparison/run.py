@@ -12,6 +12,7 @@ from torch import nn
 from rkmate.budget import Budget, parse_budget
 from rkmate.comparison.measured import Bench
 from rkmate.comparison.table import Comparison, Row
+from rkmate.comparison.time_left import seconds_left
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.chains import Solved, solve
@@ -23,6 +24,7 @@ from rkmate.planners.protocol import Candidate, Composed, Planner
 from rkmate.planners.registry import PLANNERS, asks
 from rkmate.planners.registry import planner as find_planner
 from rkmate.public import checked_sample
+from rkmate.show.amounts import size
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
 
@@ -89,7 +91,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         found = _planned(solved, wanted, methods, time_limit, shown)
         rows = [row for row, _ in found]
         if measure:
-            rows = _measured(Bench(model, args, kwargs, wanted_settings.trains), found, shown)
+            rows = _measured(Bench(model, args, kwargs, wanted_settings), found, shown)
     return Comparison(tuple(rows), type(model).__name__, wanted_settings.costs, prepared.baseline.peak,
                       prepared.baseline.seconds, shared)
 
@@ -102,17 +104,21 @@ def _planned(solved: Solved, budgets: Sequence[Budget], methods: Sequence[Planne
     made: dict[tuple[int, int], tuple[Row, Plan | None]] = {}
     best: dict[int, Plan] = {}
     known: dict[int, tuple[Candidate, ...]] = {}
-    with progress.stage("planning", len(limits) * len(methods)) as tick:
-        for limit in sorted(limits):
-            for k in _turns(methods):
-                row, plan, more = _row(solved, limit, methods[k], time_limit, known.get(k))
-                if more is not None and isinstance(methods[k], Composed):
-                    known[k] = (*known.get(k, ()), *more)
-                before = best.get(k)
-                row, plan = made[limit, k] = _at_least(row, plan, before)
-                if plan is not None and (before is None or plan.step_seconds < before.step_seconds):
-                    best[k] = plan
-                tick(len(made))
+    done: list[tuple[str, float]] = []
+    order = [(limit, k) for limit in sorted(limits) for k in _turns(methods)]
+    with progress.tasks("planning", len(order)) as tasks:
+        for limit, k in order:
+            coming = [methods[other].name for _, other in order[len(done):]]
+            tasks.begin(f"{methods[k].name} within {size(limit)}", seconds_left(done, coming))
+            row, plan, more = _row(solved, limit, methods[k], time_limit, known.get(k))
+            if more is not None and isinstance(methods[k], Composed):
+                known[k] = (*known.get(k, ()), *more)
+            before = best.get(k)
+            row, plan = made[limit, k] = _at_least(row, plan, before)
+            if plan is not None and (before is None or plan.step_seconds < before.step_seconds):
+                best[k] = plan
+            done.append((methods[k].name, row.planning_seconds or 0.0))
+            tasks.done()
     return [made[limit, k] for limit in limits for k in range(len(methods))]
 
 
@@ -157,9 +163,20 @@ def _measured(bench: Bench, found: Sequence[tuple[Row, Plan | None]],
               progress: Progress) -> list[Row]:
     """The rows with what was measured, and those of what people use without this package."""
     rows: list[Row] = []
-    with bench, progress.stage("measuring steps", len(found) + 1) as tick:
+    done: list[tuple[str, float]] = []
+    number = sum(plan is not None for _, plan in found) + 1
+    with bench, progress.tasks("measuring steps", number) as tasks:
         for row, plan in found:
-            rows.append(row if plan is None else bench.measured(row, plan))
-            tick(len(rows))
+            if plan is None:
+                rows.append(row)
+                continue
+            budget = "" if row.budget_bytes is None else f" within {size(row.budget_bytes)}"
+            tasks.begin(f"{row.method}{budget}", seconds_left(done, ["step"] * (number - len(done))))
+            start = time.perf_counter()
+            rows.append(bench.measured(row, plan))
+            done.append(("step", time.perf_counter() - start))
+            tasks.done()
+        tasks.begin("what people use without rkmate", seconds_left(done, ["step"]))
         rows += bench.today()
+        tasks.done()
     return rows

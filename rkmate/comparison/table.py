@@ -148,7 +148,7 @@ class Comparison(Sequence[Row]):
 
     def plot(self, path: str | Path | None = None, *, title: str = "",
              methods: Sequence[str] | None = None) -> Any:
-        """Draw time against memory, one line a method; crosses are measured.
+        """Draw time against memory, one line a method; hollow marks are measured.
 
         Args:
             path: where to write the picture (.svg, .png, .pdf); without it, nothing is written.

@@ -42,9 +42,9 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
     torch.set_num_threads(job["threads"])
     torch.use_deterministic_algorithms(job["deterministic"])
     # The file was written by the parent process a moment ago; a whole module needs full unpickling.
-    model, args, kwargs = torch.load(folder / MODEL, weights_only=False)
+    model, args, kwargs, settings = torch.load(folder / MODEL, weights_only=False)
     device = next(model.parameters()).device
-    trains: Trains = tuple(job["trains"]) if isinstance(job["trains"], list) else job["trains"]
+    trains: Trains = settings.trains
 
     def eager() -> torch.Tensor:
         return _backward(loss_of(model(*args, **kwargs), trains), device)
@@ -53,7 +53,7 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
     trained: nn.Module = model
     if job["kind"] == "plan":
         trained = wrap(model, args, kwargs, plan=Plan.load(folder / PLAN), progress=False,
-                       verify=False, trains=trains)
+                       verify=False, settings=settings)
         planned = trained
 
         def step() -> torch.Tensor:

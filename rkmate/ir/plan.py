@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from rkmate.errors import GraphError, PlanError
 from rkmate.ir.cd import Cost, read_cost
+from rkmate.ir.origin import Origin, read_origin
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, Step
 from rkmate.ir.summary import GraphSummary, read_summary
 from rkmate.support.json_store import write_json
@@ -86,6 +87,8 @@ class PlanData:
     """Node counts before and after simplification (Rockmate, figure 9)."""
     source: str = field(default="", repr=False, compare=False)
     """The generated Python, of a plan that a wrapped module runs; to be read, never executed."""
+    origin: Origin | None = field(default=None, repr=False, compare=False)
+    """What it was made for; None of a plan that was saved before plans knew it."""
 
     @property
     def overhead(self) -> float:
@@ -145,7 +148,7 @@ class PlanData:
             "steps": [_step(s) for s in self.schedule.steps],
             "costs": [c.row() for c in self.costs], "nodes": dict(self.nodes),
             "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
-            "source": self.source,
+            "source": self.source, "origin": None if self.origin is None else self.origin.content(),
         }
 
 
@@ -166,7 +169,7 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         costs=costs, graph=read_summary(content["graph"], costs), source=str(content["source"]),
         note=str(content["note"]), variant=str(content.get("variant", "plain")),
         stage_seconds=dict(content["stage_seconds"]),
-        nodes=dict(content["nodes"]))
+        nodes=dict(content["nodes"]), origin=read_origin(content.get("origin")))
 
 
 def _step(step: Step) -> int | str:

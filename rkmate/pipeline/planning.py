@@ -306,7 +306,8 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
         graph=solved.summary if solved else summarise(prepared),
         note=_note(blocked, outcome.note), variant=blocked.variant.name,
-        stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes))
+        stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
+        origin=blocked.traced.origin)
 
 
 def _note(blocked: Blocked, note: str) -> str:

@@ -30,12 +30,14 @@ from rkmate.graph.passes.simplify import simplify
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.kernels import choose_kernels
+from rkmate.ir.origin import Origin
 from rkmate.ir.plan import BlockInfo
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import Simulation, simulate
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
+from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.trained_outputs import trained_outputs
 from rkmate.pipeline.variants import Variant, first
@@ -62,6 +64,8 @@ class Traced:
     progress: Progress
     seconds: float
     """How long the capture took."""
+    origin: Origin
+    """What it was captured from, for people to read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +158,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     return Traced(type(model).__name__, captured, trained_outputs(captured, settings.trains),
                   held_tensors(captured, model, arguments),
                   devices.common((*model.parameters(), *arguments)).torch_device, _children(model),
-                  settings, progress, time.perf_counter() - start)
+                  settings, progress, time.perf_counter() - start, origin_of(model, args, kwargs))
 
 
 @planning_lock

@@ -11,6 +11,7 @@ from rkmate.graph.blocks.infos import module_of
 from rkmate.graph.passes.simplify import is_backward
 from rkmate.ir.cd import HOISTED
 from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
+from rkmate.pipeline.origin import shape_of
 from rkmate.pipeline.prepare import Prepared
 
 
@@ -63,6 +64,4 @@ def _operation(node: fx.Node) -> str:
 
 
 def _shape(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return ""
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return shape_of(value) if isinstance(value, torch.Tensor) else ""

@@ -32,4 +32,4 @@ def share(part: float, whole: float) -> str:
 
 def count(n: int, noun: str, plural: str | None = None) -> str:
     """``1 block``, ``12 blocks``."""
-    return f"{n} {noun if n == 1 else plural or noun + 's'}"
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"

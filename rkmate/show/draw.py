@@ -29,16 +29,16 @@ Picture = Literal["chain", "forward", "simplified", "block", "schedule"]
 WHAT: tuple[Picture, ...] = ("chain", "forward", "simplified", "block", "schedule")
 _TEXT = (".dot", ".gv")
 _SUFFIXES = (".svg", ".png", ".pdf", *_TEXT)
-LEGIBLE = 250
-"""Nodes on one page; larger graphs are collapsed to their blocks, each on a page of its own."""
+LEGIBLE = 120
+"""Nodes on one page; larger graphs are folded to their blocks, each on a page of its own."""
 NO_DOT = ("the program 'dot' was not found: install Graphviz (apt-get install graphviz, brew install "
           "graphviz, conda install graphviz, or https://graphviz.org/download)")
 
 
 def draw(plan: PlanData, path: str | Path, what: Picture, block: int | str | None,
-         legible: int = LEGIBLE) -> Path:
+         whole: bool = False) -> Path:
     """Draw into a file; see `rkmate.Plan.draw`. Returns the path of what was written."""
-    path = check(path, what, block)
+    path = check(path, what, block, whole)
     if what == "schedule":
         from rkmate.show.timeline import draw_block_schedule
 
@@ -52,13 +52,13 @@ def draw(plan: PlanData, path: str | Path, what: Picture, block: int | str | Non
                            lambda b: block_graph(plan, b, replayed), start=False)
     nodes = len(plan.graph.captured) if what == "forward" else plan.graph.loss
     make = captured_graph if what == "forward" else simplified_graph
-    if nodes <= legible:
+    if whole or nodes <= LEGIBLE:
         return write(make(plan), path)
     return _with_pages(path, pages_of(plan, None), lambda link: collapsed_graph(plan, what, link),
                        lambda b: make(plan, [b]), start=HOISTED in plan.graph.block_c)
 
 
-def check(path: str | Path, what: str, block: int | str | None) -> Path:
+def check(path: str | Path, what: str, block: int | str | None, whole: bool = False) -> Path:
     """The path, where the arguments of `draw` fit together. Raises `ArgumentError`."""
     path = Path(path)
     if what not in WHAT:
@@ -68,6 +68,9 @@ def check(path: str | Path, what: str, block: int | str | None) -> Path:
     if (block is None) != (what in ("chain", "forward", "simplified")):
         raise ArgumentError(f"what is {what!r} and block is {block!r}; a block (a number, or the label "
                             'of a class) goes with "block" and "schedule", and only with them')
+    if whole and what not in ("forward", "simplified"):
+        raise ArgumentError(f'what is {what!r}, which is never folded; whole goes with "forward" and '
+                            '"simplified"')
     if what == "schedule" and path.suffix in _TEXT:
         raise ArgumentError("a schedule is no graph: write it as .svg, .png or .pdf")
     return path

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import graphviz
 
@@ -17,6 +17,8 @@ from rkmate.ir.cd import HOISTED
 from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import count, duration, size
+from rkmate.show.fold import folded, stands_for
+from rkmate.show.labels import WHOLE, label_lines, short_path
 from rkmate.show.replay import Occupancy
 
 Link = Callable[[int], str | None]
@@ -33,13 +35,6 @@ def no_links(block: int) -> str | None:
 def block_name(plan: PlanData, block: int) -> str:
     """``block 3 (B)``."""
     return "at the start" if block == HOISTED else f"block {block} ({plan.blocks[block].label})"
-
-
-def short_path(path: str, within: str) -> str:
-    """A module path inside another one's, for labels."""
-    if path == within:
-        return ""
-    return path.removeprefix(f"{within}.") if within else path
 
 
 def chain_graph(plan: PlanData, replayed: Occupancy, link: Link = no_links) -> graphviz.Digraph:
@@ -65,7 +60,7 @@ def chain_graph(plan: PlanData, replayed: Occupancy, link: Link = no_links) -> g
         if b:
             graph.edge(f"b{b - 1}", f"b{b}", label="  " + _cut_label(plan, b),
                        constraint=_within(b - 1, b, len(plan.blocks)))
-    _columns(graph, len(plan.blocks))
+    _columns(graph, [f"b{b}" for b in range(len(plan.blocks))])
     graph.node("loss", "loss", shape="octagon", fillcolor=styles.LOSS, color=styles.LOSS_LINE)
     if plan.blocks:
         graph.edge(f"b{len(plan.blocks) - 1}", "loss")
@@ -82,9 +77,9 @@ def _within(a: int, b: int, blocks: int) -> str:
     return "true" if a // _column(blocks) == b // _column(blocks) else "false"
 
 
-def _columns(graph: graphviz.Digraph, blocks: int) -> None:
+def _columns(graph: graphviz.Digraph, nodes: Sequence[str]) -> None:
     """The first blocks of the columns stand on one line, in order."""
-    heads = [f"b{b}" for b in range(0, blocks, _column(blocks))]
+    heads = nodes[::_column(len(nodes))]
     if len(heads) > 1:
         with graph.subgraph(graph_attr={"rank": "same"}) as line:
             for a, b in itertools.pairwise(heads):
@@ -133,7 +128,7 @@ def captured_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> graph
         fill = styles.CONSTANT if n.block == HOISTED else colours[plan.blocks[n.block].label]
         style = {"operation": "filled,rounded", "view": "rounded,dashed", "dropped": "dotted"}[n.kind]
         within = "" if n.block == HOISTED else plan.blocks[n.block].path
-        graph.node(f"n{k}", _lines(n.operation, short_path(n.path, within)), style=style,
+        graph.node(f"n{k}", _lines(*label_lines(short_path(n.path, within), n.operation)), style=style,
                    fillcolor=fill if n.kind == "operation" else styles.VIEW,
                    tooltip=f"{n.name}: {n.kind}, {n.path or 'the model'}")
         _edges(graph, k, [j for j in n.inputs if j in inside])
@@ -151,7 +146,7 @@ def simplified_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> gra
         label = "computed once, kept" if b == HOISTED else \
             f"{block_name(plan, b)}  {plan.blocks[b].path}"
         with graph.subgraph(name=f"cluster_{b + 1}") as frame:
-            frame.attr(label=label, color=styles.FAINT, style="rounded", fontcolor=styles.FAINT,
+            frame.attr(label=label, color=styles.FAINT, style="rounded", fontcolor=styles.SOFT,
                        labeljust="l")
             for i in g.block_c.get(b, ()):
                 if i >= g.loss:
@@ -160,8 +155,9 @@ def simplified_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> gra
                 c = g.computations[i]
                 total = sum(g.storages[j].size for j in c.outputs)
                 constant = c.constant or b == HOISTED
-                frame.node(f"n{i}", _lines(c.operation, short_path(c.path, "" if b == HOISTED else
-                                                                   plan.blocks[b].path), size(total)),
+                within = "" if b == HOISTED else plan.blocks[b].path
+                lines = label_lines(short_path(c.path, within), c.operation)
+                frame.node(f"n{i}", _lines(*lines, size(total)),
                            fillcolor=styles.CONSTANT if constant else colours[plan.blocks[b].label],
                            shape="hexagon" if constant else "box",
                            tooltip=f"{c.name}, {c.path or 'the model'}")
@@ -172,7 +168,8 @@ def simplified_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> gra
 
 
 def collapsed_graph(plan: PlanData, what: str, link: Link) -> graphviz.Digraph:
-    """One node for each block, with the edges between them; each node links to its own page."""
+    """One node for each block, with the edges between them; each node links to its own page. Blocks that
+    repeat in a row are drawn once, in a frame that says how often."""
     graph = _graph(what)
     g = plan.graph
     colours = styles.class_colours([b.label for b in plan.blocks])
@@ -184,17 +181,41 @@ def collapsed_graph(plan: PlanData, what: str, link: Link) -> graphviz.Digraph:
         pairs = {(g.computations[m].block, c.block) for c in g.computations[:g.loss]
                  for j in c.inputs if (m := g.maker[j]) is not None}
     number = Counter(where)
-    for b in sorted(number):
+
+    def node(into: graphviz.Digraph, b: int) -> None:
         name, path, fill = ("at the start", "computed once, kept", styles.CONSTANT) \
-            if b == HOISTED else (block_name(plan, b), plan.blocks[b].path,
+            if b == HOISTED else (block_name(plan, b), plan.blocks[b].path or WHOLE,
                                   colours[plan.blocks[b].label])
-        graph.node(f"b{b}", _lines(name, path, count(number[b], "operation")), fillcolor=fill,
-                   URL=link(b), tooltip=f"open {name}")
-    for a, b in sorted(pairs):
-        # What every block reads from the start would only hide the chain.
-        if a != b and a != HOISTED:
-            graph.edge(f"b{a}", f"b{b}", constraint=_within(a, b, len(plan.blocks)))
-    _columns(graph, len(plan.blocks))
+        into.node(f"b{b}", _lines(path, name, count(number[b], "operation")), fillcolor=fill,
+                  URL=link(b), tooltip=f"open {name}")
+
+    if HOISTED in number:
+        node(graph, HOISTED)
+    groups = folded([b.label for b in plan.blocks])
+    place: dict[int, int] = {}
+    for group in groups:
+        place |= {b: len(place) + k for k, b in enumerate(group.blocks)}
+        if group.times == 1:
+            node(graph, group.first)
+            continue
+        with graph.subgraph(name=f"cluster_{group.first}") as frame:
+            frame.attr(color=styles.FAINT, style="rounded,dashed")
+            for b in group.blocks:
+                node(frame, b)
+            # Beside the first block: a label of the frame would stand on the edges that enter it.
+            last = plan.blocks[group.last].path or block_name(plan, group.last)
+            frame.node(f"times{group.first}", _lines(f"{group.times} times,", f"up to {last}"),
+                       shape="plain", style="")
+            frame.edge(f"b{group.first}", f"times{group.first}", style="invis", constraint="false")
+            with frame.subgraph(graph_attr={"rank": "same"}) as line:
+                line.node(f"b{group.first}")
+                line.node(f"times{group.first}")
+    drawn = {**stands_for(groups), HOISTED: HOISTED}
+    for a, b in sorted({(drawn[a], drawn[b]) for a, b in pairs}):
+        # What every block reads from the start would only hide the chain, and a turn leads into the next.
+        if a < b and a != HOISTED:
+            graph.edge(f"b{a}", f"b{b}", constraint=_within(place[a], place[b], len(place)))
+    _columns(graph, [f"b{b}" for b in place])
     return graph
 
 
@@ -213,7 +234,7 @@ def block_graph(plan: PlanData, block: int, replayed: Occupancy) -> graphviz.Dig
         c = g.computations[i]
         again = i in replayed.recomputed_seconds
         extra = f" + {size(c.overhead)}" if c.overhead else ""
-        lines = [c.operation, short_path(c.path, info.path), f"{duration(c.seconds)}{extra}"]
+        lines = [*label_lines(short_path(c.path, info.path), c.operation), f"{duration(c.seconds)}{extra}"]
         if again:
             lines.append("runs again")
         forward = c.phase == "forward"
@@ -241,7 +262,9 @@ def _data_node(graph: graphviz.Digraph, plan: PlanData, j: int, replayed: Occupa
     constant = maker is not None and g.computations[maker].block == HOISTED
     lines = [d.name, size(d.size)]
     if outside:
-        lines.append("from the start" if constant else "from outside")
+        source = g.computations[maker] if maker is not None else None
+        lines = [*(label_lines(source.path, source.operation) if source else (d.name,)), size(d.size),
+                 "from the start" if constant else "from outside"]
     styled = ["filled"]
     if d.kind == "saved":
         styled.append("dashed")
@@ -287,7 +310,7 @@ def _graph(name: str, rankdir: str = "TB") -> graphviz.Digraph:
     graph.attr("node", shape="box", style="filled,rounded", fontname=styles.FONT, fontsize="11",
                color=styles.FAINT, fontcolor=styles.INK, fillcolor="white", margin="0.15,0.07")
     graph.attr("edge", fontname=styles.FONT, fontsize="10", color=styles.FAINT,
-               fontcolor=styles.FAINT, arrowsize="0.6")
+               fontcolor=styles.SOFT, arrowsize="0.6")
     return graph
 
 

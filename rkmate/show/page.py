@@ -12,7 +12,7 @@ from rkmate.show.replay import replay
 from rkmate.show.words import HEAD, block_rows, facts
 
 STYLE = f"""
-:root {{ color-scheme: light; --ink: {styles.INK}; --faint: #52606d; --line: #d9dee3; }}
+:root {{ color-scheme: light; --ink: {styles.INK}; --faint: {styles.SOFT}; --line: #d9dee3; }}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0 auto; max-width: 1180px; padding: 24px; color: var(--ink); background: #fff;
   font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }}
@@ -20,7 +20,8 @@ h1 {{ font-size: 24px; margin: 0 0 2px; }}
 h2 {{ font-size: 18px; margin: 36px 0 8px; border-bottom: 1px solid var(--line); }}
 p, li {{ max-width: 80ch; }}
 .faint {{ color: var(--faint); }}
-nav a {{ margin-right: 14px; color: {styles.FORWARD_LINE}; }}
+a {{ color: #24598c; }}
+nav a {{ display: inline-block; margin-right: 14px; }}
 .cards {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; }}
 .card {{ border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; flex: 1 1 190px; }}
 .card b {{ display: block; font-size: 20px; }}
@@ -29,18 +30,25 @@ nav a {{ margin-right: 14px; color: {styles.FORWARD_LINE}; }}
 .bar u {{ position: absolute; top: -3px; bottom: -3px; width: 2px; background: {styles.BUDGET}; }}
 figure {{ margin: 12px 0; overflow-x: auto; }}
 figure > svg {{ max-width: 100%; height: auto; display: block; }}
+figure.narrow {{ display: none; }}
+h3 {{ font-size: 15px; margin: 14px 0 2px; }}
+h3 + p {{ margin-top: 0; }}
+p, li, td, dd, h1, summary {{ overflow-wrap: anywhere; }}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: 2px 14px; margin: 10px 0; }}
+dt {{ color: var(--faint); }}
+dd {{ margin: 0; }}
 .wide {{ overflow-x: auto; }}
 .tall {{ max-height: 460px; overflow: auto; border: 1px solid var(--line); border-radius: 6px; }}
 .list {{ max-height: 1200px; overflow: auto; }}
 table {{ border-collapse: collapse; font-size: 13px; width: 100%; }}
-th, td {{ text-align: left; padding: 3px 10px; border-bottom: 1px solid #eceff1; white-space: nowrap; }}
+th, td {{ text-align: left; padding: 3px 10px; border-bottom: 1px solid #eceff1; vertical-align: top; }}
 th {{ position: sticky; top: 0; background: #fff; }}
-td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums; }}
+td.n, th.n {{ text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }}
 details {{ border: 1px solid var(--line); border-radius: 6px; margin: 4px 0; }}
 summary {{ cursor: pointer; padding: 5px 10px; }}
 summary span {{ display: inline-block; margin-right: 14px; }}
 .swatch {{ width: 12px; height: 12px; border-radius: 3px; border: 1px solid #9aa5b1; margin: 0 4px 0 0; }}
-.pane {{ position: relative; height: 560px; overflow: hidden; border-top: 1px solid var(--line);
+.pane {{ position: relative; height: min(560px, 70vh); overflow: hidden; border-top: 1px solid var(--line);
   background: #fbfcfd; touch-action: none; }}
 .pane svg {{ width: 100%; height: 100%; cursor: grab; }}
 .tools {{ position: absolute; right: 8px; top: 8px; }}
@@ -50,11 +58,27 @@ pre {{ margin: 0; font: 12px/1.45 ui-monospace, Menlo, Consolas, "DejaVu Sans Mo
 pre.source {{ padding: 10px; }}
 pre.source span {{ display: block; min-width: max-content; padding: 0 6px; }}
 pre.source span:empty::after {{ content: " "; }}
-.forget {{ background: #f1f3f5; color: #52606d; }}
+.forget {{ background: #f1f3f5; color: {styles.SOFT}; }}
 .recompute {{ background: {styles.AGAIN_FILL}; }}
 .detach {{ background: {styles.FORWARD}; }}
 .place {{ background: {styles.BACKWARD}; }}
 .head {{ font-weight: 600; }}
+@media (max-width: 900px) {{
+  figure.broad {{ display: none; }}
+  figure.narrow {{ display: block; }}
+  figure.narrow > svg {{ width: 100%; max-width: 560px; }}
+}}
+@media (max-width: 640px) {{
+  body {{ padding: 14px; }}
+  .card {{ flex-basis: 140px; }}
+  /* A row is a small card: its first cell on a line of its own, the others named and wrapped. */
+  thead {{ display: none; }}
+  tr {{ display: block; padding: 5px 8px; border-bottom: 1px solid var(--line); }}
+  td, td.n {{ display: inline-block; text-align: left; border: 0; padding: 0 12px 0 0; }}
+  td:first-child {{ display: block; font-weight: 600; }}
+  td[data-of]:not(:empty)::before {{ content: attr(data-of) " "; color: var(--faint); font-weight: 400; }}
+  td:first-child::before {{ content: none !important; }}
+}}
 .notice {{ background: {styles.AGAIN_FILL}; padding: 8px 12px; border-radius: 6px; }}
 """
 
@@ -76,7 +100,7 @@ function zoomable(pane) {
   const middle = f => zoom(f, box[0] + box[2] / 2, box[1] + box[3] / 2);
   const width = () => {
     const r = pane.getBoundingClientRect();
-    const unit = Math.max(full[2] / r.width, 1);
+    const unit = 10 / 12;                 // the smallest letters of a graph, 10 points, are 12 pixels high
     box = [full[0] + full[2] / 2 - r.width * unit / 2, full[1], r.width * unit, r.height * unit];
     show();
   };
@@ -139,10 +163,12 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> str:
-    """A table; columns in `numbers` are aligned to the right."""
+    """A table; columns in `numbers` are aligned to the right. On a narrow page each row is a card: its first
+    cell is its title, the others follow with the names of their columns."""
     def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f'<{tag}{" class=n" if k in numbers else ""}>{escape(c)}</{tag}>'
-                                for k, c in enumerate(cells)) + "</tr>"
+        of = (f' data-of="{escape(h)}"' if tag == "td" else "" for h in head)
+        return "<tr>" + "".join(f'<{tag}{" class=n" if k in numbers else ""}{name}>{escape(c)}</{tag}>'
+                                for k, (c, name) in enumerate(zip(cells, of, strict=True))) + "</tr>"
     return f"<table><thead>{row(head, 'th')}</thead><tbody>" \
            f"{''.join(row(r, 'td') for r in rows)}</tbody></table>"
 

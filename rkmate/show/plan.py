@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,8 @@ class Plan(PlanData):
 
         return replay(self)
 
-    def draw(self, path: str | Path, what: Picture = "chain", block: int | str | None = None) -> Path:
+    def draw(self, path: str | Path, what: Picture = "chain", block: int | str | None = None, *,
+             whole: bool = False) -> Path:
         """Draw into a file; its suffix says how: .svg, .png, .pdf, or .dot for the text alone.
 
         Args:
@@ -54,10 +56,11 @@ class Plan(PlanData):
                 computations and data of one block. ``"schedule"``: when each of a block's tensors is
                 in memory.
             block: number or class label of a block, for ``"block"`` and ``"schedule"``.
+            whole: draw every operation of ``"forward"`` and ``"simplified"``, however many there are.
 
         A chain, and a graph of more nodes than a page holds, is drawn as blocks that link to pages of
-        their own, in a folder beside the file. Without the ``dot`` program, the DOT text is written
-        instead, and an `RkmateWarning` says what to install.
+        their own, in a folder beside the file; of such a graph, blocks that repeat are drawn once. Without
+        the ``dot`` program, the DOT text is written instead, and an `RkmateWarning` says what to install.
 
         Returns:
             The path of the file that was written.
@@ -68,7 +71,7 @@ class Plan(PlanData):
         """
         from rkmate.show.draw import draw
 
-        return draw(self, path, what, block)
+        return draw(self, path, what, block, whole)
 
     def plot(self, path: str | Path | None = None, *, measured: Peak[Any] | None = None,
              title: str = "") -> Any:
@@ -90,17 +93,18 @@ class Plan(PlanData):
         return plot_timeline(self, path, measured, title)
 
     def report(self, path: str | Path, *, curve: Sequence[Plan] = (),
-               measured: Peak[Any] | None = None) -> Path:
+               measured: Peak[Any] | None = None, date: datetime.date | None = None) -> Path:
         """Write one self-contained HTML page: figures, pictures, graphs and the generated source.
 
         Args:
             path: the file to write.
             curve: plans for other budgets, as `rkmate.tradeoff` returns them.
             measured: a training step's memory as `rkmate.measure_step` returns it.
+            date: that the page names; today's unless given.
 
         Raises:
             MissingExtra: matplotlib is not installed (``pip install "rkmate[plots]"``).
         """
         from rkmate.show.report import report
 
-        return report(self, path, curve, measured)
+        return report(self, path, curve, measured, date or datetime.date.today())

@@ -20,6 +20,17 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False, "figure.facecolor": "white", "hatch.linewidth": 0.5,
 }
 
+NARROW = 3.7
+"""Inches: a picture for a page as wide as a telephone, where its letters are still 12 pixels high."""
+BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "alignment": "left"}
+"""Where a legend stands that would hide what is drawn."""
+
+
+def below(axes: Any) -> dict[str, Any]:
+    """Where the legend of a narrow picture stands: under the axis of x and what is written there."""
+    height = axes.get_position().height * axes.figure.get_figheight()
+    return {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.5 / height), "alignment": "left"}
+
 
 def figure(width: float, height: float, **subplots: Any) -> tuple[Any, Any]:
     """A figure of its own (no global state) and its axes. Sizes in inches."""

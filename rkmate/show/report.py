@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import datetime
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,36 +16,58 @@ from rkmate.show import styles
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.draw import NO_DOT, has_dot, pages_of, svg
 from rkmate.show.graphs import block_graph, block_memory, chain_graph, plan_recomputed
+from rkmate.show.labels import label
 from rkmate.show.modules import by_module
 from rkmate.show.page import html_table, own_ids, page, source_html
 from rkmate.show.plots import svg_text
 from rkmate.show.replay import KIND_NAMES, Occupancy, replay, replay_baseline
 from rkmate.show.time_memory import WithPoints, time_memory
 from rkmate.show.timeline import plot_timeline
-from rkmate.show.words import explain, facts
+from rkmate.show.words import facts, paragraphs
 
-_MOST_TENSORS = 40
+_FIRST_TENSORS = 15
+"""Tensors at the peak that stand open on the page; the others open with a click."""
+_COUNTED = ("The step is replayed operation by operation before it ever runs, and every byte that it "
+            "allocates is counted: the plan's highest level is the peak above. ")
+_WHY = ("It stays under the budget because activations that the backward reads late are forgotten in the "
+        "forward, and computed again when they are read.")
+_WHY_WHOLE = "It is under the budget with every activation kept, so nothing is computed twice."
 
 
-def report(plan: PlanData, path: str | Path, curve: Sequence[PlanData],
-           measured: Peak[Any] | None) -> Path:
+def report(plan: PlanData, path: str | Path, curve: Sequence[PlanData], measured: Peak[Any] | None,
+           date: datetime.date) -> Path:
     """See `rkmate.Plan.report`."""
     path = Path(path)
     replayed, baseline = replay(plan), replay_baseline(plan)
-    body = [*_head(plan), *_curve(plan, curve), *_timeline(plan, measured), *_peak(replayed),
-            *_modules(replayed, baseline), *_graphs(plan, replayed), *_source(plan)]
-    path.write_text(page("rkmate report", body), encoding="utf-8")
+    body = [*_head(plan, date), *_figures(plan), *_timeline(plan, measured), *_peak(replayed),
+            *_modules(replayed, baseline), *_curve(plan, curve), *_graphs(plan, replayed), *_source(plan)]
+    name = plan.origin.model if plan.origin else "rkmate report"
+    path.write_text(page(f"{name} inside {size(plan.budget_bytes)}", body), encoding="utf-8")
     return path
 
 
-def _head(plan: PlanData) -> Iterator[str]:
-    yield "<header><h1>Training step inside a memory budget</h1>"
-    yield f'<p class="faint">rkmate, planner {escape(plan.planner)}, ' \
-          f"{count(len(plan.blocks), 'block')}, " \
-          f"{count(len(plan.graph.computations), 'computation')}</p>"
-    yield "<nav>" + "".join(f'<a href="#{a}">{t}</a>' for a, t in (
-        ("curve", "time against memory"), ("timeline", "memory over time"), ("peak", "the peak"),
-        ("modules", "modules"), ("chain", "blocks"), ("source", "source"))) + "</nav></header>"
+def _head(plan: PlanData, date: datetime.date) -> Iterator[str]:
+    about = plan.origin
+    name = f"{about.model}: a training step" if about else "A training step"
+    yield f"<header><h1>{escape(name)} inside {size(plan.budget_bytes)}</h1><dl>"
+    trained = "" if about is None else "all" if about.trained == about.parameters else f"{about.trained:,}"
+    rows = [] if about is None else [
+        ("model", f"{about.model}, {count(about.parameters, 'parameter')} ({trained} trained)"),
+        ("inputs", "; ".join(f"{n} {shape}" for n, shape in about.inputs)),
+        ("device", about.device), ("planned by", ", ".join(f"{n} {v}" for n, v in about.versions))]
+    rows += [("report of", date.isoformat()),
+             ("plan", f"planner {plan.planner}, {count(len(plan.blocks), 'block')}, "
+                      f"{count(len(plan.graph.computations), 'computation')}")]
+    yield from (f"<dt>{escape(what)}</dt><dd>{escape(value)}</dd>" for what, value in rows)
+    yield "</dl>"
+    if about is None:
+        yield '<p class="faint">The plan was saved by a version that did not note its model and inputs.</p>'
+    yield "<nav>" + "".join(f'<a href="#{a}">{t}</a> ' for a, t in (
+        ("timeline", "memory over time"), ("peak", "the peak"), ("modules", "modules"),
+        ("curve", "time against memory"), ("chain", "blocks"), ("source", "source"))) + "</nav></header>"
+
+
+def _figures(plan: PlanData) -> Iterator[str]:
     yield '<div class="cards">'
     for name, value, note in (
             ("peak of a step", size(plan.peak_bytes), f"budget {size(plan.budget_bytes)}"),
@@ -59,11 +82,14 @@ def _head(plan: PlanData) -> Iterator[str]:
               f'<span class="faint">{escape(note)}</span></div>'
     yield "</div>"
     whole = max(plan.baseline_peak_bytes, plan.budget_bytes, 1)
-    yield (f'<div class="bar" title="peak, budget (red), peak without rematerialization (whole bar)">'
-           f'<i style="width:{100 * plan.peak_bytes / whole:.2f}%"></i>'
+    yield (f'<div class="bar"><i style="width:{100 * plan.peak_bytes / whole:.2f}%"></i>'
            f'<u style="left:{100 * plan.budget_bytes / whole:.2f}%"></u></div>')
-    for paragraph in explain(plan).split("\n\n"):
-        yield f"<p>{escape(paragraph)}</p>"
+    yield ('<p class="faint">Green: the peak under this plan. Red line: the budget. Whole bar: '
+           f"{'without rematerialization' if whole == plan.baseline_peak_bytes else 'the budget'}.</p>")
+    why = _WHY if plan.schedule.recomputed() else _WHY_WHOLE
+    yield f"<h2>In short</h2><p>{escape(_COUNTED + why)}</p>"
+    for heading, text in paragraphs(plan):
+        yield f"<h3>{escape(heading)}</h3><p>{escape(text)}</p>"
     figures = [(a, b) for a, b in facts(plan) if a in ("lower bound", "planning took", "note")]
     figures += [(f"stage: {stage}", duration(s)) for stage, s in plan.stage_seconds.items()]
     figures += [(f"nodes: {name}", str(n)) for name, n in plan.nodes.items()]
@@ -77,8 +103,9 @@ def _curve(plan: PlanData, curve: Sequence[PlanData]) -> Iterator[str]:
         yield ('<p class="faint">The plans for other budgets were not given to the report: '
                "<code>plan.report(path, curve=rkmate.tradeoff(model, args))</code>.</p>")
         return
+    yield "<p>Each point is a plan for another budget: the less memory, the more is computed twice.</p>"
     points = curve.points if isinstance(curve, WithPoints) else ()
-    yield _figure(svg_text(time_memory(curve, points, plan, "")), "curve")
+    yield _figures_of(lambda narrow: time_memory(curve, points, plan, "", narrow), "curve")
     rows = [(size(p.budget_bytes), size(p.peak_bytes), f"{p.overhead:+.1%}", duration(p.step_seconds))
             for p in curve]
     yield "<details><summary>the figures</summary>" + html_table(
@@ -87,21 +114,27 @@ def _curve(plan: PlanData, curve: Sequence[PlanData]) -> Iterator[str]:
 
 def _timeline(plan: PlanData, measured: Peak[Any] | None) -> Iterator[str]:
     yield '<h2 id="timeline">Memory over time</h2>'
-    yield _figure(svg_text(plot_timeline(plan, None, measured, "")), "time")
+    yield ("<p>The height is what is in memory. It grows through the forward, which leaves activations for "
+           "the backward, and falls through the backward, which uses them up. What is orange was forgotten "
+           "before and is computed again. Nothing coloured stands above the red line, the budget; the grey "
+           "line is the step without rematerialization.</p>")
+    yield _figures_of(lambda narrow: plot_timeline(plan, None, measured, "", narrow), "time")
 
 
 def _peak(replayed: Occupancy) -> Iterator[str]:
-    yield '<h2 id="peak">What stands at the peak</h2>'
     tensors = replayed.peak_tensors
-    rest = tensors[_MOST_TENSORS:]
-    rows = [(size(t.bytes), share(t.bytes, replayed.peak), t.path or "(the model)", t.operation,
-             t.shape, KIND_NAMES[t.kind], t.name) for t in tensors[:_MOST_TENSORS]]
+    yield '<h2 id="peak">What is in memory at the peak</h2>'
+    yield f"<p>{count(len(tensors), 'tensor')}, {size(replayed.peak)}, the largest first.</p>"
+    head = ("tensor (module: operation)", "bytes", "share", "kind", "shape", "name")
+    rows = [(label(t.path, t.operation) or t.name, size(t.bytes), share(t.bytes, replayed.peak),
+             KIND_NAMES[t.kind], t.shape, t.name) for t in tensors]
+    rest = tensors[_FIRST_TENSORS:]
+    yield f'<div class="wide">{html_table(head, rows[:_FIRST_TENSORS], {1, 2})}</div>'
     if rest:
         total = sum(t.bytes for t in rest)
-        rows.append((size(total), share(total, replayed.peak), count(len(rest), "smaller tensor"),
-                     "", "", "", ""))
-    yield '<div class="tall">' + html_table(
-        ("bytes", "share", "module", "operation", "shape", "kind", "name"), rows, {0, 1}) + "</div>"
+        yield (f"<details><summary>{count(len(rest), 'smaller tensor')}: {size(total)}, "
+               f"{share(total, replayed.peak)}</summary>"
+               f'<div class="wide">{html_table(head, rows[_FIRST_TENSORS:], {1, 2})}</div></details>')
 
 
 def _modules(replayed: Occupancy, baseline: Occupancy) -> Iterator[str]:
@@ -153,8 +186,10 @@ def _source(plan: PlanData) -> Iterator[str]:
     yield source_html(plan.source)
 
 
-def _figure(text: str, prefix: str) -> str:
-    return f"<figure>{own_ids(text, prefix)}</figure>"
+def _figures_of(draw: Callable[[bool], Any], prefix: str) -> str:
+    """A picture drawn twice, broad and narrow; the page's width says which is shown."""
+    return "".join(f'<figure class="{kind}">{own_ids(svg_text(draw(narrow)), f"{prefix}-{kind}")}</figure>'
+                   for kind, narrow in (("broad", False), ("narrow", True)))
 
 
 def _pane(graph: graphviz.Digraph, prefix: str, dot: bool) -> str:

@@ -10,6 +10,9 @@ from rkmate.show.replay import Kind
 FONT = "Helvetica,Arial,DejaVu Sans,sans-serif"
 INK = "#1f2933"
 FAINT = "#7b8794"
+"""Lines and frames."""
+SOFT = "#52606d"
+"""Text beside the point; dark enough to be read on white."""
 
 KIND_COLOURS: dict[Kind, str] = {
     "kept": "#4c9f70", "recomputed": "#f2a541", "gradients": "#8e6fb8", "temporaries": "#c8ccd1",
@@ -20,6 +23,7 @@ FORWARD_LINE = "#3b7dbd"
 BACKWARD = "#e5dbf3"
 BACKWARD_LINE = "#8e6fb8"
 AGAIN = "#f2a541"
+AGAIN_TEXT = "#a35a00"
 AGAIN_FILL = "#fdecd2"
 KEPT = "#d5eedd"
 KEPT_LINE = "#4c9f70"

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import size
-from rkmate.show.plots import figure, styled
+from rkmate.show.plots import NARROW, below, figure, styled
 
 _MIB = float(1 << 20)
 _STEEP = 6
@@ -41,11 +41,13 @@ def overhead(plans: Sequence[PlanData], seconds: float) -> float:
 
 
 def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None,
-                title: str) -> Any:
-    """The figure; `here` is a plan to mark. Raises `MissingExtra` without matplotlib."""
+                title: str, narrow: bool = False) -> Any:
+    """The figure; `here` is a plan to mark, `narrow` for a page as wide as a telephone. Raises
+    `MissingExtra` without matplotlib."""
     with styled():
-        made, axes = figure(6.4, 3.6)
+        made, axes = figure(NARROW, 4.2) if narrow else figure(6.4, 3.6)
         _draw(axes, plans, points, here)
+        axes.legend(**(below(axes) if narrow else {}))
         axes.set_title(title)
     return made
 
@@ -84,4 +86,3 @@ def _draw(axes: Any, plans: Sequence[PlanData], points: Sequence[Point],
         axes.set_ylim(low - 0.03 * high, high * 1.12)
     axes.set_xlabel("peak of a step in MiB")
     axes.set_ylabel("extra time in %")
-    axes.legend(fontsize=8)

@@ -12,7 +12,8 @@ from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import size
 from rkmate.show.graphs import block_memory, block_name
-from rkmate.show.plots import figure, save, styled
+from rkmate.show.labels import label, short_path, shortened
+from rkmate.show.plots import BESIDE, NARROW, below, figure, save, styled
 from rkmate.show.replay import KIND_NAMES, KINDS, Occupancy, replay, replay_baseline
 
 _MIB = float(1 << 20)
@@ -25,19 +26,24 @@ _HIGHEST_OUTLINE = 5
 
 
 def plot_timeline(plan: PlanData, path: str | Path | None, measured: Peak[Any] | None,
-                  title: str) -> Any:
-    """See `rkmate.Plan.plot`."""
+                  title: str, narrow: bool = False) -> Any:
+    """See `rkmate.Plan.plot`. `narrow`: for a page as wide as a telephone, the legends below."""
     replayed = replay(plan)
     every = -(-len(plan.blocks) // _MOST_ROWS)
     rows = list(range(0, len(plan.blocks), every))
     height = max(1.2, 0.24 * len(rows) + 0.7)
+    width, tall = (NARROW, 2.6 + 2.0) if narrow else (9.0, 3.6)
     with styled():
-        made, (top, bottom) = figure(9.0, 3.6 + height, nrows=2, sharex=True,
-                                     height_ratios=[3.6, height])
+        made, (top, bottom) = figure(width, tall + height + (1.0 if narrow else 0.0), nrows=2,
+                                     sharex=not narrow, height_ratios=[2.6 if narrow else 3.6, height])
         draw_memory(top, plan, replayed, measured)
-        draw_blocks(bottom, plan, replayed, rows)
-        top.set_title(title or f"{plan.planner}: peak {size(plan.peak_bytes)}, budget "
-                               f"{size(plan.budget_bytes)}, time {plan.overhead:+.1%}")
+        draw_blocks(bottom, plan, replayed, rows, 14 if narrow else 28)
+        bottom.set_xlim(top.get_xlim())
+        for axes in (top, bottom):
+            axes.legend(**(below(axes) if narrow else BESIDE), **_title_of_legend(axes is top, measured))
+        top.set_title(title or (f"peak {size(plan.peak_bytes)}, time {plan.overhead:+.1%}" if narrow else
+                                f"{plan.planner}: peak {size(plan.peak_bytes)}, budget "
+                                f"{size(plan.budget_bytes)}, time {plan.overhead:+.1%}"))
     save(made, path)
     return made
 
@@ -69,8 +75,8 @@ def draw_memory(axes: Any, plan: PlanData, replayed: Occupancy, measured: Peak[A
     end = replayed.loss_seconds * scale
     axes.axvline(end, color=styles.INK, linewidth=0.8, linestyle=":")
     gap = replayed.seconds * scale * 0.008
-    axes.text(end - gap, top * 0.99, "forward", ha="right", va="top", color=styles.FAINT)
-    axes.text(end + gap, top * 0.99, "backward", ha="left", va="top", color=styles.FAINT)
+    axes.text(end - gap, top * 0.99, "forward", ha="right", va="top", color=styles.SOFT)
+    axes.text(end + gap, top * 0.99, "backward", ha="left", va="top", color=styles.SOFT)
     peak = replayed.moments[replayed.peak_at]
     axes.plot([(peak.start + peak.end) / 2 * scale], [replayed.peak / _MIB], marker="v", markersize=6,
               color=styles.INK, linestyle="none", label=f"peak: {size(replayed.peak)}", clip_on=False)
@@ -79,13 +85,18 @@ def draw_memory(axes: Any, plan: PlanData, replayed: Occupancy, measured: Peak[A
     axes.set_ylabel("memory in MiB")
     axes.tick_params(labelbottom=True)
     axes.set_xlabel(f"predicted time in {unit}")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, alignment="left",
-                title="in memory" if measured is None else
-                "in memory (the measured step is\nscaled to the predicted time)")
 
 
-def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int]) -> None:
-    """Per block: when it runs, and how much of what its backward may need is in memory."""
+def _title_of_legend(memory: bool, measured: Peak[Any] | None) -> dict[str, str]:
+    if not memory:
+        return {}
+    return {"title": "in memory" if measured is None else
+            "in memory (the measured step is\nscaled to the predicted time)"}
+
+
+def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int], letters: int) -> None:
+    """Per block: when it runs, and how much of what its backward may need is in memory. `letters`: of a
+    block's name, at most."""
     scale, unit = _time_unit(replayed.seconds)
     whole = block_memory(plan, replayed)[1]
     starts = np.array([m.start for m in replayed.moments])
@@ -109,24 +120,24 @@ def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int])
             if spans and spans[-1][1:] == (m.start, place[c.block]):
                 begin = spans.pop()[0]                      # one bar for what runs without a break
             spans.append((begin, m.end, place[c.block]))
-    for kind, colour, label in (("forward", styles.FORWARD_LINE, "forward"),
-                                ("backward", styles.BACKWARD_LINE, "backward"),
-                                ("again", styles.AGAIN, "recomputation")):
+    for kind, colour, name in (("forward", styles.FORWARD_LINE, "forward"),
+                               ("backward", styles.BACKWARD_LINE, "backward"),
+                               ("again", styles.AGAIN, "recomputation")):
         spans = runs[kind]
         if spans:
             axes.barh([r + 0.42 for _, _, r in spans], [(e - s) * scale for s, e, _ in spans],
-                      left=[s * scale for s, _, _ in spans], height=0.16, color=colour, label=label,
+                      left=[s * scale for s, _, _ in spans], height=0.16, color=colour, label=name,
                       linewidth=0)
     axes.fill_between([], [], color=styles.KEPT_LINE, alpha=0.55, linewidth=0,
                       label="its activations in memory")
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks(range(len(rows)), [_row_name(plan, b) for b in rows], fontsize=7)
+    axes.set_yticks(range(len(rows)), [_row_name(plan, b, letters) for b in rows])
     axes.tick_params(axis="y", length=0)
     axes.axvline(replayed.loss_seconds * scale, color=styles.INK, linewidth=0.8, linestyle=":")
     axes.set_xlabel(f"predicted time in {unit}")
     shown = "" if len(rows) == len(plan.blocks) else f" ({len(rows)} of {len(plan.blocks)} shown)"
-    axes.set_title(f"blocks: when they run, and what of them is in memory{shown}", fontsize=9)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    axes.set_title(f"blocks: when they run,\nand what of them is in memory{shown}" if letters < 20 else
+                   f"blocks: when they run, and what of them is in memory{shown}", fontsize=9)
 
 
 def draw_block_schedule(plan: PlanData, block: int, path: Path) -> Path:
@@ -146,7 +157,7 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
     storages = sorted((j for j in mine if g.storages[j].size), key=lambda j: (g.maker[j] or 0, j))
     row = {j: r for r, j in enumerate(storages)}
     with styled():
-        made, axes = figure(max(5.0, 0.22 * len(columns) + 3.0), max(2.0, 0.2 * len(row) + 1.8))
+        made, axes = figure(max(5.0, 0.22 * len(columns) + 4.0), max(2.0, 0.22 * len(row) + 2.6))
         for j, first, last, again in replayed.spans:
             if j not in row:
                 continue
@@ -162,18 +173,17 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
         for k in columns:
             m = replayed.moments[k]
             assert m.computation is not None
-            operation = g.computations[m.computation].operation
-            operation = f"{operation}, unchunked" if m.unchunked else operation
-            names.append(operation if len(operation) <= 28 else f"{operation[:25]}...")
-            forward = g.computations[m.computation].phase == "forward"
-            colours.append(styles.AGAIN if m.again else
+            c = g.computations[m.computation]
+            operation = f"{c.operation}, unchunked" if m.unchunked else c.operation
+            names.append(shortened(label(short_path(c.path, plan.blocks[block].path), operation), 34))
+            forward = c.phase == "forward"
+            colours.append(styles.AGAIN_TEXT if m.again else
                            styles.FORWARD_LINE if forward else styles.BACKWARD_LINE)
-        axes.set_xticks(range(len(columns)), names, rotation=90, fontsize=7)
+        axes.set_xticks(range(len(columns)), names, rotation=90)
         for tick, colour in zip(axes.get_xticklabels(), colours, strict=True):
             tick.set_color(colour)
         axes.set_yticks(range(len(storages)),
-                        [f"{g.storages[j].name}  {size(g.storages[j].size)}" for j in storages],
-                        fontsize=7)
+                        [f"{_maker_label(plan, block, j)}  {size(g.storages[j].size)}" for j in storages])
         axes.set_ylim(len(storages) - 0.4, -0.6)
         axes.set_xlim(-0.6, len(columns) - 0.4)
         passed = sum(k < replayed.loss_at for k in columns)
@@ -183,6 +193,14 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
         axes.set_title(f"{block_name(plan, block)} {plan.blocks[block].path}: green kept, orange "
                        "recomputed, purple gradients", fontsize=9)
     return made
+
+
+def _maker_label(plan: PlanData, block: int, storage: int) -> str:
+    maker = plan.graph.maker[storage]
+    assert maker is not None                    # the block's own
+    c = plan.graph.computations[maker]
+    path = short_path(c.path, plan.blocks[block].path)
+    return shortened(label(path, plan.graph.storages[storage].name), 40)
 
 
 def _steps(replayed: Occupancy) -> tuple[Any, Any]:
@@ -212,8 +230,8 @@ def _time_unit(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
 
 
-def _row_name(plan: PlanData, block: int) -> str:
+def _row_name(plan: PlanData, block: int, letters: int) -> str:
     info = plan.blocks[block]
     path = info.path or "(the model)"
-    return f"{path if len(path) <= 28 else f'...{path[-25:]}'}  {info.label}{block}"
+    return f"{shortened(path, letters)}  {info.label}{block}"
 

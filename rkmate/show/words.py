@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rkmate.ir.plan import PlanData
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.graphs import block_memory, plan_recomputed
+from rkmate.show.labels import WHOLE, label
 from rkmate.show.modules import ModuleRow, alike, by_module
 from rkmate.show.replay import KIND_NAMES, KINDS, Occupancy, Tensor, replay, replay_baseline
 
@@ -76,10 +77,16 @@ def _columns(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
 
 def explain(plan: PlanData) -> str:
     """Sentences about a plan's memory: where it goes, what the peak is, what less would cost."""
+    return "\n\n".join(text for _, text in paragraphs(plan))
+
+
+def paragraphs(plan: PlanData) -> tuple[tuple[str, str], ...]:
+    """What `explain` says, in parts: (heading, sentences)."""
     replayed, baseline = replay(plan), replay_baseline(plan)
-    parts = [_outcome(plan), _recomputed(plan, replayed, baseline), _peak(replayed),
-             _less(plan, replayed)]
-    return "\n\n".join(p for p in parts if p)
+    return (("What the budget costs", _outcome(plan)),
+            ("Where the memory goes", _recomputed(plan, replayed, baseline)),
+            ("When it is fullest", _peak(replayed)),
+            ("What less memory would cost", _less(plan, replayed)))
 
 
 def _outcome(plan: PlanData) -> str:
@@ -115,9 +122,9 @@ def _recomputed(plan: PlanData, replayed: Occupancy, baseline: Occupancy) -> str
     text += f" Most is forgotten in {_list([f'{_named(r)} ({size(r.forgotten_bytes)})' for r in most])}."
     slow = sorted((r for r in likes if r.recomputed_seconds), key=lambda r: -r.recomputed_seconds)[:3]
     if slow:
-        names = [f"{', '.join(r.recomputed[:3])} in {_named(r)} ({duration(r.recomputed_seconds)})"
+        names = [f"{_named(r)} ({', '.join(r.recomputed[:3])}: {duration(r.recomputed_seconds)})"
                  for r in slow]
-        text += f" What costs the most time again: {_list(names)}."
+        text += f" Most time is spent again in {_list(names)}."
     runs = len(replayed.recomputed_seconds)
     return f"{text} {count(runs, 'computation')} of {len(plan.graph.computations)} run more than once."
 
@@ -129,7 +136,7 @@ def _peak(replayed: Occupancy) -> str:
         c = replayed.graph.computations[moment.computation]
         again = "while it is recomputed, " if moment.again else ""
         whole = ", unchunked" if moment.unchunked else ""
-        where = f"{again}at {c.operation}{whole} ({c.phase} of {c.path or 'the model itself'})"
+        where = f"in the {c.phase} of {c.path or WHOLE}, {again}at {c.operation}{whole}"
     shares = [f"{size(n)} of {KIND_NAMES[kind]}" for kind, n in zip(KINDS, moment.bytes, strict=True)
               if n]
     tensors = [tensor_words(t) for t in replayed.peak_tensors[:3]]
@@ -138,13 +145,12 @@ def _peak(replayed: Occupancy) -> str:
 
 
 def tensor_words(t: Tensor) -> str:
-    """``gelu in layers.2 (1.0 MiB)``; what no operation made, by its name."""
-    where = f" in {t.path}" if t.path else ""
-    return f"{t.operation or t.name}{where} ({size(t.bytes)})"
+    """``layers.2: gelu (1.0 MiB)``; what no operation made, by its name."""
+    return f"{label(t.path, t.operation or t.name)} ({size(t.bytes)})"
 
 
 def _named(row: ModuleRow) -> str:
-    return f"the {row.modules} modules {row.path}" if row.modules > 1 else row.path or "the model itself"
+    return f"the {row.modules} modules {row.path}" if row.modules > 1 else row.path or WHOLE
 
 
 def _less(plan: PlanData, replayed: Occupancy) -> str:
@@ -165,7 +171,7 @@ def _less(plan: PlanData, replayed: Occupancy) -> str:
         _, _, c, total = min(costs, key=lambda x: x[:2])
         part = c.seconds / plan.baseline_seconds if plan.baseline_seconds else 0.0
         text = (f"A smaller budget would first forget what is cheap to redo: the {size(total)} of "
-                f"{c.operation} in {c.path or 'the model itself'} can be made again in "
+                f"{label(c.path or WHOLE, c.operation)} can be made again in "
                 f"{duration(c.seconds)} ({part:.2%} of a step). ")
     if plan.minimum_bytes is not None:
         text += (f"The smallest budget that the planner can meet is {size(plan.minimum_bytes)} "

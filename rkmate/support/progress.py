@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,42 @@ logger = logging.getLogger("rkmate")
 DELAY = 1.0
 """Seconds: a stage that is done sooner is not shown. And how often one is shown anew."""
 _PLAIN = "{desc}, {elapsed}"
+_NAMED = "{desc}: {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
 _COUNTED = "{desc}: {n_fmt} of {total_fmt} |{bar:20}| {elapsed}, {remaining} left"
+
+
+class Tasks:
+    """Tasks of one stage that differ: which one runs, and how long all of them will still take."""
+
+    def __init__(self, bar: tqdm[None]) -> None:
+        self._bar = bar
+        self._name = ""
+        self._left: float | None = None
+        self._since = time.monotonic()
+
+    def begin(self, name: str, left: float | None) -> None:
+        """A task begins. `left`: seconds that it and those after it will take; None: not known yet."""
+        self._name, self._left, self._since = name, left, time.monotonic()
+        logger.info("%s", name)
+        self.show()
+
+    def done(self) -> None:
+        """The task is over."""
+        self._bar.update(1)
+
+    def show(self) -> None:
+        """What stands beside the bar, as of now."""
+        left = None if self._left is None else self._left - (time.monotonic() - self._since)
+        self._bar.set_postfix_str(f"{time_left(left)}: {self._name}", refresh=False)
+
+
+def time_left(seconds: float | None) -> str:
+    """``about 40 s left``."""
+    if seconds is None:
+        return "time left not known yet"
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s left"
+    return f"about {round(seconds / 60)} min left"
 
 
 class Progress:
@@ -27,25 +63,43 @@ class Progress:
     @contextmanager
     def stage(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:
         """A stage of `total` parts; call the result with the number of parts done."""
-        logger.info("%s", name)
-        with tqdm(total=total, desc=f"rkmate: {name}", disable=not self.enabled, leave=False,
-                  file=sys.stderr, delay=DELAY, bar_format=_COUNTED if total else _PLAIN) as bar:
+        with self._shown(name, total, _COUNTED if total else _PLAIN) as (bar, _):
             def tick(done: int) -> None:
                 bar.update(max(0, done - bar.n))
+            yield tick
+
+    @contextmanager
+    def tasks(self, name: str, total: int) -> Iterator[Tasks]:
+        """A stage of `total` tasks that say their names and how long they will take."""
+        with self._shown(name, total, _NAMED) as (_, tasks):
+            yield tasks
+
+    @contextmanager
+    def _shown(self, name: str, total: int | None, line: str) -> Iterator[tuple[tqdm[None], Tasks]]:
+        logger.info("%s", name)
+        with tqdm(total=total, desc=f"rkmate: {name}", disable=not self.enabled, leave=False,
+                  file=sys.stderr, delay=DELAY, bar_format=line) as bar:
+            tasks = Tasks(bar)
             if not self.enabled:
-                yield tick
+                yield bar, tasks
                 return
             over = threading.Event()
-            clock = threading.Thread(target=_keep_shown, args=(bar, over), daemon=True)
+            refresh = tasks.show if line == _NAMED else _nothing
+            clock = threading.Thread(target=_keep_shown, args=(bar, over, refresh), daemon=True)
             clock.start()
             try:
-                yield tick
+                yield bar, tasks
             finally:
                 over.set()
                 clock.join()
 
 
-def _keep_shown(bar: tqdm[None], over: threading.Event) -> None:
+def _nothing() -> None:
+    """A stage without named tasks has nothing beside its bar."""
+
+
+def _keep_shown(bar: tqdm[None], over: threading.Event, refresh: Callable[[], None]) -> None:
     """One long operation reports nothing: its time goes on all the same."""
     while not over.wait(max(DELAY, 0.1)):
+        refresh()
         bar.refresh()

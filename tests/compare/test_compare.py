@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +18,11 @@ import rkmate
 from rkmate.cli.main import main
 from rkmate.comparison import run
 from rkmate.comparison.table import Row
+from rkmate.comparison.time_left import seconds_left
 from rkmate.errors import ArgumentError, MissingExtra
 from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
+from rkmate.show.looks import LOOKS, OTHER, look_of
 from tests.compare.models import residual
 
 BUDGETS: list[int | float | str] = [1.0, "80%", 0.6, 1]
@@ -174,6 +178,51 @@ def test_json_and_picture(whole: rkmate.Comparison, tmp_path: Path,
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtra, match=r"rkmate\[plots\]"):
         whole.plot()
+
+
+def test_each_method_has_a_look_of_its_own() -> None:
+    assert set(PLANNERS) <= set(LOOKS)
+    looks = list(LOOKS.values())
+    for a, b in itertools.combinations(looks, 2):
+        assert math.dist(lab(a.colour), lab(b.colour)) > 18, (a, b)
+        assert (a.marker, a.line) != (b.marker, b.line)
+    assert all(lab(look.colour)[0] < 75 for look in looks)          # on white
+    assert look_of("checkpoint_sequential 4") == look_of("checkpoint_sequential") != look_of("sequential")
+    assert look_of("rkmate 0.5") == look_of("rockmate")
+    assert look_of("a planner of one's own") == OTHER not in looks
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    """A colour where distances are as large as they look (CIE 1976)."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+                        for c in (int(colour[k:k + 2], 16) / 255 for k in (1, 3, 5)))
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (
+        (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.95047,
+        0.2126 * red + 0.7152 * green + 0.0722 * blue,
+        (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.08883))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_methods_look_alike_in_every_picture() -> None:
+    rows = tuple(Row(name, 10, "ok", 0.1, 10, 1.1, 11, 1.2) for name in ("chen", "dtr", "rockmate"))
+    found = rkmate.Comparison(rows, "M", "analytic", 10, 1.0, {})
+    for methods in (["chen", "dtr", "rockmate"], ["dtr"]):
+        axes = found.plot(methods=methods).axes[0]
+        for line in axes.lines:
+            if line.get_label() in methods:
+                look = look_of(line.get_label())
+                assert (line.get_color(), line.get_marker(), line.get_linestyle()) == \
+                    (look.colour, look.marker, look.line)
+        hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
+        assert len(hollow) == len(methods) + 1                      # and the one in the legend
+
+
+def test_the_time_left_is_that_of_each_method() -> None:
+    assert seconds_left([], ["dtr"]) is None
+    done = [("dtr", 1.0), ("checkmate", 19.0), ("dtr", 3.0)]
+    assert seconds_left(done, ["dtr", "checkmate"]) == pytest.approx(2.0 + 19.0)
+    assert seconds_left(done, ["rotor"]) == pytest.approx(23 / 3)
+    assert seconds_left(done, []) == 0
 
 
 def test_wrong_arguments() -> None:

@@ -80,6 +80,18 @@ def test_what_cannot_be_measured_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
     assert "does not apply: Residual" in text and "failed: PlanError" in text
 
 
+def test_what_is_measured_is_planned_under_the_settings_of_the_comparison(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is cut in other places is another one: only the same settings find the plan's."""
+    processes(monkeypatch, 0)
+    sample = residual()
+    row, *_ = rkmate.compare(sample.model, sample.args, budgets=[1.0], planners=["save-all"], measure=True,
+                             progress=False, settings=rkmate.Settings(
+                                 costs="analytic", trains="all", cut=rkmate.CutSettings(least=2, most=4)))
+    assert (row.status, row.note) == ("ok", "")
+    assert row.measured_peak_bytes == pytest.approx(row.peak_bytes, rel=0.02)
+
+
 def test_a_model_that_cannot_be_pickled() -> None:
     class Local(nn.Linear):
         """Not importable."""

@@ -10,6 +10,7 @@ import pytest
 
 import rkmate
 from rkmate.show import draw
+from rkmate.show.fold import folded, stands_for
 from rkmate.show.graphs import (
     block_graph,
     captured_graph,
@@ -115,10 +116,50 @@ def test_a_graph_of_thousands_of_nodes_is_collapsed_to_pages(what: str, tmp_path
 
 
 @the_long_plan
-def test_a_collapsed_graph_shows_each_block_once() -> None:
+@pytest.mark.parametrize("what", ["forward", "simplified"])
+def test_a_collapsed_graph_folds_blocks_that_repeat(what: str) -> None:
     plan = long_plan()
-    source = collapsed_graph(plan, "forward", lambda b: f"page{b}.svg").source
-    assert nodes(source) == {f"b{b}" for b in range(len(plan.blocks))}
+    labels = [info.label for info in plan.blocks]
+    source = collapsed_graph(plan, what, lambda b: f"page{b}.svg").source
+    drawn = stands_for(folded(labels))
+    assert sorted(drawn) == list(range(len(labels)))
+    assert all(labels[b] == labels[other] for b, other in drawn.items())
+    blocks = {f"b{b}" for b in drawn.values()}
+    assert {n for n in nodes(source) if n.startswith("b")} == blocks
+    assert len(blocks) < 10 < len(labels)
+    assert "times," in source
+    edges = re.findall(r"^\s*(b\d+) -> (b\d+)(?! \[style=invis)", source, re.M)
+    assert {a for a, _ in edges} | {b for _, b in edges} == blocks
+
+
+def test_chains_are_folded_where_blocks_repeat_in_a_row() -> None:
+    groups = folded("ABCBCBCD")
+    assert [(g.first, g.length, g.times, g.last) for g in groups] == \
+        [(0, 1, 1, 0), (1, 2, 3, 6), (7, 1, 1, 7)]
+    assert stands_for(groups) == {0: 0, 1: 1, 2: 2, 3: 1, 4: 2, 5: 1, 6: 2, 7: 7}
+    assert [(g.first, g.length, g.times) for g in folded("AAAA")] == [(0, 1, 4)]
+    assert [(g.length, g.times) for g in folded("ABC")] == [(1, 1)] * 3
+    assert folded("") == ()
+
+
+@needs_dot
+def test_a_large_forward_is_drawn_whole_when_asked_for(tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw, "LEGIBLE", 20)
+    plan = wrapped().plan
+    folded_text = plan.draw(tmp_path / "a.svg", "forward").read_text()
+    whole = plan.draw(tmp_path / "b.svg", "forward", whole=True).read_text()
+    assert folded_text.count('class="node"') < 20 < whole.count('class="node"') == len(plan.graph.captured)
+    assert not (tmp_path / "b_blocks").exists()
+    with pytest.raises(rkmate.ArgumentError, match="never folded"):
+        plan.draw(tmp_path / "c.svg", whole=True)
+
+
+def test_nodes_name_the_module_before_the_operation() -> None:
+    plan = wrapped().plan
+    assert re.search(r'label="norm:\nnative_layer_norm"', captured_graph(plan).source)
+    assert re.search(r'label="up:\naddmm\n', simplified_graph(plan).source)
+    assert re.search(r'label="down:\naddmm\n', block_graph(plan, 1, replay(plan)).source)
 
 
 @the_long_plan

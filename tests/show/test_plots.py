@@ -12,6 +12,7 @@ import torch
 
 import rkmate
 from rkmate.ir.peak import Peak
+from rkmate.show.labels import label, short_path
 from rkmate.show.replay import KIND_NAMES, KINDS, replay
 from rkmate.show.timeline import block_schedule
 from tests.show.models import curve, scores_plan, tower, wrapped
@@ -97,7 +98,8 @@ def test_a_blocks_schedule_shows_its_tensors(tmp_path: Path) -> None:
     assert len(axes.get_yticklabels()) == len(made)
     runs = [i for i in plan.schedule.order if i in set(mine)]
     assert [t.get_text() for t in axes.get_xticklabels()] == \
-        [g.computations[i].operation for i in runs]
+        [label(short_path(g.computations[i].path, plan.blocks[1].path), g.computations[i].operation)
+         for i in runs]
 
 
 def test_the_curve_has_every_plan_and_point(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from rkmate.support.progress import Progress
+from rkmate.support.progress import Progress, time_left
 from tests.show.models import Tower, tower
 
 NO_CLOCK = Settings(options=OptionSettings(grid=(5, 5), time_limit=60.0, block_limit=60.0, total_limit=120.0),
@@ -56,6 +56,24 @@ def test_a_stage_that_reports_nothing_is_shown_all_the_same(monkeypatch: pytest.
     with Progress(True).stage("a long one", None):
         assert shown.wait(60)
     assert not any("_keep_shown" in str(t) for t in threading.enumerate())
+
+
+def test_tasks_say_what_runs_and_how_long_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("rkmate.support.progress.DELAY", 0.0)
+    monkeypatch.setattr("rkmate.support.progress.time.monotonic", lambda: 5.0)
+    with Progress(True).tasks("planning", 2) as tasks:
+        tasks.begin("dtr within 2.0 MiB", None)
+        tasks._bar.refresh()
+        tasks.done()
+        tasks.begin("checkmate within 2.0 MiB", 41.0)
+        tasks._bar.refresh()
+    text = terminal.getvalue()
+    assert "rkmate: planning: 0 of 2" in text
+    assert "time left not known yet: dtr within 2.0 MiB" in text
+    assert re.search(r"1 of 2 .*about 41 s left: checkmate within 2.0 MiB", text)
+    assert (time_left(0.1), time_left(240)) == ("about 1 s left", "about 4 min left")
 
 
 def test_a_file_and_progress_false_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rkmate
 from rkmate.show import draw, report
+from rkmate.show.labels import label
 from rkmate.show.page import own_ids, source_html
-from tests.show.models import curve, scores_plan, wrapped
+from rkmate.show.replay import replay
+from tests.show.models import curve, scores_plan, tower, wrapped
 
+DATE = datetime.date(2026, 2, 3)
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
                  if (found := shutil.which(name))), None)
 needs_browser = pytest.mark.skipif(
@@ -30,7 +36,7 @@ window.errors = [];
 window.addEventListener("error", e => window.errors.push(String(e.message)));
 document.addEventListener("securitypolicyviolation", e => window.errors.push(e.blockedURI));
 window.addEventListener("load", () => setTimeout(() => {
-  const result = {errors: window.errors, blocks: [], overlaps: [], wide: 0};
+  const result = {errors: window.errors, blocks: [], overlaps: [], small: [], wide: 0};
   document.querySelectorAll("details").forEach(d => { d.open = true; });
   setTimeout(() => {
     document.querySelectorAll("details[id^=block-]").forEach(d => {
@@ -59,6 +65,14 @@ window.addEventListener("load", () => setTimeout(() => {
         if (b.left < a.left - 1 || b.right > a.right + 1) result.overlaps.push([t.textContent]);
       });
     });
+    // Text in panes is zoomed by the reader; what is not shown has no size.
+    result.small = [...document.querySelectorAll("body *")].filter(e => !e.closest(".pane")
+      && e.getClientRects().length && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
+      .map(e => {
+        const svg = e.closest("svg");
+        const scale = svg ? svg.getScreenCTM().a : 1;
+        return [e.textContent.trim().slice(0, 40), parseFloat(getComputedStyle(e).fontSize) * scale];
+      }).filter(([, pixels]) => pixels < 11.8);
     result.wide = document.documentElement.scrollWidth - window.innerWidth;
     const box = document.createElement("pre");
     box.id = "result";
@@ -89,7 +103,7 @@ class Collector(HTMLParser):
 def page_text(folder: Path) -> str:
     plan = wrapped().plan
     points = curve().with_point("checkpoint", 1 << 20, 1.3 * plan.baseline_seconds)
-    return plan.report(folder / "report.html", curve=points).read_text(encoding="utf-8")
+    return plan.report(folder / "report.html", curve=points, date=DATE).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +134,30 @@ def test_the_page_says_what_the_plan_says(page: str) -> None:
     plan = wrapped().plan
     for paragraph in plan.explain().split("\n\n"):
         assert escape(paragraph) in page
+    assert plan.origin is not None
+    model, _ = tower(4)
+    number = sum(p.numel() for p in model.parameters())
+    for value in (f"Tower, {number:,} parameters (all trained)", "ids int64[4, 64]", "<dd>cpu</dd>",
+                  f"torch {torch.__version__}", "2026-02-03"):
+        assert value in page
     for line in plan.source.splitlines()[:200]:
         assert escape(line) in page
+
+
+def test_every_tensor_at_the_peak_is_on_the_page(page: str) -> None:
+    section = page[page.index('id="peak"'):page.index('id="modules"')]
+    tensors = replay(wrapped().plan).peak_tensors
+    assert len(tensors) > report._FIRST_TENSORS
+    cells = re.findall(r"<tbody>(.*?)</tbody>", section, re.S)
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for part in cells for row in part.split("</tr>")[:-1]]
+    assert [(row[0], row[-1]) for row in rows] == [
+        (escape(label(t.path, t.operation) or t.name), escape(t.name)) for t in tensors]
+
+
+def test_a_plan_without_origin_says_so(tmp_path: Path) -> None:
+    text = replace(wrapped().plan, origin=None).report(tmp_path / "a.html", date=DATE).read_text()
+    assert "did not note its model and inputs" in text
+    assert DATE.isoformat() in text
 
 
 def test_statements_of_the_source_are_marked() -> None:
@@ -142,8 +178,8 @@ def test_a_loaded_plan_has_the_same_report(tmp_path: Path) -> None:
     plan = wrapped().plan
     plan.save(tmp_path / "plan.json")
     loaded = rkmate.Plan.load(tmp_path / "plan.json")
-    first = plan.report(tmp_path / "a.html").read_text()
-    assert loaded.report(tmp_path / "b.html").read_text() == first
+    first = plan.report(tmp_path / "a.html", date=DATE).read_text()
+    assert loaded.report(tmp_path / "b.html", date=DATE).read_text() == first
 
 
 def test_without_dot_the_report_shows_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +195,12 @@ def test_identifiers_of_pictures_are_told_apart() -> None:
                                  '<g clip-path="url(#x-p)"/><a xlink:href="#other"/></svg>')
 
 
-def browse(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
+def browse(path: Path, folder: Path, width: int = 1240) -> tuple[dict[str, Any], str]:
     """What the check finds on a page, and what the browser writes on its console."""
     assert CHROMIUM is not None
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-         f"--user-data-dir={folder / 'profile'}", "--window-size=1240,1000",
+         f"--user-data-dir={folder / 'profile'}", f"--window-size={width},1000",
          "--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom", path.as_uri()],
         capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)
@@ -175,10 +211,11 @@ def browse(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
 
 
 @needs_browser
-def test_the_page_works_in_a_browser(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1240, 500])
+def test_the_page_works_in_a_browser(page: str, width: int, tmp_path: Path) -> None:
     checked = tmp_path / "checked.html"
     checked.write_text(page.replace("</head>", CHECK + "</head>"), encoding="utf-8")
-    result, console = browse(checked, tmp_path)
+    result, console = browse(checked, tmp_path, width)
     assert not console
     assert result["errors"] == []
     assert len(result["blocks"]) == len(wrapped().plan.blocks)
@@ -187,6 +224,7 @@ def test_the_page_works_in_a_browser(page: str, tmp_path: Path) -> None:
         assert height > 100, name
         assert buttons == 4, name
     assert result["overlaps"] == []
+    assert result["small"] == []
     assert result["wide"] <= 0
 
 

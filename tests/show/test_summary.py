@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import rkmate
 from rkmate.ir.simulate import simulate
+from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.summarise import summarise
@@ -59,9 +65,55 @@ def test_a_saved_plan_brings_its_graph_back(plan: Plan, tmp_path: Path) -> None:
     assert again.peak == plan.peak_bytes
 
 
-def test_a_graph_that_does_not_fit_its_costs_is_no_plan(tmp_path: Path) -> None:
-    import hashlib
+def test_a_plan_knows_what_it_was_made_for(tmp_path: Path) -> None:
+    origin = wrapped().plan.origin
+    model, _ = tower(4)
+    assert origin is not None
+    number = sum(p.numel() for p in model.parameters())
+    assert (origin.model, origin.parameters, origin.trained) == ("Tower", number, number)
+    assert origin.inputs == (("ids", "int64[4, 64]"),)
+    assert origin.device == "cpu"
+    assert [name for name, _ in origin.versions] == ["rkmate", "torch", "python"]
+    assert dict(origin.versions)["torch"] == torch.__version__
+    wrapped().plan.save(tmp_path / "plan.json")
+    assert rkmate.Plan.load(tmp_path / "plan.json").origin == origin
 
+
+def test_a_plan_that_was_saved_without_its_origin_loads(tmp_path: Path) -> None:
+    wrapped().plan.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    del content["checksum"], content["origin"]
+    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    loaded = rkmate.Plan.load(tmp_path / "plan.json")
+    assert loaded.origin is None
+    assert loaded == wrapped().plan
+
+
+class Named(nn.Linear):
+    """Takes inputs in every way."""
+
+    def forward(self, x: torch.Tensor, *more: Any, mask: Any = None, **others: Any) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_inputs_have_the_names_of_the_forward() -> None:
+    model, x = Named(4, 4), torch.zeros(2, 4)
+    model.bias.requires_grad_(False)
+    origin = origin_of(model, (x, [x.half()], x), {"mask": {"left": x.bool()}, "flag": True, "y": x})
+    assert origin.inputs == (("x", "float32[2, 4]"), ("more.0.0", "float16[2, 4]"),
+                             ("more.1", "float32[2, 4]"), ("mask.left", "bool[2, 4]"), ("y", "float32[2, 4]"))
+    assert (origin.parameters, origin.trained) == (20, 16)
+
+
+def test_inputs_of_a_forward_with_anothers_signature_have_numbers() -> None:
+    model, x = nn.Identity(), torch.zeros(2)
+    forward = functools.wraps(Named.forward)(lambda *tensors: tensors[0])
+    model.forward = forward  # type: ignore[method-assign]
+    assert origin_of(model, (), {"z": x}).inputs == (("z", "float32[2]"),)
+
+
+def test_a_graph_that_does_not_fit_its_costs_is_no_plan(tmp_path: Path) -> None:
     plan = wrapped().plan
     plan.save(tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())

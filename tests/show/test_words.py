@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from rkmate.show.amounts import count, duration, share, size
+from rkmate.show.labels import label, label_lines, shortened
 from rkmate.show.modules import ModuleRow, alike
 from rkmate.show.plan import Plan
+from rkmate.show.replay import replay
 from tests.show.models import curve, long_plan, scores_plan, the_long_plan, wrapped
 
 
@@ -78,7 +80,16 @@ def test_a_known_bound_says_how_good_the_plan_is() -> None:
 
 def test_what_costs_most_is_named() -> None:
     text = wrapped().plan.explain()
-    assert "gelu in the 4 modules layers.* (" in text
+    assert "again in the 4 modules layers.* (gelu" in text
+
+
+def test_modules_are_named_before_operations() -> None:
+    assert label("encoder.layer.3.attention", "softmax") == "encoder.layer.3.attention: softmax"
+    assert (label("", "softmax"), label("head", "")) == ("softmax", "head")
+    assert label_lines("a.b", "mul") == ("a.b:", "mul")
+    assert shortened("transformer.h.0.mlp", 12) == "...r.h.0.mlp"
+    peak = replay(wrapped().plan).peak_tensors[0]
+    assert f"{peak.path}: {peak.operation} (" in wrapped().plan.explain()
 
 
 def test_modules_that_differ_in_a_number_are_one_row() -> None:

@@ -1,0 +1,58 @@
+"""What a plan is made for, as a report names it: model, sample inputs, device and versions."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate import device as devices
+from rkmate.graph.capture.structure import take_apart
+from rkmate.ir.origin import Origin
+
+
+def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin:
+    """The origin of a plan for a model on sample inputs."""
+    parameters = list(model.parameters())
+    tensors, structure = take_apart(_by_name(model, args, kwargs), result=False)
+    where = devices.common((*parameters, *tensors)).torch_device
+    # A tensor stands under several names: by field, by index, by index from the end.
+    singles = [(name, min(under)) for name, under in structure.names().items() if len(under) == 1]
+    names = {i: name for name, i in reversed(singles)}
+    return Origin(type(model).__name__, sum(p.numel() for p in parameters),
+                  sum(p.numel() for p in parameters if p.requires_grad),
+                  tuple((names.get(i, f"tensor {i}"), shape_of(t)) for i, t in enumerate(tensors)),
+                  str(where), (("rkmate", _version()), ("torch", str(torch.__version__)),
+                   ("python", platform.python_version())))
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """``float32[8, 128]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _version() -> str:
+    try:
+        return version("rkmate")
+    except PackageNotFoundError:        # run from a source tree that was never installed
+        return "source"
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that the forward gives them; by number where its signature is not its own, as
+    some decorators leave it."""
+    try:
+        signature = inspect.signature(model.forward)
+        bound = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {**{str(k): a for k, a in enumerate(args)}, **kwargs}
+    named: dict[str, Any] = {}
+    for name, value in bound.items():
+        keywords = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        named |= value if keywords else {name: value}
+    return named
