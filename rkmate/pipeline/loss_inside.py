@@ -238,8 +238,10 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
-class _Submodules(MutableMapping[str, nn.Module | None], dict[str, nn.Module | None]):
-    """The original's submodules, as they are now, and the loss. Torch wants a dictionary."""
+class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc, metaclass]
+                  dict[str, nn.Module | None]):
+    """The original's submodules, as they are now, and the loss. Torch wants a dictionary; what it asks one
+    for is answered by the methods of a mapping, which go through those below."""
 
     def __init__(self, module: WithLoss) -> None:
         super().__init__()
@@ -247,10 +249,9 @@ class _Submodules(MutableMapping[str, nn.Module | None], dict[str, nn.Module | N
 
     def _all(self) -> dict[str, nn.Module | None]:
         found = dict(self._module._original._modules)
-        whole = self._module.__dict__.get("_whole")
-        loss = None if whole is None else whole._modules.get(KEY)
-        if loss is not None:
-            found[whole.key] = loss
+        whole = self._module.__dict__.get("_whole")       # none yet in a copy that is being made
+        if whole is not None and KEY in whole._modules:
+            found[whole.key] = whole._modules[KEY]
         return found
 
     def __getitem__(self, name: str) -> nn.Module | None:

@@ -337,20 +337,23 @@ def test_a_product_and_its_cross_entropy_go_part_by_part(monkeypatch: pytest.Mon
 
 # -- the other public calls ---------------------------------------------------------------
 
-def test_every_public_call_takes_one(tmp_path: Path) -> None:
+def test_every_public_call_takes_one() -> None:
     x, y = batch()
     options: dict[str, Any] = {"progress": False, "costs": "analytic"}
-    lossy = rkmate.with_loss(Net(), as_tuple)
+    lossy = rkmate.with_loss(Net(depth=1), as_tuple)
     kwargs = {"loss_args": (y,)}
-    plan = rkmate.plan(lossy.original, (x,), budget=0.8, loss=as_tuple, loss_args=(y,), **options)
-    assert rkmate.wrap(lossy, (x,), kwargs, plan=plan, progress=False).plan.schedule == plan.schedule
-    curve = rkmate.tradeoff(lossy.original, (x,), budgets=[1.0], loss=as_tuple, loss_args=(y,), **options)
+    model, given = lossy.original, {"loss": as_tuple, "loss_args": (y,)}
+    plan = rkmate.plan(model, (x,), budget=1.0, **given, **options)
+    with mock.patch("rkmate.comparison.run.Bench", side_effect=InterruptedError) as bench, \
+            pytest.raises(InterruptedError):
+        rkmate.compare(lossy, (x,), kwargs, budgets=[1.0], planners=["chen"], measure=True, **options)
+    assert bench.call_args.args[-1] == (0,)                 # what its steps are trained by
+    curve = rkmate.tradeoff(model, (x,), budgets=[1.0], **given, **options)
     assert curve[0].fingerprint == plan.fingerprint
-    table = rkmate.compare(lossy, (x,), kwargs, budgets=[1.0], planners=["chen"], **options)
-    assert table.rows[0].status == "ok"
+    assert rkmate.wrap(model, (x,), plan=plan, progress=False, **given).plan.schedule == plan.schedule
     found = rkmate.max_batch_size(lossy, lambda n: ((x[:n],), {"loss_args": (y[:n],)}), device_memory="1MiB",
-                                  most=2, **options)
-    assert found.size == 2
+                                  most=1, **options)
+    assert found.size == 1
 
 
 def test_the_command_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
