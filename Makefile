@@ -10,9 +10,11 @@ WORKERS ?= 2
 # thread the order of additions, and so each bit of the results, is the same everywhere.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
-# Every module of the installed package, without the optional ones that it can use.
+# Every module of the installed package, without the optional ones that it can use: those for other
+# libraries need them.
 IMPORT_ALL := import importlib, pkgutil, rkmate; \
-	names = [m.name for m in pkgutil.walk_packages(rkmate.__path__, 'rkmate.')]; \
+	names = [m.name for m in pkgutil.walk_packages(rkmate.__path__, 'rkmate.') \
+		if not m.name.startswith('rkmate.integrations.')]; \
 	[importlib.import_module(name) for name in names]; \
 	print(len(names), 'modules imported from', rkmate.__file__)
 

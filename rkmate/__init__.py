@@ -17,6 +17,7 @@ _PLACES = {
     "rkmate.measure.settings": ("MeasureSettings",),
     "rkmate.measure.step": ("measure_step",),
     "rkmate.pipeline.device_budget": ("BatchSize", "auto_budget", "max_batch_size"),
+    "rkmate.pipeline.loss_inside": ("with_loss",),
     "rkmate.pipeline.settings": ("Settings",),
     "rkmate.planners.settings": ("PlannerSettings",),
     "rkmate.public": ("applied", "apply", "plan", "remove", "tradeoff", "wrap"),
@@ -51,6 +52,7 @@ if typing.TYPE_CHECKING:
     from rkmate.pipeline.device_budget import BatchSize as BatchSize
     from rkmate.pipeline.device_budget import auto_budget as auto_budget
     from rkmate.pipeline.device_budget import max_batch_size as max_batch_size
+    from rkmate.pipeline.loss_inside import with_loss as with_loss
     from rkmate.pipeline.settings import Settings as Settings
     from rkmate.planners.settings import PlannerSettings as PlannerSettings
     from rkmate.public import applied as applied

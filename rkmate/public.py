@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.device_budget import auto_budget
+from rkmate.pipeline.loss_inside import loss_inside, traceable
 from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings, settings_of_call
@@ -32,7 +33,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          plan: Plan | None = None, costs: str | None = None, verify: bool = True,
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
          training: bool | None = None, planning_seconds: float | None = None,
-         settings: Settings | None = None) -> PlannedModule:
+         settings: Settings | None = None, loss: Callable[..., Any] | None = None,
+         loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None) -> PlannedModule:
     """An equivalent module that trains inside a memory budget.
 
     Args:
@@ -74,6 +76,10 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             the last product and its cross entropy are computed a few rows at a time (``"auto"``: where
             nothing else meets the budget, ``"always"``, ``"never"``); ``planner``, how long the default
             planner looks (`rkmate.PlannerSettings`).
+        loss: a function or module that gets the model's output; ``wrap(model, args, kwargs, loss=fn,
+            loss_args=(y,))`` is ``wrap(with_loss(model, fn), args, {**kwargs, "loss_args": (y,)})``: a module
+            that returns the loss (`rkmate.with_loss`), and plans it with the model.
+        loss_args, loss_kwargs: samples of what the loss gets after the output.
 
     Returns:
         A module with the same parameters, buffers, outputs and gradients; ``.plan`` and
@@ -85,6 +91,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         ArgumentError: an argument is wrong.
         PlanError: `plan` does not belong to this model.
     """
+    model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains)
@@ -162,8 +169,10 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
          costs: str | None = None, trains: str | int | Sequence[str | int] | None = None,
          training: bool | None = None, planning_seconds: float | None = None,
-         settings: Settings | None = None) -> Plan:
+         settings: Settings | None = None, loss: Callable[..., Any] | None = None,
+         loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
+    model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
                          planning_seconds, trains)
@@ -176,7 +185,9 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
              budgets: Sequence[int | float | str] | None = None, planner: str = "rockmate",
              progress: bool = True, costs: str | None = None,
              trains: str | int | Sequence[str | int] | None = None, training: bool | None = None,
-             planning_seconds: float | None = None, settings: Settings | None = None) -> Curve:
+             planning_seconds: float | None = None, settings: Settings | None = None,
+             loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
+             loss_kwargs: Mapping[str, Any] | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
 
     One capture, one measurement and one set of options serve all of them. Without `budgets`: from
@@ -184,6 +195,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     result is a sequence of plans that can be drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget`
     for a budget that was asked for and cannot be met, and otherwise what `wrap` raises.
     """
+    model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs)
     wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
     planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds, trains)
@@ -208,7 +220,7 @@ def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
         raise ArgumentError(f"kwargs is {type(kwargs).__name__}; it should be a mapping of argument "
                             "names to sample values")
     args, kwargs = tuple(args), dict(kwargs or {})
-    refuse_what_cannot_repeat(model, args, kwargs)
+    refuse_what_cannot_repeat(traceable(model), args, kwargs)
     return args, kwargs
 
 

@@ -17,6 +17,7 @@ from rkmate.errors import ArgumentError, ScheduleError, SolverError
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.device_budget import auto_budget
+from rkmate.pipeline.loss_inside import trains_of
 from rkmate.pipeline.planning import attempted
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Settings, settings_of_call
@@ -91,7 +92,9 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         found = _planned(solved, wanted, methods, time_limit, shown)
         rows = [row for row, _ in found]
         if measure:
-            rows = _measured(Bench(model, args, kwargs, wanted_settings), found, shown)
+            chosen = trains_of(model, prepared.capture, wanted_settings.trains)
+            bench = Bench(model, args, kwargs, replace(wanted_settings, trains=chosen))
+            rows = _measured(bench, found, shown)
     return Comparison(tuple(rows), type(model).__name__, wanted_settings.costs, prepared.baseline.peak,
                       prepared.baseline.seconds, shared)
 

@@ -13,6 +13,7 @@ from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.train_mode import flags_to_plan
+from rkmate.pipeline.loss_inside import traceable
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
 from rkmate.pipeline.prepare import Prepared, check_model, prepare, trace
 from rkmate.pipeline.settings import Settings, checked_trains
@@ -130,7 +131,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
 
     def prepared(n: int) -> Prepared:
         args, kwargs = _inputs(make_inputs(n))
-        refuse_what_cannot_repeat(model, args, kwargs)
+        refuse_what_cannot_repeat(traceable(model), args, kwargs)
         here = prepare(trace(model, args, kwargs, settings, Progress(progress)))
         plain[n] = here.baseline.peak       # known without solving anything
         return here

@@ -37,6 +37,7 @@ from rkmate.ir.simulate import Simulation, simulate
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
+from rkmate.pipeline.loss_inside import traceable, trains_of
 from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.trained_outputs import trained_outputs
@@ -148,14 +149,16 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
           progress: Progress) -> Traced:
     """Capture a model on sample inputs; one thread at a time."""
     check_model(model)
+    model = traceable(model)
     start = time.perf_counter()
     with gc_pause(), progress.stage("capturing", None), capture_lock:
         captured = capture(model, args, kwargs)
+    trains = trains_of(model, captured, settings.trains)
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
                             "requires a gradient, so there is nothing to train")
     arguments, _ = take_apart((args, kwargs), result=False)
-    return Traced(type(model).__name__, captured, trained_outputs(captured, settings.trains),
+    return Traced(type(model).__name__, captured, trained_outputs(captured, trains),
                   held_tensors(captured, model, arguments),
                   devices.common((*model.parameters(), *arguments)).torch_device, _children(model),
                   settings, progress, time.perf_counter() - start, origin_of(model, args, kwargs))

@@ -14,6 +14,7 @@ from torch import nn
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.modes import inside_fake_mode, inside_transform
 from rkmate.graph.capture.structure import tensors_in
+from rkmate.pipeline.loss_inside import traceable
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
@@ -65,7 +66,8 @@ class PlannedModule(StandIn):
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
-                             _reader=ModuleReader(self._original), _planned_forward=forward, forward=forward)
+                             _reader=ModuleReader(traceable(self._original)), _planned_forward=forward,
+                             forward=forward)
 
     # -- planning -------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
+from rkmate.pipeline.loss_inside import traceable
 from rkmate.pipeline.planning import follow, follow_any, make_plan
 from rkmate.pipeline.prepare import Traced, held_tensors, trace
 from rkmate.pipeline.settings import Settings
@@ -86,7 +87,7 @@ class PlanCache:
 
     def __init__(self, model: nn.Module, planning: Planning, saved: Sequence[Plan] = ()) -> None:
         """`saved`: plans to follow where they fit, instead of searching for one."""
-        self.model = model
+        self.model = traceable(model)
         self.planning = planning
         self._saved = list(saved)
         self._kept: OrderedDict[Guards, Specialization] = OrderedDict()

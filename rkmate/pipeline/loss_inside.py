@@ -1,0 +1,274 @@
+"""A loss that is computed outside of a module, as a part of what is planned."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rkmate.errors import ArgumentError
+from rkmate.graph.capture.capture import Capture
+from rkmate.pipeline.settings import Trains
+from rkmate.stand_in import StandIn
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+KEY = "loss_fn"
+"""Name of a loss that is a module, among the submodules."""
+
+
+class LossAndOutputs(NamedTuple):
+    """What a model with its loss returns where the outputs are asked for."""
+
+    loss: Any
+    """What the loss function returned."""
+    outputs: Any
+    """What the model returned."""
+
+
+def with_loss(model: nn.Module, fn: Callable[..., Any], *, outputs: bool = False) -> WithLoss:
+    """The model and its loss as one module, so that a plan has both.
+
+    It is called as the model is, and returns ``fn(model(...), *loss_args, **loss_kwargs)``::
+
+        lossy = rkmate.with_loss(model, torch.nn.CrossEntropyLoss())
+        loss = lossy(x, loss_args=(y,))          # criterion(model(x), y)
+
+    It stands in the model's place: the same parameters, state-dict keys, attributes and train flags. Where
+    `fn` is a module that is no part of the model, it is one of the submodules, ``loss_fn``: its parameters
+    and buffers come after the model's (``loss_fn.weight``), and where it has none, the state dictionaries
+    are the model's. (``loss_fn_`` where the model has a ``loss_fn`` of its own.)
+
+    Args:
+        model: the module to train.
+        fn: a function or a module: the model's output, then ``loss_args`` and ``loss_kwargs``, to the loss.
+            A loss is a tensor with one number; or a dictionary or an object that has it under ``loss``, or
+            a tuple or list that begins with it: then it is this one that is trained.
+        outputs: also return what the model returned: ``(loss, outputs)``. The outputs then stay in memory.
+
+    Raises:
+        ArgumentError: an argument is wrong; of a call: its arguments fit the model or the loss not, or the
+            loss is not as above.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is {type(model).__name__}; it should be a torch.nn.Module")
+    if isinstance(fn, type) or not callable(fn):
+        what = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
+        raise ArgumentError(f"the loss is {what}; it should be a function, or a module such as "
+                            "torch.nn.CrossEntropyLoss()")
+    return WithLoss(model, fn, outputs)
+
+
+class WithLoss(StandIn):
+    """A model and its loss as one module. Made by `rkmate.with_loss`."""
+
+    _whole: ModelAndLoss
+
+    def __init__(self, model: nn.Module, fn: Callable[..., Any], outputs: bool) -> None:
+        self._stand_in_for(model)
+        self._set_up()
+        self.__dict__["_whole"] = ModelAndLoss(model, fn, outputs)
+
+    def _set_up(self) -> None:
+        self.__dict__["_modules"] = _Submodules(self)
+
+    def _made_with(self) -> tuple[Any, ...]:
+        return ()
+
+    def forward(self, *args: Any, loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None,
+                **kwargs: Any) -> Any:
+        """The loss of the original's output; beside it, where they were asked for, the outputs.
+
+        args, kwargs: the original's. loss_args, loss_kwargs: what the loss gets after the output.
+        """
+        return self._whole(*args, loss_args=loss_args, loss_kwargs=loss_kwargs, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """The original's `train`, and the loss's."""
+        self._whole.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._whole._apply(fn, recurse)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == self._whole.key and KEY in self._whole._modules:
+            setattr(self._whole, KEY, value)
+        else:
+            super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        """The class of the original, and the loss."""
+        return f"{type(self._original).__name__}, {_name(self._whole.loss_fn)}"
+
+
+class ModelAndLoss(nn.Module):
+    """The same with model and loss as its submodules: what is captured, and compared at every call. A
+    stand-in's own attributes and hooks are none of the original's."""
+
+    def __init__(self, model: nn.Module, fn: Callable[..., Any], outputs: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.key = KEY
+        while hasattr(model, self.key):
+            self.key += "_"
+        if isinstance(fn, nn.Module) and all(fn is not m for m in model.modules()):
+            self.loss_fn = fn
+        else:
+            self.__dict__[KEY] = fn
+        self.outputs = outputs
+
+    @property
+    def training(self) -> bool:
+        """The model's train flag."""
+        return bool(self.model.training) if "model" in self._modules else True
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        """Nothing: the parts have flags of their own."""
+
+    def forward(self, *args: Any, loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None,
+                **kwargs: Any) -> Any:
+        """As `WithLoss.forward`."""
+        loss_kwargs = {} if loss_kwargs is None else loss_kwargs
+        if not torch.compiler.is_dynamo_compiling():
+            self._check(args, kwargs, loss_args, loss_kwargs)
+        out = self.model(*args, **kwargs)
+        found = self.loss_fn(out, *loss_args, **loss_kwargs)
+        loss = _total(found)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else \
+                f"no loss ({type(found).__name__})"
+            raise ArgumentError(f"the loss {_name(self.loss_fn)} returned {what}; it should return a tensor "
+                                "with one number, or a dictionary or object that has it under 'loss', or a "
+                                "tuple that begins with it")
+        return LossAndOutputs(found, out) if self.outputs else found
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_args: Any, loss_kwargs: Any) -> None:
+        check_loss_arguments(loss_args, loss_kwargs)
+        misfit = _misfit(self.model.forward, args, kwargs)
+        if misfit:
+            raise ArgumentError(f"the arguments do not fit {type(self.model).__name__}.forward: {misfit}. "
+                                "The loss gets its own as loss_args=(y,)")
+        fn = self.loss_fn
+        misfit = _misfit(fn.forward if isinstance(fn, nn.Module) else fn, (None, *loss_args), loss_kwargs)
+        if misfit:
+            raise ArgumentError(f"loss_args and loss_kwargs do not fit {_name(fn)}, which gets the model's "
+                                f"output before them: {misfit}. One target y is loss_args=(y,)")
+
+
+def check_loss_arguments(loss_args: Any, loss_kwargs: Any) -> None:
+    """Raise `ArgumentError` for what cannot be the further arguments of a loss."""
+    if not isinstance(loss_args, (tuple, list)):
+        raise ArgumentError(f"loss_args is {type(loss_args).__name__}; it should be a tuple with what the "
+                            "loss gets after the output: (y,) for one tensor")
+    if not isinstance(loss_kwargs, (Mapping, type(None))):
+        raise ArgumentError(f"loss_kwargs is {type(loss_kwargs).__name__}; it should be a mapping of the "
+                            "loss's argument names to values")
+
+
+def loss_inside(model: Any, kwargs: Any, loss: Callable[..., Any] | None, loss_args: Sequence[Any],
+                loss_kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """The model, and its sample keyword arguments, with the loss of a public call."""
+    check_loss_arguments(loss_args, loss_kwargs)
+    more = {k: v for k, v in (("loss_args", tuple(loss_args)), ("loss_kwargs", loss_kwargs)) if v}
+    if loss is None:
+        if more:
+            raise ArgumentError(f"{' and '.join(more)} without a loss: give loss=fn, too")
+        return model, kwargs
+    if not isinstance(kwargs, (Mapping, type(None))):
+        return model, kwargs                    # which is refused with the other arguments
+    return with_loss(model, loss), {**(kwargs or {}), **more}
+
+
+def traceable(model: nn.Module) -> nn.Module:
+    """What of a model is captured: the model, but for one with its loss."""
+    whole: nn.Module = model._whole if isinstance(model, WithLoss) else model
+    return whole
+
+
+def trains_of(model: nn.Module, captured: Capture, trains: Trains) -> Trains:
+    """Which outputs train: as the settings say; of a model with its loss, that loss unless they do.
+
+    Raises:
+        ArgumentError: that loss takes no gradient.
+    """
+    whole = traceable(model)
+    if trains is not None or not isinstance(whole, ModelAndLoss):
+        return trains
+    names = captured.result.names()
+    named = names.get("loss.loss") or names.get("loss") or ()
+    number = next(iter(named)) if len(named) == 1 else 0
+    if not captured.differentiable[number]:
+        raise ArgumentError(f"the loss {_name(whole.loss_fn)} depends on no output of "
+                            f"{type(whole.model).__name__} that takes a gradient, so there is nothing to "
+                            "train: it should be computed from the output, without detach() and no_grad()")
+    return (number,)
+
+
+def _total(found: Any) -> Any:
+    """The loss in what a loss function returned."""
+    if isinstance(found, torch.Tensor):
+        return found
+    named = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+    if named is None and isinstance(found, (tuple, list)) and found:
+        return found[0]
+    return named
+
+
+def _misfit(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why arguments do not fit a function; empty where they do, and where it does not tell."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as mismatch:
+        return str(mismatch)
+    return ""
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc, metaclass]
+                  dict[str, nn.Module | None]):
+    """The original's submodules, as they are now, and the loss. Torch wants a dictionary; what it asks one
+    for is answered by the methods of a mapping, which go through those below."""
+
+    def __init__(self, module: WithLoss) -> None:
+        super().__init__()
+        self._module = module
+
+    def _all(self) -> dict[str, nn.Module | None]:
+        found = dict(self._module._original._modules)
+        whole = self._module.__dict__.get("_whole")       # none yet in a copy that is being made
+        if whole is not None and KEY in whole._modules:
+            found[whole.key] = whole._modules[KEY]
+        return found
+
+    def __getitem__(self, name: str) -> nn.Module | None:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        self._module._original._modules[name] = module
+
+    def __delitem__(self, name: str) -> None:
+        del self._module._original._modules[name]
+
+    def copy(self) -> dict[str, nn.Module | None]:
+        """A plain dictionary."""
+        return self._all()
