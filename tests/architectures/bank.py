@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers as hf
 
 from tests.models.sample import Sample
 
@@ -30,6 +29,8 @@ class Architecture:
 
     def build(self) -> Sample:
         """The model, in train mode, and a batch."""
+        import transformers as hf  # takes seconds
+
         torch.manual_seed(0)
         config = getattr(hf, self.config)(**self.options)
         model = getattr(hf, self.model)(config)

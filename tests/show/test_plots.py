@@ -14,7 +14,9 @@ import rkmate
 from rkmate.ir.peak import Peak
 from rkmate.show.replay import KIND_NAMES, KINDS, replay
 from rkmate.show.timeline import block_schedule
-from tests.show.models import curve, scores_plan, tower, wrapped
+from tests.show.models import curve, in_one_process, scores_plan, tower, wrapped
+
+pytestmark = in_one_process
 
 MIB = 1 << 20
 

@@ -17,7 +17,9 @@ import pytest
 import rkmate
 from rkmate.show import draw, report
 from rkmate.show.page import own_ids, source_html
-from tests.show.models import curve, scores_plan, wrapped
+from tests.show.models import curve, in_one_process, scores_plan, wrapped
+
+pytestmark = in_one_process
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
                  if (found := shutil.which(name))), None)
