@@ -1,26 +1,43 @@
-"""One capture for several plans of a model: most of a small test's time goes into captures."""
+"""One capture, one preparation and one set of options for several plans of a model: most of a small test's
+time goes into them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from rkmate.graph.capture.capture import Capture, capture
+from rkmate.pipeline import planning
 from rkmate.pipeline import prepare as pipeline
+from rkmate.pipeline.chains import Solved, solve
+from rkmate.pipeline.prepare import Prepared, Traced, prepare
+from rkmate.pipeline.variants import Variant
 
 _HERE = threading.local()
-"""What the blocks of this thread have captured."""
-_LATEST: dict[str, Capture] = {}
+"""What the blocks of this thread have made."""
+
+
+@dataclass
+class _Made:
+    """What was made of one model."""
+
+    capture: Capture
+    prepared: list[Prepared] = field(default_factory=list)
+    solved: list[Solved] = field(default_factory=list)
+
+
+_LATEST: dict[str, _Made] = {}
 
 
 @contextmanager
 def captured_once(kind: str | None = None) -> Iterator[None]:
     """Inside, in this thread, a model is captured when it is first planned; to be called with the same
-    inputs again.
+    inputs again. What is made of the capture under the same settings is made once, too.
 
     `kind`: one capture serves all models that are made this way, one after the other; the latest kind
     is remembered.
@@ -36,17 +53,48 @@ def captured_once(kind: str | None = None) -> Iterator[None]:
 
 
 def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
-    found: dict[int, tuple[nn.Module, Capture]] | None = getattr(_HERE, "found", None)
+    found: dict[int, tuple[nn.Module, _Made]] | None = getattr(_HERE, "found", None)
     if found is None:
         return capture(model, args, kwargs)
     if id(model) not in found:
-        result = _LATEST.get(_HERE.kind or "") or capture(model, args, kwargs)
-        found[id(model)] = model, result
+        made = _LATEST.get(_HERE.kind or "") or _Made(capture(model, args, kwargs))
+        found[id(model)] = model, made
         if _HERE.kind:
             _LATEST.clear()
-            _LATEST[_HERE.kind] = result
-    return found[id(model)][1]
+            _LATEST[_HERE.kind] = made
+    return found[id(model)][1].capture
+
+
+def _made_of(traced: Traced) -> _Made | None:
+    found: dict[int, tuple[nn.Module, _Made]] = getattr(_HERE, "found", None) or {}
+    return next((made for _, made in found.values() if made.capture is traced.capture), None)
+
+
+def _prepare(traced: Traced, variant: Variant | None = None) -> Prepared:
+    made = _made_of(traced)
+    if made is None:
+        return prepare(traced, variant)
+    for known in made.prepared:
+        before = known.blocked.traced
+        if (before.wanted, before.settings) == (traced.wanted, traced.settings) and \
+                known.blocked.variant == (variant or pipeline.first(traced.settings)):
+            return known
+    made.prepared.append(prepare(traced, variant))
+    return made.prepared[-1]
+
+
+def _solve(prepared: Prepared) -> Solved:
+    made = _made_of(prepared.blocked.traced)
+    if made is None:
+        return solve(prepared)
+    for known in made.solved:
+        if known.prepared is prepared:
+            return known
+    made.solved.append(solve(prepared))
+    return made.solved[-1]
 
 
 # For good: patched anew by each block, it would not come back where two threads' blocks overlap.
 pipeline.capture = _capture  # type: ignore[attr-defined]
+planning.prepare = _prepare  # type: ignore[attr-defined]
+planning.solve = _solve  # type: ignore[attr-defined]

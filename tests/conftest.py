@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -37,6 +38,14 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os.environ.pop("RKMATE_CACHE_DIR", None)
     _MADE.clear()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays: the collector of garbage need not go through it again and again."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 LONG_FIRST = ("test_wrap_bank.py", "test_random_modules.py")

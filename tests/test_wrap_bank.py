@@ -26,12 +26,13 @@ FAITHFUL = 0.02
 
 
 SLOW = ("transformer", "transformer_decoder", "transformer_encoder", "t5", "bert", "llama", "vit",
-        "mlp_mixer")
+        "mlp_mixer", "densenet")
 """With dropout; others of the same kind are left."""
-LONG = ("regnet", "t5", "unet", "llama", "transformer", "transformer_decoder")
-"""At the budget in the middle."""
-REPEATED = ("llama", "vit", "regnet", "transformer_decoder")
-"""At the model's own peak: gpt2, bert, resnet and transformer are of the same kinds."""
+LONG: dict[float | str, tuple[str, ...]] = {
+    1.0: ("llama", "vit", "regnet", "transformer_decoder"),
+    0.7: ("regnet", "t5", "unet", "llama", "transformer", "transformer_decoder"),
+    "smallest": ("regnet",)}
+"""By budget; gpt2, bert, resnet and transformer are of the same kinds."""
 
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -57,7 +58,7 @@ def wrap(sample: Sample, budget: float | int) -> rkmate.PlannedModule:
 
 def together(name: str, *more: float | str) -> Any:
     """A model's tests share a process, and so what it remembers."""
-    long = (name in LONG and more == (0.7,)) or (name in REPEATED and more == (1.0,))
+    long = any(name in LONG[fraction] for fraction in more)
     return pytest.param(name, *more, id="-".join(map(str, (name, *more))),
                         marks=[pytest.mark.xdist_group(name), *[pytest.mark.slow] * long])
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers as hf
 
 from tests.models.sample import Sample
 
@@ -30,6 +29,8 @@ class Architecture:
 
     def build(self) -> Sample:
         """The model, in train mode, and a batch."""
+        import transformers as hf  # takes seconds
+
         torch.manual_seed(0)
         config = getattr(hf, self.config)(**self.options)
         model = getattr(hf, self.model)(config)
@@ -53,6 +54,7 @@ def _image(size: int = 32) -> torch.Tensor:
 
 INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "labelled": lambda: {"input_ids": (i := _ids()), "labels": i.clone()},
+    "short": lambda: {"input_ids": (i := _ids(6)), "labels": i.clone()},
     "masked": lambda: {"input_ids": (i := _ids()), "labels": i.clone(),
                        "attention_mask": torch.ones_like(i)},
     "translated": lambda: {"input_ids": _ids(), "labels": _ids(12)},
@@ -136,7 +138,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _a("olmoe", "mixture of experts", "OlmoeForCausalLM", "Olmoe", {
         **_DECODER, "num_experts": 4, "num_experts_per_tok": 2}),
     _a("mamba", "state space", "MambaForCausalLM", "Mamba", {
-        **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, fast=True),
+        **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "short", fast=True),
     _a("mamba2", "state space", "Mamba2ForCausalLM", "Mamba2", {
         **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8,
         "head_dim": 8, "n_groups": 2, "chunk_size": 8}),

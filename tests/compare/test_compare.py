@@ -23,6 +23,7 @@ from rkmate.errors import ArgumentError, MissingExtra
 from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
 from rkmate.show.looks import LOOKS, OTHER, look_of
+from tests.capturing import captured_once
 from tests.compare.models import residual
 
 BUDGETS: list[int | float | str] = [1.0, "80%", 0.6, 1]
@@ -35,8 +36,9 @@ SAME_CANDIDATES = ("rotor", "revolve", "sequential", "chen", "lower-sets", "lowe
 def compared(budgets: list[int | float | str], planners: list[str] | None = None,
              **options: Any) -> rkmate.Comparison:
     sample = residual()
-    return rkmate.compare(sample.model, sample.args, budgets=budgets, planners=planners,
-                          costs="analytic", time_limit=2.0, progress=False, **options)
+    with captured_once("residual"):
+        return rkmate.compare(sample.model, sample.args, budgets=budgets, planners=planners,
+                              costs="analytic", time_limit=2.0, progress=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +67,9 @@ def test_rows_are_what_plan_returns(whole: rkmate.Comparison) -> None:
     budget = whole.budgets[2]
     for row in whole.at(budget):
         if row.status == "ok" and row.method in ("rockmate", *SAME_CANDIDATES):
-            plan = rkmate.plan(sample.model, sample.args, budget=budget, planner=row.method,
-                               costs="analytic", progress=False)
+            with captured_once("residual"):
+                plan = rkmate.plan(sample.model, sample.args, budget=budget, planner=row.method,
+                                   costs="analytic", progress=False)
             assert plan.peak_bytes == row.peak_bytes
             assert plan.step_seconds / plan.baseline_seconds == pytest.approx(row.time_ratio)
     kept = {r.method: r for r in whole.at(whole.budgets[0])}["save-all"]

@@ -23,7 +23,7 @@ def test_same_step(name: str) -> None:
         return rkmate.wrap(sample.model, sample.args, budget=budget, planner=name, progress=False,
                            planning_seconds=5.0)
 
-    with captured_once():
+    with captured_once("residual"):
         try:
             rk = wrapped(BUDGET)
         except rkmate.InfeasibleBudget as error:

@@ -51,8 +51,16 @@ def run(block: Block, page: Path, namespace: dict[str, Any]) -> None:
         exec(code, namespace)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text(encoding="utf-8")],
-                         ids=lambda p: p.name)
+def _cases() -> Iterator[Any]:
+    """Pages with Python; where one needs a library of trainers, with the tests that import it too."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if "```python" in text:
+            together = [pytest.mark.xdist_group("trainers")] * ("needs: pytorch_lightning" in text)
+            yield pytest.param(page, id=page.name, marks=together)
+
+
+@pytest.mark.parametrize("page", list(_cases()))
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
     if ".draw(" in text and not has_dot():

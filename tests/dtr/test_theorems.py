@@ -47,7 +47,8 @@ def test_a_heuristic_without_costs_is_not_linear() -> None:
 
 
 @pytest.mark.parametrize("heuristic", ["dtr", "dtr-eq", "dtr-local", "lru", "size", "msps", "e*"])
-@pytest.mark.parametrize(("paths", "nodes"), [(4, 200), (10, 200), (16, 400)])
+@pytest.mark.parametrize(("paths", "nodes"), [
+    (4, 200), (10, 200), pytest.param(16, 400, marks=pytest.mark.slow)])
 def test_theorem_3_2(heuristic: str, paths: int, nodes: int) -> None:
     duel = adversary(heuristic, paths, nodes)
     assert sum(duel.paths) == nodes

@@ -17,6 +17,7 @@ from rkmate.graph.capture.capture import capture
 from rkmate.graph.passes.simplify import simplify
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline.settings import Settings
+from tests.capturing import captured_once
 from tests.equality import measured_peak
 from tests.models import Sample
 
@@ -137,11 +138,12 @@ def _least(model: nn.Module, settings: Settings) -> int:
 @pytest.mark.parametrize("kwargs", [
     {}, {"biased": True}, {"turned": True}, {"tied": True}, {"returns": "logits"},
     {"returns": "logits", "biased": True}], ids=str)
+@captured_once()
 def test_budgets_that_nothing_else_meets(kwargs: dict[str, Any]) -> None:
-    plain, least = _least(_model(**kwargs), NEVER), _least(_model(**kwargs), Settings())
+    model, reference, inputs = _model(**kwargs), _model(**kwargs), _inputs()
+    plain, least = _least(model, NEVER), _least(model, Settings())
     logits = 4 * 64 * CLASSES * 4
     assert plain - least > 0.7 * logits
-    model, reference, inputs = _model(**kwargs), _model(**kwargs), _inputs()
     with pytest.warns(rkmate.RkmateWarning, match=r"a few rows at a time.*its last bits differ"):
         wrapped = rkmate.wrap(model, inputs, budget=least, progress=False)
     assert "few rows at a time" in wrapped.plan.note
@@ -161,6 +163,7 @@ def test_budgets_that_nothing_else_meets(kwargs: dict[str, Any]) -> None:
     assert measured_peak(wrapped, sample) <= least
 
 
+@captured_once()
 def test_off_unless_the_budget_needs_it() -> None:
     model, inputs = _model(), _inputs()
     plain = _least(model, NEVER)
@@ -175,6 +178,7 @@ def test_off_unless_the_budget_needs_it() -> None:
     assert "rkmate.linear_cross_entropy." in always.source
 
 
+@captured_once()
 def test_fractions_are_of_the_models_own_peak() -> None:
     model, inputs = _model(), _inputs()
     own = rkmate.plan(model, inputs, budget=1.0, progress=False).peak_bytes
@@ -190,6 +194,7 @@ def test_fractions_are_of_the_models_own_peak() -> None:
     assert wrapped.plan.budget_bytes == int(fraction * own)
 
 
+@captured_once()
 def test_curves_reach_as_far_as_plans() -> None:
     model, inputs = _model(), _inputs()
     plain, least = _least(model, NEVER), _least(model, Settings())
@@ -207,6 +212,7 @@ def test_curves_reach_as_far_as_plans() -> None:
     assert info.value.minimum_bytes == least
 
 
+@captured_once()
 def test_plans_of_it_are_saved_and_followed(tmp_path: Path) -> None:
     model, inputs = _model(returns="logits"), _inputs()
     least = _least(model, Settings())
@@ -249,10 +255,11 @@ def test_under_autocast() -> None:
             with torch.autocast("cpu", torch.float16):
                 return self.inner(x, labels)
 
-    least = _least(Half(), Settings())
     model, reference = Half(), Half()
-    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
-        wrapped = rkmate.wrap(model, _inputs(), budget=least, progress=False)
+    with captured_once():
+        least = _least(model, Settings())
+        with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
+            wrapped = rkmate.wrap(model, _inputs(), budget=least, progress=False)
     loss, expected = wrapped(*_inputs()), reference(*_inputs())
     torch.testing.assert_close(loss, expected)
     loss.backward()

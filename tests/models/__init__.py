@@ -8,9 +8,8 @@ parameters.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
-
-import transformers
 
 from tests.models.convolutions import batch_norm_cnn, densenet, unet
 from tests.models.language import bert, gpt2, llama, t5
@@ -25,7 +24,7 @@ from tests.models.sequences import (
 )
 from tests.models.vision import regnet, resnet, vit
 
-transformers.logging.set_verbosity_error()
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")     # read when it is imported
 
 BANK: dict[str, Callable[..., Sample]] = {f.__name__: f for f in (
     gpt2, bert, llama, t5, vit, resnet, regnet, transformer_encoder, transformer_decoder,

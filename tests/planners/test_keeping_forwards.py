@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 import rkmate
@@ -29,6 +28,8 @@ HOW = Settings(costs="analytic",
 
 def resnet() -> nn.Module:
     """Wide between blocks, narrow inside: what is kept inside is small."""
+    import transformers  # takes seconds
+
     return transformers.ResNetForImageClassification(transformers.ResNetConfig(
         embedding_size=16, hidden_sizes=[32, 64, 128, 256], depths=[2, 3, 4, 2]))
 

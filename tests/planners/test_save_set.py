@@ -39,7 +39,7 @@ def test_the_bound_is_known_where_nothing_fits() -> None:
 
 
 def test_a_schedule_for_less_memory_serves_a_larger_budget() -> None:
-    problem = stack(5)
+    problem = stack(4)
     top = simulate(problem.graph, save_all(problem.graph)).peak
     known: list[Candidate] = []
     times = []

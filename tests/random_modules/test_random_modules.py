@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample
-from tests.random_modules.programs import Program, Recipe, Step, recipes
+from tests.random_modules.programs import OPERATIONS, Program, Recipe, Step, recipes
 
 # A small grid: the options need not be good here, only right.
 QUICK = Settings(options=OptionSettings(grid=(3, 3), time_limit=0.2, block_limit=1.0),
@@ -52,14 +54,14 @@ def check(recipe: Recipe, share: float) -> None:
     assert measured_peak(module, sample) <= module.plan.budget_bytes
 
 
-def examples(count: int, number: int) -> None:
+def examples(count: int, number: int, held: Callable[[Recipe, float], None] = check) -> None:
     """The examples of one part: always the same ones, in an order of their own."""
     @seed(number)
     @settings(max_examples=count, deadline=None, database=None, phases=(Phase.generate,),
               suppress_health_check=list(HealthCheck))
     @given(recipes, st.floats(0.2, 1))
     def run(recipe: Recipe, share: float) -> None:
-        check(recipe, share)
+        held(recipe, share)
 
     run()
 
@@ -96,10 +98,18 @@ def test_found_before(what: str) -> None:
     check(*FOUND_BEFORE[what])
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_eighty(part: int) -> None:
+@pytest.mark.parametrize("part", range(5))
+def test_forty(part: int) -> None:
     """Two thirds of their time is torch's own tracing, so their number is what counts."""
-    examples(10, part)
+    examples(8, part)
+
+
+def test_the_forty_have_every_operation() -> None:
+    found: Counter[str] = Counter()
+    for part in range(5):
+        examples(8, part, lambda recipe, _: found.update({step.operation for step in recipe.steps}))
+    assert set(found) == set(OPERATIONS)
+    assert min(found.values()) >= 3, found
 
 
 @pytest.mark.filterwarnings("ignore:the loss leads to")

@@ -81,7 +81,7 @@ def by_recursion(chain: Chain, budget: int) -> float:
     return best(None, 0, n, budget - chain.input_bytes)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(keeping(), st.integers(0, 30))
 def test_equals_the_recursion_and_keeps_its_promise(chain: Chain, more: int) -> None:
     table, plain = solve(chain, slot_bytes=1), solve(without(chain), slot_bytes=1)
@@ -97,7 +97,7 @@ def test_equals_the_recursion_and_keeps_its_promise(chain: Chain, more: int) -> 
         assert table.seconds(budget) == pytest.approx(by_recursion(chain, min(budget, most)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(keeping(6), st.integers(2, 7))
 def test_slots_never_exceed_the_budget(chain: Chain, slot: int) -> None:
     table = solve(chain, slot_bytes=slot)

@@ -57,7 +57,7 @@ def test_minimum_is_exact(chain: Chain) -> None:
     assert table.seconds(least) <= replay(chain, ops).seconds + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(chains(6), st.integers(1, 7))
 def test_slots_never_exceed_the_budget_nor_lose_to_the_promise(chain: Chain, slot: int) -> None:
     table = solve(chain, slot_bytes=slot)
@@ -74,7 +74,7 @@ def test_slots_never_exceed_the_budget_nor_lose_to_the_promise(chain: Chain, slo
         before = cost.seconds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(chains(6), st.integers(0, 8))
 def test_a_table_for_small_budgets_agrees_with_the_one_for_all(chain: Chain, more: int) -> None:
     exact = solve(chain, slot_bytes=1)

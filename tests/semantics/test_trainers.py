@@ -18,8 +18,10 @@ import rkmate
 from rkmate.runtime.executable import PlannedStep
 from tests.semantics.steps import Tower, planned
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning",
-                                        "ignore::DeprecationWarning", "error::rkmate.RkmateWarning")
+pytestmark = [
+    pytest.mark.xdist_group("trainers"),           # one process imports these libraries
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning",
+                               "ignore::DeprecationWarning", "error::rkmate.RkmateWarning")]
 
 STEPS = 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ class Tower(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+class Waves(nn.Module):
+    """Residual layers of six operations without parameters: each is traced in no time."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for _ in range(self.layers):
+            h = x
+            for _ in range(6):
+                h = h.sin()
+            x = x + h
+        return x.sum()
+
+
 class Scores(nn.Module):
     """Returns scores: the loss is the caller's."""
 
@@ -67,18 +86,26 @@ def scores_plan() -> rkmate.Plan:
                        costs="analytic")
 
 
-the_long_plan = pytest.mark.xdist_group("the long plan")
-"""On tests that read `long_plan`: in one process, where it is made once."""
+in_one_process = pytest.mark.xdist_group("plans shown")
+"""On tests that read the plans of this module: in one process, where they are made once."""
 
 
 @functools.cache
 def long_plan() -> rkmate.Plan:
     """More than 2,000 nodes."""
-    model, args = tower(130)
-    return rkmate.plan(model, args, budget=1.0, costs="analytic")
+    return rkmate.plan(Waves(110), (torch.randn(16, 8),), budget=1.0, costs="analytic")
 
 
 @functools.cache
 def curve() -> Curve:
     model, args = tower(4)
     return rkmate.tradeoff(model, args, costs="analytic")
+
+
+PLANS: dict[str, Callable[[], rkmate.Plan]] = {
+    "half": lambda: wrapped().plan, "loss outside": scores_plan,
+    "all kept": lambda: curve()[0], "between": lambda: curve()[3], "further": lambda: curve()[6],
+    "smallest": lambda: curve()[-1]}
+"""Made when they are read: not when tests are collected."""
+BLOCKS = 4
+"""Of the plan of `wrapped`."""

@@ -19,7 +19,9 @@ from rkmate.show.graphs import (
     simplified_graph,
 )
 from rkmate.show.replay import replay
-from tests.show.models import curve, long_plan, scores_plan, the_long_plan, wrapped
+from tests.show.models import BLOCKS, curve, in_one_process, long_plan, scores_plan, wrapped
+
+pytestmark = in_one_process
 
 needs_dot = pytest.mark.skipif(not draw.has_dot(), reason="Graphviz (the program dot) is not installed")
 
@@ -51,9 +53,10 @@ def test_graphs_before_and_after_simplification() -> None:
     assert len(nodes(simplified_graph(plan).source)) == plan.graph.loss < len(plan.graph.captured)
 
 
-@pytest.mark.parametrize("block", range(len(wrapped().plan.blocks)))
+@pytest.mark.parametrize("block", range(BLOCKS))
 def test_a_block_has_all_its_nodes(block: int) -> None:
     plan = wrapped().plan
+    assert len(plan.blocks) == BLOCKS
     source = block_graph(plan, block, replay(plan)).source
     g = plan.graph
     mine = g.block_c[block]
@@ -99,7 +102,6 @@ def test_png_and_pdf(tmp_path: Path) -> None:
     assert plan.draw(tmp_path / "a.pdf", "block", "A").read_bytes()[:4] == b"%PDF"
 
 
-@the_long_plan
 @needs_dot
 @pytest.mark.parametrize("what", ["forward", "simplified"])
 def test_a_graph_of_thousands_of_nodes_is_collapsed_to_pages(what: str, tmp_path: Path) -> None:
@@ -115,7 +117,6 @@ def test_a_graph_of_thousands_of_nodes_is_collapsed_to_pages(what: str, tmp_path
         assert 0 < page.count('class="node"') <= draw.LEGIBLE
 
 
-@the_long_plan
 @pytest.mark.parametrize("what", ["forward", "simplified"])
 def test_a_collapsed_graph_folds_blocks_that_repeat(what: str) -> None:
     plan = long_plan()
@@ -162,7 +163,6 @@ def test_nodes_name_the_module_before_the_operation() -> None:
     assert re.search(r'label="down:\naddmm\n', block_graph(plan, 1, replay(plan)).source)
 
 
-@the_long_plan
 @needs_dot
 def test_a_long_chain_is_drawn_in_columns(tmp_path: Path) -> None:
     plan = long_plan()

@@ -15,7 +15,9 @@ from rkmate.ir.peak import Peak
 from rkmate.show.labels import label, short_path
 from rkmate.show.replay import KIND_NAMES, KINDS, replay
 from rkmate.show.timeline import block_schedule
-from tests.show.models import curve, scores_plan, tower, wrapped
+from tests.show.models import curve, in_one_process, scores_plan, tower, wrapped
+
+pytestmark = in_one_process
 
 MIB = 1 << 20
 

@@ -7,16 +7,17 @@ import pytest
 from rkmate.ir.simulate import simulate
 from rkmate.show.graphs import block_memory
 from rkmate.show.modules import by_module
-from rkmate.show.plan import Plan
 from rkmate.show.replay import KINDS, replay, replay_baseline
-from tests.show.models import curve, scores_plan, wrapped
+from tests.show.models import PLANS, curve, in_one_process, wrapped
 
-PLANS = [wrapped().plan, scores_plan(), curve()[-1], curve()[0]]
+pytestmark = in_one_process
+
 NAMES = ["half", "loss outside", "smallest", "all kept"]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=NAMES)
-def test_kinds_add_up_to_the_simulator(plan: Plan) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_kinds_add_up_to_the_simulator(name: str) -> None:
+    plan = PLANS[name]()
     judged = simulate(plan.graph.cd, plan.schedule, pinned=plan.graph.pinned,
                       reserve_at_loss=plan.graph.reserve_at_loss)
     replayed = replay(plan)
@@ -27,8 +28,9 @@ def test_kinds_add_up_to_the_simulator(plan: Plan) -> None:
     assert all(n >= 0 for m in replayed.moments for n in m.bytes)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=NAMES)
-def test_tensors_at_the_peak_add_up_to_it(plan: Plan) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_at_the_peak_add_up_to_it(name: str) -> None:
+    plan = PLANS[name]()
     replayed = replay(plan)
     assert sum(t.bytes for t in replayed.peak_tensors) == plan.peak_bytes
     for k, kind in enumerate(KINDS):

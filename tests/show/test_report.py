@@ -22,7 +22,9 @@ from rkmate.show import draw, report
 from rkmate.show.labels import label
 from rkmate.show.page import own_ids, source_html
 from rkmate.show.replay import replay
-from tests.show.models import curve, scores_plan, tower, wrapped
+from tests.show.models import curve, in_one_process, scores_plan, tower, wrapped
+
+pytestmark = in_one_process
 
 DATE = datetime.date(2026, 2, 3)
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")

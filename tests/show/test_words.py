@@ -9,9 +9,10 @@ import pytest
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.labels import label, label_lines, shortened
 from rkmate.show.modules import ModuleRow, alike
-from rkmate.show.plan import Plan
 from rkmate.show.replay import replay
-from tests.show.models import curve, long_plan, scores_plan, the_long_plan, wrapped
+from tests.show.models import PLANS, in_one_process, long_plan, wrapped
+
+pytestmark = in_one_process
 
 
 @pytest.mark.parametrize(("n", "text"), [
@@ -49,15 +50,15 @@ def test_repr_is_one_line() -> None:
     assert len(repr(wrapped().plan)) < 200
 
 
-@the_long_plan
 def test_long_tables_are_cut() -> None:
     lines = str(long_plan()).splitlines()
     assert len(lines) < 60
     assert lines[-1].strip() == f"... and {len(long_plan().blocks) - 39} more blocks"
 
 
-@pytest.mark.parametrize("plan", [wrapped().plan, scores_plan(), *curve()[::3], curve()[-1]])
-def test_explanations_name_figures_and_modules(plan: Plan) -> None:
+@pytest.mark.parametrize("name", PLANS)
+def test_explanations_name_figures_and_modules(name: str) -> None:
+    plan = PLANS[name]()
     text = plan.explain()
     assert size(plan.peak_bytes) in text
     assert size(plan.baseline_peak_bytes) in text
