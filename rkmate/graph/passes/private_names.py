@@ -42,6 +42,8 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "dtr/runtime/engine.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/runtime/schema.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/runtime/sizes.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
+    "dtr/wrapping.py": (("torch._C._will_engine_execute_node",),
+                        "whether a backward adds to a parameter's gradient, which its engine alone knows"),
     "runtime/segments.py": (("torch._C._autograd._get_current_graph_task_keep_graph",),
                             "whether a backward keeps its graph, which its engine alone knows"),
 }
