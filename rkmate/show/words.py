@@ -78,8 +78,12 @@ def explain(plan: PlanData) -> str:
     """Sentences about a plan's memory: where it goes, what the peak is, what less would cost."""
     replayed, baseline = replay(plan), replay_baseline(plan)
     parts = [_outcome(plan), _recomputed(plan, replayed, baseline), _peak(replayed),
-             _less(plan, replayed)]
+             _less(plan, replayed), _note(plan)]
     return "\n\n".join(p for p in parts if p)
+
+
+def _note(plan: PlanData) -> str:
+    return f"Note: {plan.note}." if plan.note else ""
 
 
 def _outcome(plan: PlanData) -> str:

@@ -22,6 +22,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "batch_norm.py": ("torch.nn.modules.batchnorm._BatchNorm",),
     "capture.py": ("torch._functorch._aot_autograd.descriptors",
                    "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"),
+    "checkpoints.py": ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",),
     "closed_over.py": ("torch.utils._python_dispatch._disable_current_modes",),
     "custom_functions.py": ("torch._ops.HigherOrderOperator",),
     "eager_kernels.py": ("torch._C.DispatchKey", "torch._C._AutoDispatchBelowAutograd",
