@@ -16,6 +16,7 @@ from rkmate.comparison.time_left import seconds_left
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.chains import Solved, solve
+from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss_inside import trains_of
 from rkmate.pipeline.planning import attempted
@@ -103,7 +104,7 @@ def _planned(solved: Solved, budgets: Sequence[Budget], methods: Sequence[Planne
              time_limit: float, progress: Progress) -> list[tuple[Row, Plan | None]]:
     """Rows and plans in the caller's order. The planning goes from the smallest budget up, as what
     was found for one serves those above."""
-    limits = list(dict.fromkeys(budget.of(solved.prepared.baseline.peak) for budget in budgets))
+    limits = list(dict.fromkeys(limit_of(solved.prepared, budget) for budget in budgets))
     made: dict[tuple[int, int], tuple[Row, Plan | None]] = {}
     best: dict[int, Plan] = {}
     known: dict[int, tuple[Candidate, ...]] = {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rkmate import device as devices
@@ -80,6 +81,7 @@ class _Batch:
         self.places = places
         self.names = names
         self.inner: list[torch.Tensor] = []
+        self.parameters: tuple[torch.Tensor, ...] = ()
         self.results: list[torch.Tensor] = []
         self.shape: Any = None
         self.plain: list[Any] = []
@@ -89,7 +91,7 @@ class _Batch:
         """The forward, on copies of the leaves that share their memory."""
         model = self.module._original
         fresh = [t.detach().requires_grad_(t.requires_grad) for t in (*inputs, *parameters)]
-        self.inner = fresh
+        self.inner, self.parameters = fresh, parameters
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, fresh, strict=False):
             leaves[place] = tensor
@@ -137,6 +139,12 @@ class _Batch:
             if g is not None and r.requires_grad
         ]
         self.results = []
+        # A gradient that stands is added to as it would be without the wrapper: another one beside it
+        # would come on top of the budget.
+        places = range(len(self.inner) - len(self.parameters), len(self.inner))
+        standing = {i for i, p in zip(places, self.parameters, strict=True) if _may_add_to_gradient(p)}
+        for i in standing:
+            self.inner[i].grad = self.parameters[i - places.start].grad
         session = self.session
         session.resume()
         try:
@@ -150,9 +158,22 @@ class _Batch:
             raise
         session.__exit__(None, None, None)
         self.module.reports.append(session.report)
-        found = [t.grad for t in self.inner]
-        self.inner = []
+        found = [None if i in standing else t.grad for i, t in enumerate(self.inner)]
+        self.inner, self.parameters = [], ()
         return found
+
+
+def _may_add_to_gradient(parameter: torch.Tensor) -> bool:
+    """Inside a backward: whether its end is to add to the gradient that a parameter has, and no hook wants
+    to see what is added."""
+    if not (parameter.is_leaf and parameter.requires_grad) or parameter.grad is None:
+        return False
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:            # torch.autograd.grad was asked for this parameter's gradient
+        return False
 
 
 class _Boundary(torch.autograd.Function):

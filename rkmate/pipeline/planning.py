@@ -18,6 +18,7 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError, PlanningTi
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.ir.plan import Run
 from rkmate.pipeline.chains import Solved, solve
+from rkmate.pipeline.checkpointed import limit_of, note_of, tell
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare, with_operation_costs
 from rkmate.pipeline.runs import runs_of, runs_of_operations
 from rkmate.pipeline.summarise import summarise
@@ -58,7 +59,8 @@ class Attempt:
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     """The fastest plan that a planner finds within a budget: of the first variant of the graph that has one.
 
-    A fraction is one of the peak of the first variant.
+    A fraction is one of the peak of the first variant, which ``Settings.fraction_of`` chooses where the model
+    checkpoints.
 
     Raises:
         InfeasibleBudget: the planner has a schedule within a larger budget only, in every variant; it says
@@ -67,7 +69,8 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
         ArgumentError: it has no schedule for this model at any budget.
     """
     prepared = prepare(traced)
-    limit = budget.of(prepared.baseline.peak)
+    limit = limit_of(prepared, budget)
+    tell(prepared, budget)
     method = find_planner(planner, traced.settings.of_planner)
     refused: list[InfeasibleBudget] = []
     for variant in (prepared.blocked.variant, *fallbacks(traced.settings, prepared.blocked.linear_losses)):
@@ -111,7 +114,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
                                 "budget: take another one")
         limits = [low + (high - low) * k // (CURVE - 1) for k in range(CURVE - 1, -1, -1)]
     else:
-        limits = [budget.of(high) for budget in budgets or ()]
+        limits = [limit_of(prepared, budget) for budget in budgets or ()]
     plans: dict[int, Plan] = {}
     rest, here = sorted(set(limits)), prepared
     refused: dict[int, InfeasibleBudget] = {}
@@ -305,15 +308,16 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         runs=runs, schedule=schedule, fingerprint=blocked.fingerprint,
         costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
         graph=solved.summary if solved else summarise(prepared),
-        note=_note(blocked, outcome.note), variant=blocked.variant.name,
+        note=_note(prepared, outcome.note), variant=blocked.variant.name,
         stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
         origin=blocked.traced.origin)
 
 
-def _note(blocked: Blocked, note: str) -> str:
-    if not blocked.variant.note or not blocked.linear_losses:
-        return note
-    return f"{note}; {blocked.variant.note.format(names=', '.join(blocked.linear_losses))}"
+def _note(prepared: Prepared, note: str) -> str:
+    blocked = prepared.blocked
+    names = ", ".join(blocked.linear_losses)
+    variant = blocked.variant.note.format(names=names) if names else ""
+    return "; ".join(part for part in (note, variant, note_of(prepared)) if part)
 
 
 def _warn_of(prepared: Prepared) -> None:

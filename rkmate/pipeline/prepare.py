@@ -25,6 +25,7 @@ from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, capture
+from rkmate.graph.capture.pieces import tensor_called
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import simplify
 from rkmate.ilp import cache_folder
@@ -260,9 +261,9 @@ def held_tensors(captured: Capture, model: nn.Module,
     result: dict[Source, torch.Tensor] = {}
     for source in captured.sources.values():
         if source.kind == "param":
-            result[source] = params[str(source.key)].detach()
+            result[source] = tensor_called(params, str(source.key)).detach()
         elif source.kind == "buffer":
-            result[source] = buffers[str(source.key)].detach()
+            result[source] = tensor_called(buffers, str(source.key)).detach()
         elif source.kind == "constant":
             result[source] = captured.constants[str(source.key)]
         elif source.kind == "input":

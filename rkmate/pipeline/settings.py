@@ -45,6 +45,9 @@ class Settings:
     budget, always, or never. The last bits of that weight's gradient then differ."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
+    fraction_of: Literal["plain", "checkpointed"] = "plain"
+    """Which peak a fractional budget is a part of, for a model that calls ``torch.utils.checkpoint``: that of
+    its step without checkpointing, or as it checkpoints."""
     split_head: InitVar[When | None] = None
     """The old name of `chunked_loss`, understood for one more version."""
 
@@ -54,7 +57,8 @@ class Settings:
                           "next version", RkmateWarning, stacklevel=3)
             object.__setattr__(self, "chunked_loss", split_head)
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
-                                     ("chunked_loss", self.chunked_loss, ("auto", "always", "never"))):
+                                     ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
+                                     ("fraction_of", self.fraction_of, ("plain", "checkpointed"))):
             if value not in allowed:
                 raise ArgumentError(f"{name} is {value!r}; it should be "
                                     f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")

@@ -16,6 +16,7 @@ from rkmate.errors import BackwardError
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.pieces import owner_name, piece_of
 from rkmate.runtime.environment import (
     Environment,
     RerunState,
@@ -30,16 +31,17 @@ _numbers = iter(range(1 << 62))
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a module keeps a tensor: looked up at each call, so that ``model.to()`` is followed."""
+    """Where a module keeps a tensor, or a piece of one: looked up at each call, so
+    that ``model.to()`` is followed."""
 
     registry: Mapping[str, torch.Tensor | None]
     name: str
 
     def get(self) -> torch.Tensor:
         """The tensor that stands there now."""
-        value = self.registry[self.name]
+        value = self.registry[owner_name(self.name)]
         assert value is not None
-        return value
+        return piece_of(value, self.name)
 
 
 Gradients = dict[str, torch.Tensor]
@@ -212,6 +214,8 @@ def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
 
 def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
     """The registry entry behind a dotted name."""
-    path, _, leaf = name.rpartition(".")
+    owner = owner_name(name)
+    path, _, leaf = owner.rpartition(".")
     module = model.get_submodule(path)
-    return TensorSlot(module._parameters if kind == "param" else module._buffers, leaf)
+    return TensorSlot(module._parameters if kind == "param" else module._buffers,
+                      leaf + name.removeprefix(owner))

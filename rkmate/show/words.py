@@ -83,10 +83,16 @@ def explain(plan: PlanData) -> str:
 def paragraphs(plan: PlanData) -> tuple[tuple[str, str], ...]:
     """What `explain` says, in parts: (heading, sentences)."""
     replayed, baseline = replay(plan), replay_baseline(plan)
-    return (("What the budget costs", _outcome(plan)),
-            ("Where the memory goes", _recomputed(plan, replayed, baseline)),
-            ("When it is fullest", _peak(replayed)),
-            ("What less memory would cost", _less(plan, replayed)))
+    parts = (("What the budget costs", _outcome(plan)),
+             ("Where the memory goes", _recomputed(plan, replayed, baseline)),
+             ("When it is fullest", _peak(replayed)),
+             ("What less memory would cost", _less(plan, replayed)),
+             ("How it was made", _note(plan)))
+    return tuple((heading, text) for heading, text in parts if text)
+
+
+def _note(plan: PlanData) -> str:
+    return f"{plan.note[0].upper()}{plan.note[1:]}." if plan.note else ""
 
 
 def _outcome(plan: PlanData) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -133,8 +132,10 @@ class Engine:
     def _note_leaves(self, seen: Arguments) -> None:
         """Parameters without a gradient: the one that the backward leaves them does not count."""
         for constant in seen.constants.values():
-            if constant.requires_grad and constant.is_leaf and constant.grad is None:
-                self.memory.leaves[id(constant)] = weakref.ref(constant)
+            # A product reads a view of its weight.
+            leaf = constant if constant._base is None else constant._base
+            if leaf.requires_grad and leaf.is_leaf and leaf.grad is None:
+                self.memory.expect_gradient(leaf)
 
     def _demand(self, call: _Call) -> _Demand:
         key = (call.function, *call.seen.key)
@@ -152,7 +153,11 @@ class Engine:
         if memory.fits(demand.sure + demand.hoped) and all(buffer.resident for buffer in inputs):
             for buffer in inputs:
                 memory.columns.touch(buffer, memory.clock)
-            return self.sizes.run(demand.key, demand.need, call.function, call.args, call.kwargs)
+            ran = self.sizes.run(demand.key, demand.need, call.function, call.args, call.kwargs)
+            # What was hoped for is an estimate until the first run, which knows better.
+            learned = ran.measured and not demand.need.measured
+            memory.count(demand.sure + (ran.extra if learned else demand.hoped))
+            return ran
         locked = self._bring_in(inputs)
         name = str(call.function)
         try:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from rkmate.dtr.errors import BudgetExceeded
 from rkmate.dtr.heuristics.protocol import Heuristic
@@ -39,8 +40,8 @@ class Memory:
         self.live: dict[int, Buffer] = {}
         """The newest version on each storage of the program's, by the storage's address."""
         self.report = Report()
-        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Parameters that the program used and that have no gradient yet."""
+        self.leaves: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+        """Parameters that the program used before they had a gradient, with the hook that waits for it."""
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.dropped: list[tuple[Buffer, bool]] = []
         self._untold: list[Buffer] = []
@@ -189,12 +190,13 @@ class Memory:
         return [buffer for buffer in self._untold if buffer.index >= 0]
 
     def fits(self, need: int) -> bool:
-        """Whether ``need`` bytes more fit as things are; if so, they are counted in the peak."""
-        if self.held + need > self.budget:
-            return False
+        """Whether ``need`` bytes more fit as things are."""
+        return self.held + need <= self.budget
+
+    def count(self, need: int) -> None:
+        """An operation took ``need`` bytes beside what is held."""
         if self.held + need > self.report.peak_bytes:
             self.report.peak_bytes = self.held + need
-        return True
 
     def discard(self, buffer: Buffer) -> None:
         """Remove a buffer that nothing needs, and then its parents that nothing needs any more."""
@@ -311,6 +313,9 @@ class Memory:
     def stop_watching(self) -> None:
         """Let the program's storages come and go unnoticed."""
         self._watched.clear()
+        for _, hook in self.leaves.values():
+            hook.remove()
+        self.leaves.clear()
         for buffer in self.live.values():
             buffer.program = None
         self.live.clear()
@@ -331,12 +336,20 @@ class Memory:
             self.held -= buffer.size
             self.pin(buffer)
 
+    def expect_gradient(self, leaf: torch.Tensor) -> None:
+        """A parameter has no gradient: leave those that a backward gives it out, at once."""
+        known = self.leaves.get(id(leaf))
+        if known is None or known[0]() is not leaf:
+            hook = leaf.register_post_accumulate_grad_hook(self._leave_gradient_out)
+            self.leaves[id(leaf)] = weakref.ref(leaf), hook
+
+    def _leave_gradient_out(self, leaf: torch.Tensor) -> None:
+        if leaf.grad is not None and leaf.grad.layout is torch.strided:
+            self.leave_out(leaf.grad)
+
     def _leave_gradients_out(self) -> None:
-        for key, reference in list(self.leaves.items()):
+        """Those that the program has set by itself, too."""
+        for reference, _ in self.leaves.values():
             leaf = reference()
-            if leaf is None:
-                del self.leaves[key]
-            elif leaf.grad is not None:
-                del self.leaves[key]
-                if leaf.grad.layout is torch.strided:
-                    self.leave_out(leaf.grad)
+            if leaf is not None:
+                self._leave_gradient_out(leaf)

@@ -25,6 +25,7 @@ from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.closed_over import ClosedOverError
+from rkmate.graph.capture.pieces import piece_name
 from rkmate.graph.capture.quiet import quiet
 from rkmate.graph.capture.refusals import explained, has_generator
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
@@ -41,7 +42,8 @@ class Source:
 
     kind: SourceKind
     key: str | int
-    """Parameter, buffer or constant: its name. Input: index of the tensor among the arguments.
+    """Parameter, buffer, a piece of one (`pieces`), or constant: its name.
+    Input: index of the tensor among the arguments.
     Tangent: index of the output whose gradient it is."""
 
 
@@ -227,6 +229,10 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                 return Source("buffer", name)
             constants[desc.target] = held[desc.target].detach()
             return Source("constant", desc.target)
+        if isinstance(desc, D.SubclassGetAttrAOTInput):
+            of = source(desc.base)
+            if of.kind in ("param", "buffer"):
+                return Source(of.kind, piece_name(str(of.key), desc.attr))
         if isinstance(desc, D.PlainAOTInput):
             return Source("input", desc.idx)
         if isinstance(desc, D.TangentAOTInput) and isinstance(desc.output, D.PlainAOTOutput):

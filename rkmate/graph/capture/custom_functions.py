@@ -26,6 +26,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from rkmate.errors import CaptureError
+from rkmate.graph.capture.checkpoints import region
 from rkmate.graph.capture.structure import objects_in
 
 
@@ -83,7 +84,10 @@ def kept_whole() -> Iterator[None]:
             # What is checkpointed is the plan's business; without such inputs it takes no gradient.
             run, _, *rest = args
             learns = any(isinstance(a, torch.Tensor) and a.requires_grad for a in rest)
-            return run(*rest) if learns else plain(cls, *args, **kwargs)
+            if not learns:
+                return plain(cls, *args, **kwargs)
+            with region():
+                return run(*rest)
         return _recorded(mode, plain, cls, args, kwargs)
 
     globals_ = method.__globals__

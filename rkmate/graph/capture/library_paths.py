@@ -28,15 +28,18 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 _MASKS = "transformers.masking_utils"
 _COMPILING = "is_torchdynamo_compiling"
+_MODELS = "transformers.modeling_utils"
 _OBSERVERS = "transformers.utils.output_capturing"
 
 
 def is_observer(hook: Any) -> bool:
-    """Whether a forward hook is a library's own, which records outputs that its forward asks for.
+    """Whether a forward hook is a library's own, which computes nothing: it records outputs that the
+    forward asks for, or makes embeddings require a gradient, without which reentrant checkpointing has none.
 
-    A model installs them in its first forward, so they come and go without a change of meaning.
+    A model installs the first in its first forward, so they come and go without a change of meaning.
     """
-    return getattr(hook, "__module__", None) == _OBSERVERS
+    place = getattr(hook, "__module__", None)
+    return place == _OBSERVERS or (place == _MODELS and hook.__name__ == "make_inputs_require_grads")
 
 
 def weight_made_by(hook: Any) -> str | None:

@@ -20,6 +20,7 @@ from torch import fx, nn
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.library_paths import is_observer, weight_made_by
+from rkmate.graph.capture.pieces import is_made_of_pieces
 from rkmate.graph.capture.structure import objects_in
 from rkmate.support.warn import PACKAGE, warn
 
@@ -73,6 +74,11 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
             raise ArgumentError(
                 f"{tensor_name} is a DTensor: a sharded model cannot be captured. Wrap the model "
                 "first, and shard the wrapped module (fully_shard(rkmate.wrap(...)))")
+        if is_made_of_pieces(tensor) and tensor.requires_grad:
+            raise ArgumentError(
+                f"{tensor_name} is a {type(tensor).__name__} that requires a gradient: weights that are made "
+                "of other tensors are planned where they are frozen (requires_grad_(False)), as a quantized "
+                "base under adapters is")
         if tensor.layout is not torch.strided:
             raise ArgumentError(f"{tensor_name} has the layout {tensor.layout}; only dense tensors "
                                 "can be planned")

@@ -20,6 +20,7 @@ from torch import fx, nn
 from rkmate.graph.capture.backward_tags import tag_what_needs_the_loss
 from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.capture.buffers import new_buffers_as_writes
+from rkmate.graph.capture.checkpoints import regions_marked
 from rkmate.graph.capture.closed_over import closed_over_as_buffers, lost_tensors_refused
 from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.capture.eager_kernels import as_eager_computes
@@ -126,6 +127,10 @@ REPAIRS = (
          "An export records the operations of a custom function's forward, and their derivative would "
          "take the place of its own backward: each call is recorded as one operation.",
          _one_way(kept_whole)),
+    Pass("checkpointed regions", "export",
+         "What is computed again is the plan's business, and a trace runs through `torch.utils.checkpoint`. "
+         "Operations carry the number of their region, so that a plan can say what checkpointing would take.",
+         _one_way(regions_marked), ()),
     Pass("calls of custom functions", "exported",
          "The recorded calls are calls of their functions again, so that the joint trace sees their "
          "backward as autograd calls it.",

@@ -22,6 +22,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "batch_norm.py": ("torch.nn.modules.batchnorm._BatchNorm",),
     "capture.py": ("torch._functorch._aot_autograd.descriptors",
                    "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"),
+    "checkpoints.py": ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",),
     "closed_over.py": ("torch.utils._python_dispatch._disable_current_modes",),
     "custom_functions.py": ("torch._ops.HigherOrderOperator",),
     "eager_kernels.py": ("torch._C.DispatchKey", "torch._C._AutoDispatchBelowAutograd",
@@ -42,6 +43,8 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "dtr/runtime/engine.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/runtime/schema.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/runtime/sizes.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
+    "dtr/wrapping.py": (("torch._C._will_engine_execute_node",),
+                        "whether a backward adds to a parameter's gradient, which its engine alone knows"),
     "runtime/segments.py": (("torch._C._autograd._get_current_graph_task_keep_graph",),
                             "whether a backward keeps its graph, which its engine alone knows"),
 }

@@ -1,0 +1,127 @@
+"""Models that call ``torch.utils.checkpoint``: a plan takes its place, and says so."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import rkmate
+from rkmate.errors import ArgumentError
+from rkmate.measure.step import measure_step
+
+X = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+            for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def step(module: nn.Module) -> None:
+    torch.manual_seed(3)
+    module(X).backward()
+
+
+def bits(module: nn.Module) -> list[torch.Tensor]:
+    module.zero_grad()
+    step(module)
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@functools.cache
+def planned(reentrant: bool | None, fraction_of: str) -> rkmate.PlannedModule:
+    settings = rkmate.Settings(fraction_of=fraction_of)
+    return rkmate.wrap(Net(reentrant), (X,), budget=0.9, progress=False, settings=settings)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_fraction_is_of_the_peak_without_or_with_it(reentrant: bool) -> None:
+    plain = planned(reentrant, "plain")
+    assert plain.plan.budget_bytes == int(0.9 * plain.plan.baseline_peak_bytes)
+    own = planned(reentrant, "checkpointed")
+    real = measure_step(own.original, lambda: step(own.original)).peak
+    assert 0.8 * real <= own.plan.budget_bytes / 0.9 <= real
+    assert own.plan.budget_bytes < 0.6 * plain.plan.budget_bytes
+
+
+@pytest.mark.parametrize("fraction_of", ["plain", "checkpointed"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_step_is_that_of_the_model_as_it_checkpoints(reentrant: bool, fraction_of: str) -> None:
+    model, wrapped = Net(reentrant), planned(reentrant, fraction_of)
+    assert all(map(torch.equal, bits(model), bits(wrapped)))
+    assert measure_step(wrapped, lambda: step(wrapped)).peak <= wrapped.plan.budget_bytes
+
+
+def test_the_plan_says_what_it_takes_the_place_of() -> None:
+    plan = planned(False, "plain").plan
+    assert "the plan takes the place of torch.utils.checkpoint in 4 regions" in plan.note
+    assert "torch.utils.checkpoint" in str(plan)
+    assert "torch.utils.checkpoint" in plan.explain()
+    # Without it, there is one peak only.
+    plain = planned(None, "checkpointed").plan
+    assert "checkpoint" not in plain.note
+    assert plain.budget_bytes == int(0.9 * plain.baseline_peak_bytes)
+
+
+def test_a_notice_names_both_peaks(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="rkmate"):
+        plan = rkmate.plan(Net(False), (X,), budget=1.0, progress=False, costs="analytic")
+        assert f"{plan.baseline_peak_bytes:,}" in caplog.text
+        assert 'fraction_of="checkpointed"' in caplog.text
+        caplog.clear()
+        rkmate.plan(Net(False), (X,), budget="100MiB", progress=False, costs="analytic")
+        rkmate.plan(Net(None), (X,), budget=1.0, progress=False, costs="analytic")
+        assert not caplog.text
+
+
+def test_other_peaks_are_unknown() -> None:
+    with pytest.raises(ArgumentError, match="it should be 'plain' or 'checkpointed'"):
+        rkmate.Settings(fraction_of="own")
+
+
+def test_gradient_checkpointing_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(n_layer=3, n_embd=64, n_head=2, vocab_size=100, n_positions=32,
+                                         bos_token_id=0, eos_token_id=0)
+        model = transformers.GPT2LMHeadModel(config).train()
+        # The name that the newest versions know it by, where there is one.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        return model
+
+    ids = torch.randint(0, 100, (4, 32), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    def run(module: nn.Module) -> None:
+        torch.manual_seed(3)
+        module(**batch).loss.backward()
+
+    model = build()
+    wrapped = rkmate.wrap(build(), (), batch, budget=1.0, progress=False,
+                          settings=rkmate.Settings(fraction_of="checkpointed"))
+    assert "in 3 regions" in wrapped.plan.note
+    assert wrapped.plan.budget_bytes < 0.8 * wrapped.plan.baseline_peak_bytes
+    run(model)
+    run(wrapped)
+    pairs = zip(model.parameters(), wrapped.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert measure_step(wrapped, lambda: run(wrapped)).peak <= wrapped.plan.budget_bytes
