@@ -27,7 +27,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
          plan: Plan | None = None, costs: str | None = None, verify: bool = True,
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
-         planning_seconds: float | None = None,
+         planning_seconds: float | None = None, calls: int | None = None,
          settings: Settings | None = None) -> PlannedModule:
     """An equivalent module that trains inside a memory budget.
 
@@ -61,6 +61,9 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             but its first step runs the forward twice.
         planning_seconds: the limit of a planner that can stop early (the integer programs on the
             whole graph, ``auto``, ``dtr``); their own unless given.
+        calls: how many times the module is called before the backward (siamese networks, contrastive
+            losses); once, unless given. The budget then holds for the whole step of so many calls, and
+            a fraction is one of the original's peak over as many.
         settings: of the stages, `rkmate.Settings`: ``costs``, as above; ``cut``, how long blocks may be;
             ``measure``, how long operations are measured; ``options``, the integer programs of the
             blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
@@ -80,7 +83,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     """
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
-                         planning_seconds, trains)
+                         planning_seconds, trains, calls)
     if on_new_shape not in ("plan", "original", "error"):
         raise ArgumentError(f'on_new_shape is {on_new_shape!r}; it should be "plan", "original" or '
                             '"error"')
@@ -90,11 +93,12 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
          costs: str | None = None, trains: str | int | Sequence[str | int] | None = None,
-         planning_seconds: float | None = None, settings: Settings | None = None) -> Plan:
+         planning_seconds: float | None = None, calls: int | None = None,
+         settings: Settings | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
-                         planning_seconds, trains)
+                         planning_seconds, trains, calls)
     traced = trace(model, args, kwargs, planning.settings, Progress(progress))
     return make_plan(traced, planning.budget, planning.planner).plan
 
@@ -139,7 +143,8 @@ def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
 
 
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, settings: Settings | None,
-              progress: bool, planning_seconds: float | None, trains: Any) -> Planning:
+              progress: bool, planning_seconds: float | None, trains: Any,
+              calls: int | None = None) -> Planning:
     if (budget is None) == (plan is None):
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
@@ -147,6 +152,8 @@ def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, s
     name = find_planner(planner).name
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
     base = settings_of_call(settings, costs, trains)
+    if calls is not None:
+        base = replace(base, calls=calls)
     if planning_seconds is not None:
         if not planning_seconds > 0:
             raise ArgumentError(f"planning_seconds is {planning_seconds}; it should be a positive "

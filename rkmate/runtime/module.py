@@ -108,8 +108,11 @@ class PlannedModule(StandIn):
         def redo(kept: RerunState, given: Mapping[int, torch.Tensor]) -> Gradients:
             return self._plans.again(found, pattern, kept, given)
 
+        opened = self._plans.open_calls
+        opened.check(latest.plan, forward=True)
         first = self._first_step(latest)
-        return latest.compiled(tensors, redo, first.finish if first is not None else None)
+        return latest.compiled(tensors, redo, first.finish if first is not None else None,
+                               lambda call: opened.add(call, latest.plan))
 
     def _first_step(self, ready: Executable) -> FirstStep | None:
         """Watches a plan's first step, where that is wanted and the device can tell."""

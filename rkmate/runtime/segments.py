@@ -20,8 +20,8 @@ Function = Callable[[Environment], list[Any]]
 class Call:
     """One forward and the backward that belongs to it."""
 
-    __slots__ = ("__weakref__", "env", "finished", "functions", "last", "next", "ready", "rerun",
-                 "targets", "token", "went")
+    __slots__ = ("__weakref__", "begins", "env", "finished", "functions", "last", "next", "ready",
+                 "rerun", "targets", "token", "went")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -36,6 +36,8 @@ class Call:
         """Outputs that a gradient has come for."""
         self.ready: dict[str, torch.Tensor] | None = None
         """Gradients that were found in another way: the segments only hand them out."""
+        self.begins: Callable[[], None] | None = None
+        """Called before the first segment runs."""
         self.finished: Callable[[], None] | None = None
         """Called when the last segment has run."""
         self.rerun: RerunState | None = None
@@ -55,6 +57,8 @@ class Call:
             self.next, self.ready = 0, {}
         if self.next != number:
             raise BackwardError(_GONE)
+        if number == 0 and self.begins is not None:
+            self.begins()
         self.next = number + 1
         try:
             if receive is not None:
