@@ -32,7 +32,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
          plan: Plan | None = None, costs: str | None = None, verify: bool = True,
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
-         training: bool | None = None, planning_seconds: float | None = None,
+         training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
          settings: Settings | None = None, loss: Callable[..., Any] | None = None,
          loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None) -> PlannedModule:
     """An equivalent module that trains inside a memory budget.
@@ -70,6 +70,9 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             any case; False: as they are. Calls with other flags get plans of their own.
         planning_seconds: the limit of a planner that can stop early (the integer programs on the
             whole graph, ``auto``, ``dtr``); their own unless given.
+        calls: how many times the module is called before the backward (siamese networks, contrastive
+            losses); once, unless given. The budget then holds for the whole step of so many calls, and
+            a fraction is one of the original's peak over as many.
         settings: of the stages, `rkmate.Settings`: ``costs``, as above; ``cut``, how long blocks may be;
             ``measure``, how long operations are measured; ``options``, the integer programs of the
             blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
@@ -94,7 +97,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
-                         planning_seconds, trains)
+                         planning_seconds, trains, calls)
     with flags_to_plan(model, training):
         module = PlannedModule(model, planning, verify, _checked(on_new_shape))
         module.plan_for(args, kwargs, plan)
@@ -105,7 +108,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
           budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
           plan: Plan | None = None, costs: str | None = None, verify: bool = True,
           on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
-          training: bool | None = None, planning_seconds: float | None = None,
+          training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
           settings: Settings | None = None) -> _M:
     """Make a module train inside a memory budget, in place: it stays what it is for everything else.
 
@@ -119,8 +122,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
         args, kwargs: sample inputs, to plan now. Unless given, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
         budget: as of `wrap`; a fraction is one of the peak of the first call.
-        planner, progress, plan, costs, verify, on_new_shape, trains, training, planning_seconds, settings:
-            as of `wrap`. ``training`` concerns sample inputs alone.
+        planner, progress, plan, costs, verify, on_new_shape, trains, training, planning_seconds, calls,
+            settings: as of `wrap`. ``training`` concerns sample inputs alone.
 
     Returns:
         The module that was given. `applied` shows its plan.
@@ -138,7 +141,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
-                         planning_seconds, trains)
+                         planning_seconds, trains, calls)
     call = put_plan_into(model, planning, verify, _checked(on_new_shape))
     if sampled:
         try:
@@ -168,14 +171,14 @@ def applied(model: nn.Module) -> PlannedModule | None:
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
          costs: str | None = None, trains: str | int | Sequence[str | int] | None = None,
-         training: bool | None = None, planning_seconds: float | None = None,
+         training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
          settings: Settings | None = None, loss: Callable[..., Any] | None = None,
          loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
-                         planning_seconds, trains)
+                         planning_seconds, trains, calls)
     with flags_to_plan(model, training):
         traced = trace(model, args, kwargs, planning.settings, Progress(progress))
     return make_plan(traced, planning.budget, planning.planner).plan
@@ -231,7 +234,8 @@ def _checked(on_new_shape: Any) -> NewShape:
 
 
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, settings: Settings | None,
-              progress: bool, planning_seconds: float | None, trains: Any) -> Planning:
+              progress: bool, planning_seconds: float | None, trains: Any,
+              calls: int | None = None) -> Planning:
     if (budget is None) == (plan is None):
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
@@ -239,6 +243,8 @@ def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, s
     name = find_planner(planner).name
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
     base = settings_of_call(settings, costs, trains)
+    if calls is not None:
+        base = replace(base, calls=calls)
     if planning_seconds is not None:
         if not planning_seconds > 0:
             raise ArgumentError(f"planning_seconds is {planning_seconds}; it should be a positive "

@@ -85,6 +85,9 @@ class PlanData:
     """How long each stage of planning took."""
     nodes: Mapping[str, int] = field(default_factory=dict)
     """Node counts before and after simplification (Rockmate, figure 9)."""
+    calls: int = 1
+    """How many calls before one backward it is made for: peaks and budgets are those of a step of so many,
+    seconds are of one."""
     source: str = field(default="", repr=False, compare=False)
     """The generated Python, of a plan that a wrapped module runs; to be read, never executed."""
     origin: Origin | None = field(default=None, repr=False, compare=False)
@@ -149,6 +152,7 @@ class PlanData:
             "costs": [c.row() for c in self.costs], "nodes": dict(self.nodes),
             "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
             "source": self.source, "origin": None if self.origin is None else self.origin.content(),
+            **({"calls": self.calls} if self.calls != 1 else {}),
         }
 
 
@@ -168,7 +172,7 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         fingerprint=str(content["fingerprint"]),
         costs=costs, graph=read_summary(content["graph"], costs), source=str(content["source"]),
         note=str(content["note"]), variant=str(content.get("variant", "plain")),
-        stage_seconds=dict(content["stage_seconds"]),
+        calls=int(content.get("calls", 1)), stage_seconds=dict(content["stage_seconds"]),
         nodes=dict(content["nodes"]), origin=read_origin(content.get("origin")))
 
 

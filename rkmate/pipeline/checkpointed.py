@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from rkmate.budget import Budget
 from rkmate.graph.capture.checkpoints import region_of
 from rkmate.ir.checkpointed import checkpointed
-from rkmate.ir.simulate import Simulation
 from rkmate.pipeline.prepare import Prepared
 
 logger = logging.getLogger("rkmate")
+
+
+class AsCheckpointed(NamedTuple):
+    """A step as a program checkpoints it."""
+
+    peak: int
+    """Bytes, of as many calls as the settings say."""
+    seconds: float
+    """Of one call."""
 
 
 def limit_of(prepared: Prepared, budget: Budget) -> int:
@@ -23,15 +32,17 @@ def _reference(prepared: Prepared) -> int:
         found = as_checkpointed(prepared)
         if found is not None:
             return found.peak
-    return prepared.baseline.peak
+    return prepared.baseline_peak
 
 
-def as_checkpointed(prepared: Prepared) -> Simulation | None:
+def as_checkpointed(prepared: Prepared) -> AsCheckpointed | None:
     """The simulator's verdict on the step as the program checkpoints it; None where it does not."""
     regions = _regions(prepared)
     if not any(r is not None for r in regions):
         return None
-    return prepared.simulate(prepared.with_kernels(checkpointed(prepared.graph, regions, prepared.pinned)))
+    schedule = prepared.with_kernels(checkpointed(prepared.graph, regions, prepared.pinned))
+    return AsCheckpointed(prepared.peak(schedule, prepared.settings.calls),
+                          prepared.simulate(schedule).seconds)
 
 
 def note_of(prepared: Prepared) -> str:
@@ -55,7 +66,7 @@ def tell(prepared: Prepared, budget: Budget) -> None:
             "the model calls torch.utils.checkpoint, which a plan takes the place of: a budget of %g is that "
             "part of the peak without checkpointing (%s bytes). "
             'rkmate.Settings(fraction_of="checkpointed") makes it one of the peak with it (%s bytes)',
-            budget.fraction, f"{prepared.baseline.peak:,}", f"{found.peak:,}")
+            budget.fraction, f"{prepared.baseline_peak:,}", f"{found.peak:,}")
 
 
 def _regions(prepared: Prepared) -> list[int | None]:

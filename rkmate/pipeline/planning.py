@@ -25,6 +25,7 @@ from rkmate.pipeline.summarise import summarise
 from rkmate.pipeline.variants import VARIANTS, Variant, fallbacks, first, named
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, best, found_in
 from rkmate.planners.registry import planner as find_planner
+from rkmate.planners.several_calls import ask_for_calls, smallest_steps
 from rkmate.planners.smallest import smallest_budget
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
@@ -104,11 +105,11 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
     that more memory is never slower. Without budgets: for ten between the first variant's peak and its
     smallest. Raises what `make_plan` raises."""
     prepared = prepare(traced)
-    high = prepared.baseline.peak
+    high = prepared.baseline_peak
     method = find_planner(planner, traced.settings.of_planner)
     solved = solve(prepared) if budgets is None else None
     if solved is not None:
-        low = smallest_budget(method, solved.problem, 0)
+        low = _smallest(solved, method, 0)
         if low is None:
             raise ArgumentError(f"planner is {method.name!r}, which has no schedule for this model at any "
                                 "budget: take another one")
@@ -210,12 +211,12 @@ def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
 
 def _check(plan: Plan, prepared: Prepared) -> None:
     try:
-        result = prepared.simulate(plan.schedule)
+        peak = prepared.peak(plan.schedule, plan.calls)
     except (ScheduleError, IndexError, KeyError) as error:
         raise PlanError(f"the plan's schedule does not run on this model: {error}") from error
-    if result.peak != plan.peak_bytes:
+    if peak != plan.peak_bytes:
         raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
-                        f"says {result.peak:,}: make the plan again")
+                        f"says {peak:,}: make the plan again")
 
 
 def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> Plan:
@@ -231,7 +232,7 @@ def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> Plan:
 
 def _fits(prepared: Prepared, method: Planner, limit: int) -> bool:
     """Whether a planner runs the whole step within a budget, whatever the options of blocks are."""
-    return isinstance(method, Composed) and prepared.baseline.peak <= limit
+    return isinstance(method, Composed) and prepared.baseline_peak <= limit
 
 
 def _all_fit(prepared: Prepared, method: Planner, limits: Sequence[int]) -> bool:
@@ -254,9 +255,14 @@ def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit:
         return Attempt(plan_of(prepared, None, method.name, limit, outcome), "ok", outcome.note)
     assert solved is not None
     start = time.perf_counter()
-    outcome = ask(method, solved.problem, limit, known=known,
-                  time_limit=prepared.settings.planning_seconds if time_limit is None else time_limit)
-    found = found_in(solved.problem, outcome)
+    seconds, calls = prepared.settings.planning_seconds if time_limit is None else time_limit, \
+        prepared.settings.calls
+    if calls == 1:
+        outcome = ask(method, solved.problem, limit, known=known, time_limit=seconds)
+        found = found_in(solved.problem, outcome)
+    else:
+        outcome = ask_for_calls(method, solved.problem, calls, limit, known=known, time_limit=seconds)
+        found = outcome.others
     if outcome.schedule is None:
         status: Literal["infeasible", "timeout"] = "timeout" if outcome.status == "timeout" else "infeasible"
         return Attempt(None, status, outcome.note, found)
@@ -267,17 +273,18 @@ def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit:
 
 def _error(solved: Solved, method: Planner, limit: int, attempt: Attempt) -> Exception:
     """What a user hears where a planner has no schedule."""
-    name, problem = method.name, solved.problem
+    name = method.name
     if isinstance(method, Composed):
-        least = method.smallest_budget(problem, limit)
-        whole = solved.prepared.baseline.peak
+        least = _smallest(solved, method, limit)
+        assert least is not None
+        whole = solved.prepared.baseline_peak
         return InfeasibleBudget(
             f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
             f"{least:,} bytes ({least / whole:.0%} of its own peak of {whole:,} bytes)", least)
     if attempt.status == "timeout":
         return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
                                f"it had; {attempt.note or 'give it more, or another planner'}")
-    known = smallest_budget(method, problem, limit)
+    known = _smallest(solved, method, limit)
     if known is None:
         return ArgumentError(f"planner is {name!r}, which has no schedule for this model at "
                              f"any budget: {attempt.note or 'take another one'}")
@@ -286,13 +293,23 @@ def _error(solved: Solved, method: Planner, limit: int, attempt: Attempt) -> Exc
         f"is {known:,} bytes. {attempt.note}".rstrip(), known)
 
 
+def _smallest(solved: Solved, method: Planner, above: int) -> int | None:
+    """The smallest budget that a planner is known to meet, for as many calls as the settings say."""
+    calls = solved.prepared.settings.calls
+    if calls == 1:
+        return smallest_budget(method, solved.problem, above)
+    return min((c.peak for c in smallest_steps(method, solved.problem, calls)), default=None)
+
+
 def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, outcome: Outcome) -> Plan:
     """The plan of an outcome that has a schedule, with torch's own kernels where there is room for them.
     `solved`: None where no options were solved for it."""
     assert outcome.schedule is not None
     blocked, parts = prepared.blocked, prepared.partition
     whole = prepared.baseline
-    schedule = prepared.with_kernels(outcome.schedule)
+    schedule, calls = prepared.with_kernels(outcome.schedule), prepared.settings.calls
+    if prepared.peak(schedule, calls) > limit:
+        schedule = outcome.schedule             # they leave the peak of one call alone as it is
     result = prepared.simulate(schedule)
     # Of schedules whose computations all go part by part, as planners see them.
     bound = None if outcome.bound is None else max(0.0, outcome.bound - seconds_to_save(prepared.graph))
@@ -302,13 +319,14 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
     else:
         runs = tuple(runs_of_operations(outcome.ops, solved.options))
     return Plan(
-        planner=name, budget_bytes=limit, peak_bytes=result.peak, baseline_peak_bytes=whole.peak,
+        planner=name, budget_bytes=limit, peak_bytes=prepared.peak(schedule, calls),
+        baseline_peak_bytes=prepared.baseline_peak,
         step_seconds=result.seconds, baseline_seconds=whole.seconds, bound_seconds=bound,
         minimum_bytes=outcome.smallest, blocks=prepared.infos if solved is None else solved.infos,
         runs=runs, schedule=schedule, fingerprint=blocked.fingerprint,
         costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
         graph=solved.summary if solved else summarise(prepared),
-        note=_note(prepared, outcome.note), variant=blocked.variant.name,
+        note=_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
         stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
         origin=blocked.traced.origin)
 

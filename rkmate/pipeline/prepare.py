@@ -34,6 +34,7 @@ from rkmate.ir.kernels import choose_kernels
 from rkmate.ir.origin import Origin
 from rkmate.ir.plan import BlockInfo
 from rkmate.ir.schedule import Schedule, from_order
+from rkmate.ir.several_calls import peak_of_calls
 from rkmate.ir.simulate import Simulation, simulate
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, measure
@@ -139,6 +140,16 @@ class Prepared:
     def with_kernels(self, schedule: Schedule) -> Schedule:
         """The schedule with torch's own kernels where they leave its peak as it is."""
         return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
+
+    def peak(self, schedule: Schedule, calls: int) -> int:
+        """The simulator's verdict on a step of so many calls that follow a schedule, in bytes."""
+        return peak_of_calls(self.graph, schedule, calls, pinned=self.pinned,
+                             reserve_at_loss=self.reserve_at_loss)
+
+    @functools.cached_property
+    def baseline_peak(self) -> int:
+        """Of the step of as many calls as the settings say, without rematerialization."""
+        return self.peak(self.whole, self.settings.calls)
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """The simulator's verdict on a schedule of this model."""

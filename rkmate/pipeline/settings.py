@@ -36,6 +36,9 @@ class Settings:
     trains: Trains = None
     """Outputs that the loss is computed from. None: the one named ``loss`` if it is a scalar, else the
     scalars, else all but by-products such as caches."""
+    calls: int = 1
+    """How many times the module is called before the backward: the budget holds for the step of all of
+    them, and a fraction is one of the original's peak over as many."""
     slots: int | None = None
     """Memory slots of the default planner's dynamic program; None: what `planner` says."""
     planning_seconds: float | None = None
@@ -56,6 +59,9 @@ class Settings:
             warnings.warn("Settings(split_head=...) is now called chunked_loss; the old name goes with the "
                           "next version", RkmateWarning, stacklevel=3)
             object.__setattr__(self, "chunked_loss", split_head)
+        if isinstance(self.calls, bool) or not isinstance(self.calls, int) or self.calls < 1:
+            raise ArgumentError(f"calls is {self.calls!r}; it should be how many times the module is called "
+                                "before the backward: 1, 2, ...")
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
                                      ("fraction_of", self.fraction_of, ("plain", "checkpointed"))):

@@ -123,6 +123,12 @@ class Environment:
                 raise BackwardError("another thread drew random numbers while a planned step "
                                     "drew or repeated its own: the gradients would be wrong")
 
+    def held(self) -> int:
+        """Bytes of the storages that the values stand in, without the caller's."""
+        theirs = {t.untyped_storage().data_ptr() for t in self._sources.values()}
+        found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self._values.values())}
+        return sum(size for where, size in found.items() if where not in theirs)
+
     def clear(self) -> None:
         """Free everything."""
         self._values.clear()

@@ -105,8 +105,10 @@ class PlannedStep:
         self._draws = any(c.random for c in cd.c)
 
     def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo,
-                 finished: Callable[[], None] | None = None) -> Any:
-        """The forward of one step; the backward follows through autograd, and calls `finished`."""
+                 finished: Callable[[], None] | None = None,
+                 opened: Callable[[Call], None] | None = None) -> Any:
+        """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
+        told of the call when its forward has run."""
         sources: dict[str, torch.Tensor] = {k: s.get() for k, s in self._slots.items()}
         sources.update(self._fixed)
         for key, i in self._inputs.items():
@@ -121,6 +123,8 @@ class PlannedStep:
         call = Call(env, self._backward, self._last, self._targets)
         call.rerun = RerunState(sources, versions, state) if several else None
         call.finished = finished
+        if opened is not None:
+            opened(call)
         params = [[s.get() for s in slots] for slots in self._params]
         inputs = [tensors[i] for i in self.generated.input_grads]
         # Fresh aliases: what the user gets refers to the environment, and must not stand in it.
@@ -149,7 +153,8 @@ class PlannedStep:
             if grad is not None:
                 given[i] = grad
                 del grad
-        if len(given) == len(self._tangents):
+        call.goes_through(given)
+        if len(given) == len(self._tangents) and call.ready is None:
             self._give(call.env, given)
             return
         # The gradients of what only the others lead to have to be None, not zeros.

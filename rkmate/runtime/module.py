@@ -120,8 +120,11 @@ class PlannedModule(StandIn):
         def redo(kept: RerunState, given: Mapping[int, torch.Tensor]) -> Gradients:
             return self._plans.again(found, pattern, kept, given)
 
+        opened = self._plans.open_calls
+        opened.check(latest.plan, forward=True)
         first = self._first_step(latest)
-        return latest.compiled(tensors, redo, first.finish if first is not None else None)
+        return latest.compiled(tensors, redo, first.finish if first is not None else None,
+                               lambda call: opened.add(call, latest.plan))
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is planned, as it is without a plan."""

@@ -27,6 +27,7 @@ from rkmate.runtime.changes import changing, differing
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards
+from rkmate.runtime.open_calls import OpenCalls
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
@@ -93,6 +94,7 @@ class PlanCache:
         self._kept: OrderedDict[Guards, Specialization] = OrderedDict()
         self._lock = threading.RLock()
         self._warned = False
+        self.open_calls = OpenCalls()
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,17 @@ from rkmate import device as devices
 from rkmate.errors import BackwardError
 from rkmate.runtime.environment import Environment, RerunState
 
+_GONE = ("this forward has been through a backward already, and its activations are gone; run the forward "
+         "again for each loss (retain_graph=True cannot keep them), or add the losses up, and take all "
+         "the gradients that share a forward in one backward: (first + second).backward()")
 Function = Callable[[Environment], list[Any]]
 
 
 class Call:
     """One forward and the backward that belongs to it."""
 
-    __slots__ = ("env", "finished", "functions", "last", "next", "ready", "rerun", "targets",
-                 "token")
+    __slots__ = ("__weakref__", "begins", "env", "finished", "functions", "last", "next", "ready",
+                 "rerun", "targets", "token", "went")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -29,8 +32,12 @@ class Call:
         self.last = last
         self.targets = targets
         self.next = 0
+        self.went: set[int] = set()
+        """Outputs that a gradient has come for."""
         self.ready: dict[str, torch.Tensor] | None = None
         """Gradients that were found in another way: the segments only hand them out."""
+        self.begins: Callable[[], None] | None = None
+        """Called before the first segment runs."""
         self.finished: Callable[[], None] | None = None
         """Called when the last segment has run."""
         self.rerun: RerunState | None = None
@@ -42,13 +49,16 @@ class Call:
         """One segment of the backward: parameter gradients, then (last segment) input gradients.
 
         `receive`: puts the gradients of the module's outputs where the segments find them. Raises
-        `BackwardError` when the backward has begun before.
+        `BackwardError` when the backward has begun before, but for one through other outputs where the
+        graph was kept: the forward runs a second time for those.
         """
+        if number == 0 and self.next and self.rerun is not None and receive is not None:
+            self.env.clear()
+            self.next, self.ready = 0, {}
         if self.next != number:
-            raise BackwardError(
-                "this forward has been through a backward already, and its activations are gone; "
-                "run the forward again (retain_graph=True cannot keep them), or take all the "
-                "gradients that share a forward in one backward")
+            raise BackwardError(_GONE)
+        if number == 0 and self.begins is not None:
+            self.begins()
         self.next = number + 1
         try:
             if receive is not None:
@@ -69,6 +79,18 @@ class Call:
             if self.ready is None and self.finished is not None:
                 self.finished()
         return result
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its backward has not come, or not to its end: it holds what that reads."""
+        return 0 <= self.next <= self.last
+
+    def goes_through(self, outputs: Iterable[int]) -> None:
+        """Note that gradients have come for these outputs. Raises `BackwardError` for a second one."""
+        new = set(outputs)
+        if new & self.went:
+            raise BackwardError(_GONE)
+        self.went |= new
 
     def again(self) -> RerunState:
         """What a second run needs. Raises `BackwardError` when it was let go."""
@@ -179,6 +201,7 @@ class _Unplanned(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         _no_double_backward()
         given = {n: g for n, g in zip(ctx.numbers, grads, strict=True) if g is not None}
+        ctx.call.goes_through(given)
         nothing = (None,) * len(ctx.numbers)
         results = ctx.redo(given) if given else [None] * ctx.count
         ctx.call.let_go()

@@ -26,6 +26,8 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
         ("smallest budget", smallest),
         ("planner", plan.planner),
     ]
+    if plan.calls > 1:
+        result.insert(0, ("made for", f"{plan.calls} calls before one backward; times are of one"))
     if plan.bound_seconds is not None and plan.gap is not None:
         result.append(("lower bound", f"{duration(plan.bound_seconds)} a step: at most {plan.gap:.1%} "
                                       "could be saved by another schedule"))
@@ -96,7 +98,8 @@ def _note(plan: PlanData) -> str:
 
 
 def _outcome(plan: PlanData) -> str:
-    text = (f"A training step allocates at most {size(plan.peak_bytes)} above what stands before it, "
+    step = "A training step" if plan.calls == 1 else f"A training step of {plan.calls} calls"
+    text = (f"{step} allocates at most {size(plan.peak_bytes)} above what stands before it, "
             f"parameter gradients left out; the budget is {size(plan.budget_bytes)}. Without "
             f"rematerialization it would be {size(plan.baseline_peak_bytes)}.")
     if plan.schedule.recomputed():

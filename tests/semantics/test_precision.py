@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,35 @@ def test_scaled_losses() -> None:
         results.append([p.detach().clone() for p in model.parameters()])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+class Attention(nn.Module):
+    """With dropout, its weights are float32, whatever autocast says of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.view(2, 8, 2, 8).transpose(1, 2) for t in self.into(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return self.out(y.transpose(1, 2).reshape(2, 8, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_with_dropout(dtype: torch.dtype) -> None:
+    """Its backward is called after the autocast region, and casts nothing."""
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(2, 8, 16)
+    with torch.autocast("cpu", dtype=dtype):
+        module = planned(model, x)
+
+    def loss(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            out = run(x)
+        return out.float().square().sum()
+
+    assert_same_gradients(model, module, loss)
 
 
 class Precisions(TorchDispatchMode):

@@ -51,7 +51,7 @@ def test_several_forwards_before_a_backward_keep_their_masks() -> None:
     torch.manual_seed(0)
     model = Tower(dropout=0.3)
     x = torch.randn(32, 16)
-    module = tightest(model, x)
+    module = tightest(model, x, calls=2)
     assert_same_gradients(model, module, lambda run: run(x).pow(2).sum() + run(x + 1).pow(3).sum())
 
 

@@ -91,7 +91,7 @@ def test_the_first_step_is_as_planned(trains: Any, budget: float, x: torch.Tenso
 
 def test_without_it_the_first_step_runs_twice(x: torch.Tensor) -> None:
     model = Segmenter(depth=1, loss=True)
-    module = planned(model, x)
+    module = planned(model, x, calls=2)
     FORWARDS.clear()
     with pytest.warns(rkmate.RkmateWarning, match="trains= says"):
         (both(module(x)) + module(x)["loss"]).backward()

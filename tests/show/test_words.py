@@ -81,7 +81,7 @@ def test_a_known_bound_says_how_good_the_plan_is() -> None:
 
 def test_what_costs_most_is_named() -> None:
     text = wrapped().plan.explain()
-    assert "again in the 4 modules layers.* (gelu" in text
+    assert "the 4 modules layers.* (gelu: " in text
 
 
 def test_modules_are_named_before_operations() -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
+from rkmate.graph.capture.autocast import backward_without_autocast
 from rkmate.graph.capture.backward_tags import tag_what_needs_the_loss
 from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.capture.buffers import new_buffers_as_writes
@@ -90,6 +91,11 @@ def _one_way(context: Callable[[], AbstractContextManager[Any]]) -> Callable[...
 
 
 REPAIRS = (
+    Pass("autocast and the backward", "trace",
+         "A trace takes the forward's autocast state for the backward's, too, and casts the gradients of "
+         "what the forward computes in float32 (attention with dropout). Eager mode's backward is called "
+         "after the autocast region.",
+         _of_any_model(backward_without_autocast)),
     Pass("cumulative batch norms", "trace",
          "With `momentum=None` a batch norm reads its number of batches back from a buffer, which no "
          "static graph can: the factor stays a tensor.",

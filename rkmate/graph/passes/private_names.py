@@ -18,6 +18,7 @@ PUBLIC = ("torch.utils._pytree", "torch.utils._python_dispatch.TorchDispatchMode
 """Documented, for all that a part of the path says private."""
 
 IN_CAPTURE: dict[str, tuple[str, ...]] = {
+    "autocast.py": ("torch._functorch.config",),
     "backward_tags.py": ("torch._functorch._aot_autograd.descriptors.TangentAOTInput",),
     "batch_norm.py": ("torch.nn.modules.batchnorm._BatchNorm",),
     "capture.py": ("torch._functorch._aot_autograd.descriptors",

@@ -17,6 +17,7 @@ from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
 from rkmate.graph.passes.dead_code import drop_dead
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
+from rkmate.graph.passes.reduced_losses import storages_of_their_own
 from rkmate.graph.passes.running_statistics import drop_unread_statistics, protect_overwritten
 from rkmate.graph.passes.unwanted_gradients import drop_unwanted_gradients
 from rkmate.graph.passes.view_chains import shorten_views
@@ -52,6 +53,11 @@ REWRITINGS = (
          "The forward writes to a buffer or an input when it is over; who needs the value from before, a "
          "second run in the backward above all, reads a copy.",
          protect_overwritten, ()),
+    Pass("reduced losses", "simplify",
+         "Torch's kernels of some losses (`mse_loss`, `smooth_l1_loss`, `binary_cross_entropy`, "
+         "`soft_margin_loss`) return a number in a storage as large as what it sums up. Held to the end of "
+         "the step, it would be memory that no plan has.",
+         storages_of_their_own),
     Pass("chunked kernels", "simplify",
          "Torch's gradients of a wide cross entropy and of a wide batch norm allocate two or three tensors "
          "of that size. Our operators have the same bits, and overwrite one.",

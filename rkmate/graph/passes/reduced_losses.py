@@ -1,0 +1,49 @@
+"""A rewriting pass: losses whose result holds the storage of what they have summed up.
+
+Torch's kernels of some losses compute each element's loss first and give the sum that tensor's storage: a
+number that is held to the end of the step is as large as the outputs. The operators that take their place
+have the same bits in a storage of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rkmate.graph.passes.joint import Rewriting
+
+_library = torch.library.Library("rkmate", "FRAGMENT")
+_NO_REDUCTION = 0
+
+
+def _define(name: str) -> tuple[Any, Any]:
+    """Torch's operator, and ours."""
+    theirs = getattr(torch.ops.aten, name).default
+
+    def alone(*args: Any) -> torch.Tensor:
+        result: torch.Tensor = theirs(*args).clone()
+        return result
+
+    _library.define(str(theirs._schema).removeprefix("aten::"))
+    _library.impl(name, alone, "CompositeExplicitAutograd")
+    return theirs, getattr(torch.ops.rkmate, name).default
+
+
+_OURS: dict[Any, Callable[..., Any]] = dict(
+    map(_define, ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")))
+
+
+def storages_of_their_own(work: Rewriting) -> None:
+    """Rewrite the losses that are summed up."""
+    for node in work.graph.nodes:
+        if node.target in _OURS and not node.meta["val"].dim() and _reduction(node) != _NO_REDUCTION:
+            node.target = _OURS[node.target]
+
+
+def _reduction(node: Any) -> int:
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    default = node.target._schema.arguments[names.index("reduction")].default_value
+    return int(given.get("reduction", default))

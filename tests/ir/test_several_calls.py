@@ -1,0 +1,46 @@
+"""The peak of a step of several calls, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.schedule import from_order, save_all
+from rkmate.ir.several_calls import peak_of_calls
+from rkmate.ir.simulate import simulate
+from tests.ir.graphs import line, orders
+
+
+@pytest.mark.parametrize(("calls", "peak"), [(1, 30), (2, 60), (3, 90)])
+def test_a_line_by_hand(calls: int, peak: int) -> None:
+    # f0  f1  loss -v1 b1  -g2 -v0 b0  -g1
+    # 10, 20, 30,  20, 30, 20, 10, 20, 10; each other call holds 20, and the gradient of its output.
+    assert peak_of_calls(line(2), save_all(line(2)), calls) == peak
+
+
+def test_the_loss_reads_the_outputs_of_all() -> None:
+    assert peak_of_calls(line(2), save_all(line(2)), 3, reserve_at_loss=100) == 3 * (20 + 100)
+
+
+def test_gradients_of_parameters_wait_for_those_of_the_other_calls() -> None:
+    graph = replace(line(2), c=tuple(replace(c, overhead=100 if c.name == "b0" else 0) for c in line(2).c))
+    # b0 of the first call: 120 of its own, and what the second call has left: its input's gradient.
+    alone = max(10 + 20 + 100, 30 + 120)
+    assert peak_of_calls(graph, save_all(graph), 2) == alone
+    number = next(j for j, d in enumerate(graph.d) if d.name == "g1")
+    leaving = replace(graph, releases={number: 2})
+    assert peak_of_calls(leaving, save_all(leaving), 2) == alone + graph.d[number].size
+
+
+@given(orders(), st.integers(1, 4))
+def test_more_calls_take_more(made: tuple[CDGraph, list[int]], calls: int) -> None:
+    graph, order = made
+    schedule = from_order(graph, order, order.index(graph.loss))
+    peaks = [peak_of_calls(graph, schedule, n) for n in (calls, calls + 1)]
+    one = simulate(graph, schedule)
+    assert peaks[0] + one.saved <= peaks[1]
+    assert peaks[0] >= one.peak

@@ -1,0 +1,81 @@
+"""Two losses through one forward: what works, works in every step, and what is refused always is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from tests.semantics.steps import Heads, assert_equal, planned
+
+STEPS = 3
+"""The plan of the next step follows the loss of the one before."""
+
+
+def one_after_the_other(*names: str) -> Callable[[nn.Module, Any], None]:
+    def run(model: nn.Module, out: Any) -> None:
+        for name in names:
+            out[name].sum().backward(retain_graph=True)
+    return run
+
+
+def asked_for(*names: str) -> Callable[[nn.Module, Any], None]:
+    def run(model: nn.Module, out: Any) -> None:
+        parameters = list(model.parameters())
+        for name in names:
+            found = torch.autograd.grad(out[name].sum(), parameters, retain_graph=True, allow_unused=True)
+            for p, grad in zip(parameters, found, strict=True):
+                if grad is not None:
+                    p.grad = grad if p.grad is None else p.grad + grad
+    return run
+
+
+def step(model: nn.Module, run: Callable[..., Any], backward: Callable[[nn.Module, Any], None]
+         ) -> dict[str, torch.Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(0)
+    backward(model, run(torch.ones(4, 8)))
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("trains", ["all", "left", "right"])
+@pytest.mark.parametrize("backward", [
+    one_after_the_other("left", "right"), one_after_the_other("right", "left"), asked_for("left", "right")])
+def test_two_losses_from_two_outputs_work(trains: str, backward: Callable[[nn.Module, Any], None]) -> None:
+    model = Heads(dropout=0.2)
+    module = planned(model, torch.ones(4, 8), trains=trains)
+    expected = step(model, model, backward)
+    for _ in range(STEPS):
+        with pytest.warns(rkmate.RkmateWarning, match="a second time"):
+            assert_equal(expected, step(model, module, backward), close=True)
+
+
+@pytest.mark.parametrize("trains", ["all", "left", "right"])
+@pytest.mark.parametrize("backward", [one_after_the_other, asked_for])
+def test_two_losses_from_one_output_are_refused(trains: str, backward: Callable[..., Any]) -> None:
+    model = Heads(dropout=0.2)
+    module = planned(model, torch.ones(4, 8), trains=trains)
+    expected = step(model, model, backward("left"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the loss leads to output", rkmate.RkmateWarning)
+        for _ in range(STEPS):
+            with pytest.raises(rkmate.BackwardError, match=r"add the losses up.*first \+ second"):
+                step(model, module, backward("left", "left"))
+            # The gradients are those of the first one.
+            assert_equal(expected, {n: p.grad for n, p in model.named_parameters()}, close=True)
+
+
+def test_a_sum_of_losses_needs_no_second_run() -> None:
+    model = Heads(dropout=0.2)
+    module = planned(model, torch.ones(4, 8))
+
+    def backward(model: nn.Module, out: Any) -> None:
+        (out["left"].sum() + out["right"].sum()).backward()
+
+    for _ in range(STEPS):
+        assert_equal(step(model, model, backward), step(model, module, backward))
