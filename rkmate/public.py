@@ -18,9 +18,10 @@ from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings, settings_of_call
 from rkmate.planners.registry import planner as find_planner
-from rkmate.runtime.apply import planned_call_of, put_plan_into, take_plan_from
+from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_layers, take_plan_from
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Planning
+from rkmate.runtime.sharded import sharded_layers
 from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
@@ -118,7 +119,9 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     are without a plan: apply one to them, too.
 
     Args:
-        model: the module to train. `remove` undoes what this does; applying again replaces it.
+        model: the module to train. `remove` undoes what this does; applying again replaces it. The layers
+            of a model that was sharded by ``fully_shard`` are planned each by itself, with a share of the
+            budget; `applied` then shows the plan of each layer.
         args, kwargs: sample inputs, to plan now. Unless given, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
         budget: as of `wrap`; a fraction is one of the peak of the first call.
@@ -138,10 +141,18 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
         raise ArgumentError("the module is a wrapped one already: apply a budget to the module itself "
                             "(.original)")
     check_model(model)
+    layers = sharded_layers(model)
+    if layers and sampled:
+        raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters are there in a step "
+                            "alone: leave the sample inputs out, and the first step is planned")
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains, calls)
+    if layers:
+        take_plan_from(model)
+        put_plans_into_layers(model, planning, verify, _checked(on_new_shape))
+        return model
     call = put_plan_into(model, planning, verify, _checked(on_new_shape))
     if sampled:
         try:
@@ -154,9 +165,11 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
 
 
 def remove(model: _M) -> _M:
-    """Undo `apply`: the module runs as it did before. Returns it. Nothing happens to others."""
+    """Undo `apply`: the module, and each part of it, runs as it did before. Returns it. Nothing happens to
+    modules that have no plan."""
     check_model(model)
-    take_plan_from(model)
+    for module in model.modules():
+        take_plan_from(module)
     return model
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch import nn
 from rkmate.errors import ArgumentError
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Planning
+from rkmate.runtime.sharded import is_sharded, sharded_layers, shares
 
 _M = TypeVar("_M", bound=nn.Module)
 _thread = threading.local()
@@ -67,7 +67,7 @@ class PlannedCall:
         part = self._inside()
         if part is self._forward is not None:
             return self._own_forward(*args, **kwargs)
-        if part is not None or _is_sharded(self._model):
+        if part is not None or is_sharded(self._model):
             return self._model._call_impl(*args, **kwargs)
         return self.whole.forward(*args, **kwargs)
 
@@ -130,7 +130,7 @@ def _entered() -> list[_Planned]:
     return parts
 
 
-def put_plan_into(model: _M, planning: Planning, verify: bool, on_new_shape: NewShape) -> PlannedCall:
+def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> PlannedCall:
     """Replace the call and the forward of a module by planned ones. A plan is made at the first call that
     records gradients."""
     take_plan_from(model)
@@ -141,6 +141,14 @@ def put_plan_into(model: _M, planning: Planning, verify: bool, on_new_shape: New
     model.__dict__["forward"] = MethodType(_planned_forward(call), model)
     model._compiled_call_impl = call
     return call
+
+
+def put_plans_into_layers(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> bool:
+    """The same for each sharded layer of a model, with a share of the budget; False where it has none."""
+    layers = sharded_layers(model)
+    for share in shares(model, layers, planning) if layers else ():
+        put_plan_into(share.layer, share.planning, verify, on_new_shape)
+    return bool(layers)
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
@@ -178,9 +186,3 @@ def _planned_forward(call: PlannedCall) -> Callable[..., Any]:
         forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[first, *signature.parameters.values()])
     return forward
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` gathers its parameters in hooks around the forward."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(model, fsdp.FSDPModule)

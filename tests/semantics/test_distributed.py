@@ -113,6 +113,71 @@ def _sharded_inside(rank: int, options: dict[str, bool], out: Path) -> None:
     _sharded(rank, options, out)
 
 
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(
+            4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def _sharded_by_layers(rank: int, options: dict[str, bool], out: Path) -> None:
+    """Plain shards and planned ones, step by step: equal bits, and layers within their share."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def trained(plan: bool) -> tuple[nn.Module, list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(100, 64), *(_Layer(64) for _ in range(4)), nn.Linear(64, 100))
+        for layer in model[1:5]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if plan:
+            assert rkmate.apply(model, budget=0.5, progress=False, settings=QUICK) is model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses, peak = [], 0
+        for k in range(3):
+            torch.manual_seed(10 * k + rank)
+            ids = torch.randint(0, 100, (16, 64))
+
+            def step(ids: torch.Tensor = ids) -> None:
+                loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+                loss.backward()
+                losses.append(loss.detach())
+
+            peak = rkmate.measure_step(model, step).peak if k == 2 else step() or 0
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, [*losses, *(p.full_tensor().detach() for p in model.parameters())], peak
+
+    _, plain, before = trained(False)
+    model, planned_, after = trained(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, planned_, strict=True))
+    shown = [rkmate.applied(layer) for layer in model[1:5]]
+    plans = [s.plan for s in shown if s is not None]
+    assert len(plans) == 4
+    assert all(p.calls == 4 and p.peak_bytes <= p.budget_bytes < p.baseline_peak_bytes for p in plans)
+    # What is not planned (the embedding, the head and its loss, gathered parameters) is the same in both.
+    saved = plans[0].baseline_peak_bytes - plans[0].budget_bytes
+    assert after <= before - 0.8 * saved, (before, after, saved)
+    assert rkmate.applied(model) is None
+    rkmate.remove(model)
+    assert all(rkmate.applied(layer) is None for layer in model[1:5])
+    with pytest.raises(rkmate.ArgumentError, match="leave the sample inputs out"):
+        rkmate.apply(model, (torch.zeros(1, 2, dtype=torch.long),), budget=0.5)
+    with pytest.raises(rkmate.ArgumentError, match="layers times calls"):
+        rkmate.apply(model, budget=0.5, calls=2)
+    single = _model()
+    for _ in range(2):
+        single(_data()).pow(2).mean().backward()
+    torch.save({n: p.grad for n, p in single.named_parameters()}, out / f"{rank}.pt")
+
+
 def _start(rank: int, work: Callable[..., None], options: dict[str, bool], out: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -161,6 +226,10 @@ def test_shards_around_a_planned_module(processes: Processes) -> None:
 
 def test_shards_under_a_planned_module_are_refused(processes: Processes) -> None:
     _in_two(processes, _sharded_inside)
+
+
+def test_layers_that_are_sharded_share_a_budget(processes: Processes) -> None:
+    _in_two(processes, _sharded_by_layers)
 
 
 def test_all_processes_follow_one_plan(processes: Processes) -> None:
