@@ -88,8 +88,17 @@ def has_generator(model: nn.Module) -> bool:
     return any(isinstance(v, torch.Generator) for m in model.modules() for v in vars(m).values())
 
 
+def is_data_dependent(error: Exception) -> bool:
+    """Whether a trace has failed because a tensor's value decides how it goes on."""
+    text = str(error)
+    return any(sign in text for sign in (
+        "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
+        "data dependent", "DataDependent")) or type(error).__name__ in (
+        "DataDependentOutputException", "DynamicOutputShapeException")
+
+
 def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-              error: Exception, program: fx.GraphModule | None = None) -> Exception:
+              error: Exception, program: nn.Module | None = None) -> Exception:
     """The error for a failed trace: it names the operation and the line of the model's source.
 
     `program`: what was exported, where that went well; it knows the lines that read a value.
@@ -100,10 +109,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return ArgumentError(f"the sample inputs do not fit {type(model).__name__}.forward: {mismatch}")
     text = str(error).strip()
     reason = text.split("\n")[0] or type(error).__name__
-    data_dependent = any(sign in text for sign in (
-        "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
-        "data dependent", "DataDependent")) or type(error).__name__ in (
-        "DataDependentOutputException", "DynamicOutputShapeException")
+    data_dependent = is_data_dependent(error)
     if data_dependent and _through(error, _DISTRIBUTIONS):
         reason = "a distribution with validate_args=True checks its arguments' values, which a trace has not"
         hint = ": leave that out (what it checks by default is left out of a plan)"
@@ -115,21 +121,20 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
                 "so no static plan exists: rkmate.dtr runs such models.")
     elif "fake tensor in the exported program constant" in text:
-        reason = ("the forward reads .data or .grad of a tensor, or differentiates by itself "
-                  "(torch.autograd.grad), which a trace cannot follow")
-        hint = ": use .detach(), and compute gradients outside of the module"
+        reason = "the forward reads .data or .grad of a tensor, which a trace cannot follow"
+        hint = ": use .detach()"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
     return CaptureError(f"{type(model).__name__} cannot be captured{_place(error, program)}: {reason}{hint}")
 
 
-def _place(error: Exception, program: fx.GraphModule | None) -> str:
+def _place(error: Exception, program: nn.Module | None) -> str:
     """The innermost line of the user's source that took part."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
     if frames:
         return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
     # Errors of a replayed graph carry the trace of the original run as text.
-    reads = [] if program is None else [
+    reads = [] if not isinstance(program, fx.GraphModule) else [
         n.stack_trace or "" for n in program.graph.nodes if n.target in _READS]
     lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', "\n".join([*reads, str(error)]))
     mine = [m for m in lines if _users(m[0])]

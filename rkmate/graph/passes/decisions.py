@@ -20,6 +20,8 @@ aten = torch.ops.aten
 _SIGN_TESTS = (aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar)
 _DRAWS = ("uniform", "normal_functional", "exponential", "geometric", "cauchy", "log_normal", "random")
 """Draws that read no value of the tensor whose shape they take."""
+_ORDERS = (aten.sort.default, aten.topk.default)
+"""They may put equal numbers, integers too, in any order."""
 _CHANCES = (aten.bernoulli.default,)
 """Floats that are decisions: draws whose chances are the numbers of a tensor."""
 
@@ -28,14 +30,14 @@ def find_decisions(work: Rewriting) -> None:
     """Note the operations of the forward that decide, as far as the backward depends on what they decide.
 
     An operation decides where it makes integers of computed floats (top-k, sort, argmax, multinomial, a
-    cast), and the forward reads them. What only the backward reads (where a maximum stood) picks one
-    of two slopes that a kink has: the value is the same. So does the mask of a ReLU, written by
-    hand: where the sign of a value selects that value itself. Any other mask of computed floats
-    that something else than a mask is made from decides, at one byte an element.
+    cast) or puts numbers in an order, and the forward reads the result. What only the backward reads (where
+    a maximum stood) picks one of two slopes that a kink has: the value is the same. So does the mask of a
+    ReLU written by hand, where the sign of a value selects that value itself. Any other mask of computed
+    floats that something else than a mask is made from decides, at one byte an element.
     """
     computed: set[fx.Node] = set()
     masks: set[fx.Node] = set()
-    several: set[fx.Node] = set()               # operations with several results, of computed floats
+    several: set[fx.Node] = set()               # operations whose results may come out otherwise
     found: dict[fx.Node, None] = {}
     for node in work.graph.nodes:
         if node.op != "call_function" or is_backward(node) or node in work.constant:
@@ -50,18 +52,17 @@ def find_decisions(work: Rewriting) -> None:
             continue
         inputs = [] if _takes_shape_alone(node) else node.all_input_nodes
         inexact = any(n in computed for n in inputs)
+        several.update([node] if inexact or node.target in _ORDERS else [])
         if _is_mask(node):
             if inexact or any(n in masks for n in inputs):
                 masks.add(node)
-        elif inexact and _is_integer(node) and _forward_readers(node):
-            found[node] = None
-        elif inexact and node.target in _CHANCES:
+        elif inexact and (node.target in _CHANCES or (_is_integer(node) and _forward_readers(node))):
             found[node] = None
         elif any(_is_float(n) for n in inputs):
             computed.add(node)
-            several.update([node] if inexact else [])
     for node in masks:
-        if not is_view(node) and any(not _is_mask(r) and not _is_relu(node, r) for r in _forward_readers(node)):
+        readers = [] if is_view(node) else _forward_readers(node)
+        if any(not _is_mask(r) and not _is_relu(node, r) for r in readers):
             found[node] = None
     late = _needed_after_the_loss(work)
     work.decisions = frozenset(n for n in found if n in late)
@@ -109,7 +110,7 @@ def _forward_readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_relu(mask: fx.Node, reader: fx.Node) -> bool:
-    return mask.target in _SIGN_TESTS and mask.args[1] == 0 and mask.args[0] in reader.all_input_nodes
+    return mask.target in _SIGN_TESTS and bool(mask.args[1] == 0) and mask.args[0] in reader.all_input_nodes
 
 
 def _needed_after_the_loss(work: Rewriting) -> set[fx.Node]:

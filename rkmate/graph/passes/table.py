@@ -79,8 +79,8 @@ REWRITINGS = (
          "again in the backward; every layer of a transformer asks for the same.",
          find_constants, ()),
     Pass("decisions", "simplify",
-         "What a forward chooses by computed numbers (a top-k, an argmax, a mask) may come out otherwise when "
-         "an accelerator computes the numbers again: it is computed once and kept.",
+         "What a forward chooses by computed numbers (a top-k, an argmax, a mask) may come out otherwise "
+         "when an accelerator computes the numbers again: it is computed once and kept.",
          find_decisions, ()),
 )
 """In the order in which they work."""

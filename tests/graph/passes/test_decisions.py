@@ -40,9 +40,20 @@ def test_of_several_results_the_whole_operation_decides() -> None:
     def forward(m: Made, x: fx.Node) -> tuple[fx.Node, fx.Node]:
         best = m.call(aten.topk.default, m.call(aten.exp.default, x), 2)
         picked = m.call(aten.gather.default, x, 1, m.item(best, 1))
-        return m.call(aten.mul.Tensor, picked, m.item(best, 0)), m.call(aten.sum.dim_IntList, picked, [1], True)
+        weighed = m.call(aten.mul.Tensor, picked, m.item(best, 0))
+        return weighed, m.call(aten.sum.dim_IntList, weighed, [1], True)
 
     assert decided(forward) == ["aten.topk.default"]
+
+
+def test_the_order_of_equal_numbers_is_decided() -> None:
+    """Of integers, too: a sort is free to put equal ones in any order."""
+    def forward(m: Made, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+        ordered = m.call(aten.sort.default, m.source("input", 1, 4, 3, dtype=torch.int64), 1)
+        picked = m.call(aten.gather.default, x, 1, m.item(ordered, 1))
+        return picked, picked
+
+    assert decided(forward) == ["aten.sort.default"]
 
 
 def test_scores_that_the_caller_holds_choose_the_same_again() -> None:
