@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.library_paths import is_observer, weight_made_by
+from rkmate.graph.capture.library_paths import is_observer, routed_by_loops, weight_made_by
 from rkmate.graph.capture.structure import objects_in
 from rkmate.support.warn import PACKAGE, warn
 
@@ -119,13 +119,29 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                 "models as they are")
     elif data_dependent:
         hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
-                "so no static plan exists: rkmate.dtr runs such models.")
+                f"so no static plan exists: {_static_form(model, error)}rkmate.dtr runs such models.")
     elif "fake tensor in the exported program constant" in text:
         reason = "the forward reads .data or .grad of a tensor, which a trace cannot follow"
         hint = ": use .detach()"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
     return CaptureError(f"{type(model).__name__} cannot be captured{_place(error, program)}: {reason}{hint}")
+
+
+def _static_form(model: nn.Module, error: Exception) -> str:
+    """What to do about a value that decides, where the library has a flag or there is a known form."""
+    if routed := routed_by_loops(model):
+        return f'{routed}.set_experts_implementation("grouped_mm") routes without it; else, '
+    if "_ctc_loss" in str(error) or hasattr(getattr(model, "config", None), "ctc_loss_reduction"):
+        return ("a CTC loss reads its lengths. Let the model return its logits (call it without labels), and "
+                "compute the loss from them ('Speech' in docs/recipes.md); else, ")
+    if any(getattr(m, "add_self_loops", False) is True for m in model.modules()):     # PyTorch Geometric
+        return ("self-loops are searched for. Add them to the data once (AddRemainingSelfLoops), and build "
+                "the layer with add_self_loops=False ('Graphs' in docs/recipes.md); else, ")
+    if "nonzero" in str(error) or "(Size-like symbols: u" in str(error):
+        return ("the number of elements that a mask or nonzero() picks is such a value. Compute all rows and "
+                "weigh with zeros those that are not picked ('Routing' in docs/recipes.md); else, ")
+    return ""
 
 
 def _place(error: Exception, program: nn.Module | None) -> str:
