@@ -143,8 +143,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     check_model(model)
     layers = sharded_layers(model)
     if layers and sampled:
-        raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters are there in a step "
-                            "alone: leave the sample inputs out, and the first step is planned")
+        raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters are there in a "
+                            "step alone: leave the sample inputs out, and the first step is planned")
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,

@@ -85,6 +85,9 @@ class CNode:
     unchunked: Kernel | None = None
     """The other kernel of a computation that works part by part: it does all at once, takes more
     memory, and overwrites no donor."""
+    decides: bool = False
+    """What it makes is a choice (of a router, say) that must stand: it runs once, and its outputs stay in
+    memory from then on."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,11 @@ class CDGraph:
             for j in c.inputs:
                 result[j].append(i)
         return tuple(tuple(r) for r in result)
+
+    @cached_property
+    def decided(self) -> frozenset[int]:
+        """D nodes that are outcomes of a C node that decides: made once, never freed."""
+        return frozenset(o for c in self.c if c.decides for o in c.outputs)
 
     @property
     def forward(self) -> range:

@@ -119,12 +119,13 @@ def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: in
     """The schedule that runs `order` and frees every storage as early as possible.
 
     `loss_at`: how many of the computations run before the loss. `pinned`: D nodes that are never
-    freed (what the user holds). D nodes of `graph.outputs` are kept until the loss, those of
+    freed (what the user holds). What a C node decides is not freed either: that it would run again in
+    `order` is left out. D nodes of `graph.outputs` are kept until the loss, those of
     `graph.input_grads` to the end, parameter gradients (`graph.releases`) until they exit. Raises
     `ScheduleError` when a computation reads what is not in memory.
     """
-    order = list(order)
-    pinned = set(pinned)
+    order, loss_at = _decided_once(graph, list(order), loss_at)
+    pinned = {*pinned, *graph.decided}
     never = len(order) + 1
     # Walk backwards: the next use of each D node seen from behind tells where it dies.
     next_use = [-1] * len(graph.d)       # -1: not needed any more
@@ -186,3 +187,19 @@ def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: in
                     steps.append(Free(j))
                     available.discard(j)
     return Schedule(tuple(steps))
+
+
+def _decided_once(graph: CDGraph, order: list[int], loss_at: int) -> tuple[list[int], int]:
+    """An order without the further runs of C nodes that decide, and how many of it run before the loss."""
+    if not graph.decided:
+        return order, loss_at
+    ran: set[int] = set()
+    kept: list[int] = []
+    before = loss_at
+    for k, i in enumerate(order):
+        if graph.c[i].decides and i in ran:
+            before -= k < loss_at
+            continue
+        ran.add(i)
+        kept.append(i)
+    return kept, before

@@ -35,7 +35,8 @@ class Simulation:
 
 def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
              pinned: Iterable[int] = ()) -> Simulation:
-    """Replay a schedule. Raises `ScheduleError` when it is not executable or incomplete.
+    """Replay a schedule. Raises `ScheduleError` when it is not executable or incomplete, or decides
+    something a second time.
 
     `reserve_at_loss`: bytes that the loss, computed outside, allocates for itself; of them, a few
     (the loss itself, the number one that its backward starts from) stay to the end. `pinned`: D nodes
@@ -56,6 +57,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
             node = graph.c[step.c]
             if node.phase == "backward" and not seen_loss:
                 raise ScheduleError(f"step {k}: {node.name} runs before the loss")
+            if node.decides and step.c in ran:
+                raise ScheduleError(f"step {k}: {node.name} decides, and would decide a second time")
             for j in node.inputs:
                 if j not in alive and j not in fixed:
                     raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
@@ -81,6 +84,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which is not in memory")
             if step.d in pinned:
                 raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which the user holds")
+            if step.d in graph.decided:
+                raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which was decided and stays")
             alive.discard(step.d)
             if step.d in taken:
                 taken.discard(step.d)

@@ -41,6 +41,8 @@ class Computation:
     """Inputs that may take the output's place when they die here."""
     unchunked: Kernel | None = None
     """What it costs done at once, where it works part by part."""
+    decides: bool = False
+    """Runs once: what it chooses must stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class GraphSummary:
         return CDGraph(
             tuple(DNode(s.name, s.size, s.kind) for s in self.storages),
             tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random,
-                        c.donors, c.unchunked)
+                        c.donors, c.unchunked, c.decides)
                   for c in self.computations),
             self.loss, (), self.outputs, self.output_grads, self.input_grads, self.releases)
 
@@ -124,6 +126,7 @@ class GraphSummary:
             "loss": self.loss, "outputs": list(self.outputs),
             "output_grads": list(self.output_grads), "input_grads": list(self.input_grads),
             "exits": sorted([j, i] for j, i in self.releases.items()), "held": list(self.pinned),
+            "decisions": [i for i, c in enumerate(self.computations) if c.decides],
             "reserve_at_loss": self.reserve_at_loss, "cuts": [list(c) for c in self.cuts],
             "captured": [[c.name, c.operation, c.path, c.block, c.kind, list(c.inputs)]
                          for c in self.captured],
@@ -134,13 +137,14 @@ def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSumm
     """The opposite of `GraphSummary.content`. Raises `KeyError`, `TypeError` or `ValueError` for
     what is none, `GraphError` for a graph that breaks an invariant."""
     loss = int(content["loss"])
+    decisions = set(map(int, content.get("decisions", ())))      # plans without: of graphs without
     computations = []
     for i, (row, cost) in enumerate(zip(content["computations"], costs, strict=True)):
         name, operation, path, block, inputs, outputs, random, constant, places = row
         computations.append(Computation(
             str(name), str(operation), str(path), "forward" if i < loss else "backward", int(block),
             tuple(map(int, inputs)), tuple(map(int, outputs)), cost.time, cost.overhead, bool(random),
-            bool(constant), tuple(map(int, places)), cost.unchunked))
+            bool(constant), tuple(map(int, places)), cost.unchunked, i in decisions))
     result = GraphSummary(
         tuple(computations),
         tuple(Storage(str(n), int(s), k, str(shape)) for n, s, k, shape in content["storages"]),

@@ -211,7 +211,9 @@ class _Unplanned(torch.autograd.Function):
 def _no_double_backward() -> None:
     if torch.is_grad_enabled():
         raise BackwardError("a planned module has no double backward (create_graph=True): compute "
-                            "higher-order gradients on the original module, or with rkmate.dtr")
+                            "the inner gradient in the forward of the module that is wrapped "
+                            "(torch.autograd.grad: see 'Gradient penalties' in docs/recipes.md), on the "
+                            "original module, or with rkmate.dtr")
 
 
 def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], None],

@@ -48,7 +48,8 @@ class Program:
     overwritten: tuple[tuple[Source, fx.Node], ...]
     """Buffers and inputs to write after the forward, with their new values."""
     pinned: tuple[int, ...]
-    """D nodes that the module's outputs live in: the user holds them."""
+    """D nodes that stay: the module's outputs live in them, or they are copies and choices that are made
+    once."""
     in_place: Mapping[fx.Node, Mapping[int, InPlace]]
     """Per operation with donors, how its result is written over each of them."""
     unchunked: Mapping[fx.Node, Unchunked]
@@ -161,7 +162,8 @@ class _Builder:
         if ways:
             self.in_place[node] = ways
         self.c.append(CNode(node.name, phase, tuple(i for i in inputs if isinstance(i, int)),
-                            tuple(outputs), random=is_random(node), donors=tuple(ways)))
+                            tuple(outputs), random=is_random(node), donors=tuple(ways),
+                            decides=node in self.joint.decisions))
         self.operation.append(node)
 
     def finish(self, loss: int) -> Program:
@@ -188,6 +190,7 @@ class _Builder:
         outputs += [n for n in self.operation if n.target is torch.ops.aten.clone.default
                     and n.args[0] in overwritten]
         pinned = dict.fromkeys(w for n in outputs if isinstance(w := self.storage[n], int))
+        pinned.update(dict.fromkeys(j for c in self.c if c.decides for j in c.outputs))
         written = dict.fromkeys(w for _, n in joint.mutations if isinstance(w := self.storage[n], int))
         for j, d in enumerate(self.d):
             if d.kind == "data" and j not in read_in_forward and j not in pinned and j not in written:

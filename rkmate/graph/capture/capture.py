@@ -25,9 +25,10 @@ from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.closed_over import ClosedOverError
+from rkmate.graph.capture.inner_gradients import OwnBackwardError, noting_inner_gradients
 from rkmate.graph.capture.pieces import piece_name
 from rkmate.graph.capture.quiet import quiet
-from rkmate.graph.capture.refusals import explained, has_generator
+from rkmate.graph.capture.refusals import explained, has_generator, is_data_dependent
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_transient
 from rkmate.graph.capture.structure import Structure, take_apart, tensors_in
@@ -76,6 +77,11 @@ class _Found:
     structure: Structure | None = None
     assigned: Sequence[Assigned] = ()
     """Attributes that the forward has assigned: the tracer takes some of them back."""
+    differentiates: bool = False
+    """Whether it asks for a gradient by itself."""
+
+    def note_gradient(self) -> None:
+        self.differentiates = True
 
 
 class _Flat(nn.Module):
@@ -91,7 +97,7 @@ class _Flat(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
-        with repaired("forward", self.model):
+        with repaired("forward", self.model), noting_inner_gradients(self.found.note_gradient):
             out = self.model(*args, **kwargs)
         for name, ids in self._inputs.held_by_objects(args, kwargs).items():
             if ids != before[name]:
@@ -164,12 +170,22 @@ def _text(found: Capture) -> str:
 
 
 def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """The exported program, in the first way in which that succeeds."""
+    """The exported program, in the first way in which that succeeds; the module itself where none does and
+    its forward differentiates."""
     *ways, last = ways_to_export(flat.model)
+    failed: list[Exception] = []
     for way in ways:
-        with contextlib.suppress(Exception):
+        try:
             return _export_once(flat, tensors, way)
-    return _export_once(flat, tensors, last)
+        except Exception as error:
+            failed.append(error)
+    try:
+        return _export_once(flat, tensors, last)
+    except Exception as error:
+        if flat.found.differentiates and not isinstance(error, CaptureError):
+            return flat
+        # A library's last way may stumble over what its own code does not expect there.
+        raise next((e for e in (error, *failed) if is_data_dependent(e)), error) from None
 
 
 def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
@@ -197,12 +213,12 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
         program = None
         try:
             program = _export(flat, tuple(tensors))
-            structure = flat.found.structure
-            assert structure is not None
             with contextlib.ExitStack() as stack:
                 joint = aot_export_joint_with_descriptors(stack, program, tuple(tensors))
                 module = joint.graph_module
-        except ClosedOverError as error:
+            structure = flat.found.structure
+            assert structure is not None
+        except (ClosedOverError, OwnBackwardError) as error:
             raise explained(model, args, kwargs, error) from error
         except (ArgumentError, CaptureError, KeyboardInterrupt):
             raise

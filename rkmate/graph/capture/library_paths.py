@@ -49,6 +49,17 @@ def weight_made_by(hook: Any) -> str | None:
     return str(hook._tensor_name) if isinstance(hook, BasePruningMethod) else None
 
 
+def routed_by_loops(model: nn.Module) -> str:
+    """Where in a model of transformers experts are looped over, each with the tokens that chose it: ``model``
+    or a submodule's name; empty where none are, or where the library has no other way."""
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        asks = getattr(module, "_can_set_experts_implementation", None)
+        if asks is not None and getattr(config, "_experts_implementation", None) == "eager" and asks():
+            return f"model.{name}" if name else "model"
+    return ""
+
+
 @contextmanager
 def without_value_checks() -> Iterator[None]:
     """While a module is captured: distributions do not check their arguments' values, as a trace has

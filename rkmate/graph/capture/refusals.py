@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.library_paths import is_observer, weight_made_by
+from rkmate.graph.capture.library_paths import is_observer, routed_by_loops, weight_made_by
 from rkmate.graph.capture.pieces import is_made_of_pieces
 from rkmate.graph.capture.structure import objects_in
 from rkmate.support.warn import PACKAGE, warn
@@ -98,8 +98,17 @@ def has_generator(model: nn.Module) -> bool:
     return any(isinstance(v, torch.Generator) for m in model.modules() for v in vars(m).values())
 
 
+def is_data_dependent(error: Exception) -> bool:
+    """Whether a trace has failed because a tensor's value decides how it goes on."""
+    text = str(error)
+    return any(sign in text for sign in (
+        "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
+        "data dependent", "DataDependent")) or type(error).__name__ in (
+        "DataDependentOutputException", "DynamicOutputShapeException")
+
+
 def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-              error: Exception, program: fx.GraphModule | None = None) -> Exception:
+              error: Exception, program: nn.Module | None = None) -> Exception:
     """The error for a failed trace: it names the operation and the line of the model's source.
 
     `program`: what was exported, where that went well; it knows the lines that read a value.
@@ -110,10 +119,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return ArgumentError(f"the sample inputs do not fit {type(model).__name__}.forward: {mismatch}")
     text = str(error).strip()
     reason = text.split("\n")[0] or type(error).__name__
-    data_dependent = any(sign in text for sign in (
-        "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
-        "data dependent", "DataDependent")) or type(error).__name__ in (
-        "DataDependentOutputException", "DynamicOutputShapeException")
+    data_dependent = is_data_dependent(error)
     if data_dependent and _through(error, _DISTRIBUTIONS):
         reason = "a distribution with validate_args=True checks its arguments' values, which a trace has not"
         hint = ": leave that out (what it checks by default is left out of a plan)"
@@ -123,23 +129,38 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                 "models as they are")
     elif data_dependent:
         hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
-                "so no static plan exists: rkmate.dtr runs such models.")
+                f"so no static plan exists: {_static_form(model, error)}rkmate.dtr runs such models.")
     elif "fake tensor in the exported program constant" in text:
-        reason = ("the forward reads .data or .grad of a tensor, or differentiates by itself "
-                  "(torch.autograd.grad), which a trace cannot follow")
-        hint = ": use .detach(), and compute gradients outside of the module"
+        reason = "the forward reads .data or .grad of a tensor, which a trace cannot follow"
+        hint = ": use .detach()"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
     return CaptureError(f"{type(model).__name__} cannot be captured{_place(error, program)}: {reason}{hint}")
 
 
-def _place(error: Exception, program: fx.GraphModule | None) -> str:
+def _static_form(model: nn.Module, error: Exception) -> str:
+    """What to do about a value that decides, where the library has a flag or there is a known form."""
+    if routed := routed_by_loops(model):
+        return f'{routed}.set_experts_implementation("grouped_mm") routes without it; else, '
+    if "_ctc_loss" in str(error) or hasattr(getattr(model, "config", None), "ctc_loss_reduction"):
+        return ("a CTC loss reads its lengths. Let the model return its logits (call it without labels), and "
+                "compute the loss from them ('Speech' in docs/recipes.md); else, ")
+    if any(getattr(m, "add_self_loops", False) is True for m in model.modules()):     # PyTorch Geometric
+        return ("self-loops are searched for. Add them to the data once (AddRemainingSelfLoops), and build "
+                "the layer with add_self_loops=False ('Graphs' in docs/recipes.md); else, ")
+    if "nonzero" in str(error) or "(Size-like symbols: u" in str(error):
+        return ("the number of elements that a mask or nonzero() picks is such a value. Compute all rows and "
+                "weigh with zeros those that are not picked ('Routing' in docs/recipes.md); else, ")
+    return ""
+
+
+def _place(error: Exception, program: nn.Module | None) -> str:
     """The innermost line of the user's source that took part."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
     if frames:
         return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
     # Errors of a replayed graph carry the trace of the original run as text.
-    reads = [] if program is None else [
+    reads = [] if not isinstance(program, fx.GraphModule) else [
         n.stack_trace or "" for n in program.graph.nodes if n.target in _READS]
     lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', "\n".join([*reads, str(error)]))
     mine = [m for m in lines if _users(m[0])]

@@ -28,6 +28,8 @@ class Joint:
     """Operations captured, views and aliases included."""
     linear_losses: tuple[str, ...] = ()
     """Weights of products, followed by a cross entropy, that can be computed a few rows at a time."""
+    decisions: frozenset[fx.Node] = frozenset()
+    """Operations of the forward whose outcome must stand: they run once."""
 
     def results(self) -> set[fx.Node]:
         """Nodes whose value leaves the graph."""
@@ -54,6 +56,8 @@ class Rewriting:
     """As `Joint.constant`, once it is known."""
     linear_losses: tuple[str, ...] = ()
     """As `Joint.linear_losses`, once they are known."""
+    decisions: frozenset[fx.Node] = frozenset()
+    """As `Joint.decisions`, once they are known."""
 
     def __post_init__(self) -> None:
         self.nodes_before = sum(n.op == "call_function" for n in self.graph.nodes)
@@ -91,7 +95,8 @@ class Rewriting:
     def joint(self) -> Joint:
         """The graph as it stands."""
         return Joint(self.graph, self.sources, tuple(self.outputs), tuple(self.mutations),
-                     tuple(self.grads), self.constant, self.wanted, self.nodes_before, self.linear_losses)
+                     tuple(self.grads), self.constant, self.wanted, self.nodes_before, self.linear_losses,
+                     self.decisions)
 
 
 def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False) -> Rewriting:

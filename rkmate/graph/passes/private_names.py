@@ -28,6 +28,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "custom_functions.py": ("torch._ops.HigherOrderOperator",),
     "eager_kernels.py": ("torch._C.DispatchKey", "torch._C._AutoDispatchBelowAutograd",
                          "torch.utils._python_dispatch._disable_current_modes"),
+    "inner_gradients.py": ("torch.autograd._engine_run_backward",),
     "layouts.py": ("torch._decomp.decomposition_table", "torch._prims_common.suggest_memory_format",
                    "torch._subclasses.fake_tensor.FakeTensorMode"),
     "library_paths.py": ("torch._C.DisableTorchFunction", "torch._ops.OpOverload",

@@ -15,6 +15,7 @@ from rkmate.graph.passes.chunked_loss import chunk_linear_losses
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
 from rkmate.graph.passes.dead_code import drop_dead
+from rkmate.graph.passes.decisions import find_decisions
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
@@ -83,6 +84,10 @@ REWRITINGS = (
          "Masks and position ids depend on no trained value. They are computed once in a step, and never "
          "again in the backward; every layer of a transformer asks for the same.",
          find_constants, ()),
+    Pass("decisions", "simplify",
+         "What a forward chooses by computed numbers (a top-k, an argmax, a mask) may come out otherwise "
+         "when an accelerator computes the numbers again: it is computed once and kept.",
+         find_decisions, ()),
 )
 """In the order in which they work."""
 

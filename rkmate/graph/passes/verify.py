@@ -31,7 +31,8 @@ def verify(joint: Joint) -> Joint:
         elif node not in joint.sources:
             raise GraphError(f"{node.name} ({node.op}) has no source")
         before.add(node)
-    for what, nodes in (("a source", joint.sources), ("a constant", joint.constant), ("a result", results)):
+    for what, nodes in (("a source", joint.sources), ("a constant", joint.constant),
+                        ("a decision", joint.decisions), ("a result", results)):
         for node in nodes:
             if node not in before:
                 raise GraphError(f"{what}, {node.name}, is no node of the graph")
