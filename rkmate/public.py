@@ -16,6 +16,7 @@ from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings, settings_of_call
 from rkmate.planners.registry import planner as find_planner
+from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Planning
 from rkmate.show.curve import Curve
@@ -27,8 +28,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          budget: int | float | str | None = None, planner: str = "rockmate", progress: bool = True,
          plan: Plan | None = None, costs: str | None = None, verify: bool = True,
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
-         planning_seconds: float | None = None,
-         settings: Settings | None = None) -> PlannedModule:
+         planning_seconds: float | None = None, settings: Settings | None = None,
+         lengths: Sequence[int] | None = None, pad: Mapping[str, float] | None = None) -> PlannedModule:
     """An equivalent module that trains inside a memory budget.
 
     Args:
@@ -66,7 +67,10 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
             the last product and its cross entropy are computed a few rows at a time (``"auto"``: where
             nothing else meets the budget, ``"always"``, ``"never"``); ``planner``, how long the default
-            planner looks (`rkmate.PlannerSettings`).
+            planner looks (`rkmate.PlannerSettings`); ``kept_plans_bytes``, how much memory plans may take.
+        lengths: sequence lengths (dimension 1 of the arguments) to plan for now, beside the sample's.
+        pad: a padding value by argument name: a call whose length is between those of `lengths` is padded to
+            the next one, and its outputs are cut back. Without it, `lengths` only plans ahead.
 
     Returns:
         A module with the same parameters, buffers, outputs and gradients; ``.plan`` and
@@ -84,7 +88,11 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     if on_new_shape not in ("plan", "original", "error"):
         raise ArgumentError(f'on_new_shape is {on_new_shape!r}; it should be "plan", "original" or '
                             '"error"')
-    return PlannedModule(model, args, kwargs, planning, plan, verify, on_new_shape)
+    ahead = checked_lengths(model, lengths, pad)
+    wrapped = PlannedModule(model, args, kwargs, planning, plan, verify, on_new_shape)
+    if ahead is not None:
+        wrapped.plan_ahead(ahead, args, kwargs)
+    return wrapped
 
 
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,

@@ -45,6 +45,9 @@ class Settings:
     budget, always, or never. The last bits of that weight's gradient then differ."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
+    kept_plans_bytes: int = 1 << 30
+    """About how much host memory the plans of one wrapped module may take: one is made for each signature
+    (shapes, flags), and the least recently used go first. The latest always stays."""
     split_head: InitVar[When | None] = None
     """The old name of `chunked_loss`, understood for one more version."""
 

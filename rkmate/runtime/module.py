@@ -17,6 +17,7 @@ from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
 from rkmate.runtime.guards import ModuleReader, guards_of
+from rkmate.runtime.lengths import Lengths
 from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Specialization
 from rkmate.show.plan import Plan
 from rkmate.stand_in import StandIn
@@ -35,13 +36,14 @@ class PlannedModule(StandIn):
     """
 
     _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_verify", "_on_new_shape",
-                         "_planned_forward"))
+                         "_planned_forward", "_lengths"))
     _plans: PlanCache
     _latest: Executable | None
     _reader: ModuleReader
     _told: set[str]
     _verify: bool
     _on_new_shape: NewShape
+    _lengths: Lengths | None
     _planned_forward: MethodType
     """What `forward` is, as long as no library puts another in its place."""
 
@@ -58,10 +60,17 @@ class PlannedModule(StandIn):
                 on_new_shape: NewShape) -> None:
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
-                             _on_new_shape=on_new_shape, _told=set(), _latest=None,
+                             _on_new_shape=on_new_shape, _told=set(), _latest=None, _lengths=None,
                              _reader=ModuleReader(self._original), _planned_forward=forward, forward=forward)
 
     # -- planning -------------------------------------------------------------------------
+
+    def plan_ahead(self, lengths: Lengths, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan for the sample at some lengths, and bring calls to them where a padding is given."""
+        for some, named in lengths.samples(args, kwargs):
+            key, _ = guards_of(self._reader, some, named)
+            self._reader.follow(self._plans.make(key, some, named).capture.assigned)
+        self.__dict__["_lengths"] = lengths
 
     @property
     def plan(self) -> Plan:
@@ -95,12 +104,15 @@ class PlannedModule(StandIn):
         if inside_transform():
             raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
                                 "jvp): use the original module (.original) there")
+        cut = None
+        if self._lengths is not None:
+            args, kwargs, cut = self._lengths.fitted(args, kwargs)
         key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.find(key)
         if known is None:
             known = self._new_signature(key, args, kwargs)
             if known is None:
-                return model(*args, **kwargs)
+                return model(*args, **kwargs) if cut is None else cut(model(*args, **kwargs))
         latest = self._plans.current(known, tensors)
         self.__dict__["_latest"] = latest
         found, pattern = known, latest.compiled.wanted
@@ -109,7 +121,8 @@ class PlannedModule(StandIn):
             return self._plans.again(found, pattern, kept, given)
 
         first = self._first_step(latest)
-        return latest.compiled(tensors, redo, first.finish if first is not None else None)
+        result = latest.compiled(tensors, redo, first.finish if first is not None else None)
+        return result if cut is None else cut(result)
 
     def _first_step(self, ready: Executable) -> FirstStep | None:
         """Watches a plan's first step, where that is wanted and the device can tell."""
@@ -140,7 +153,7 @@ class PlannedModule(StandIn):
             if "plan" not in self._told:
                 self._told.add("plan")
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
-                               "kept (this is said once)", self._plans.differing(key))
+                               "kept (this is said once; how long such plans took in all, after 10, 100, 1000)", self._plans.differing(key))
         known = self._plans.make(key, args, kwargs)
         self._reader.follow(known.capture.assigned)
         return known
