@@ -27,7 +27,9 @@ from rkmate.planners.registry import planner as find_planner
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 
-TRIED = 6
+UNUSED = 0.03
+"""A schedule that leaves less of the budget than this share is taken as it is."""
+TRIED = 3
 """Known schedules that are judged, the nearest in size first."""
 ROUND = 512
 """Temporary memory that was scaled is rounded up to so many bytes."""
@@ -51,8 +53,8 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
                        known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
     """A plan within the budget; None where the known plans lead to none, and one has to be searched for.
 
-    `traced`: the new size. `measured`: measure its costs, and scale none. Only the default way of planning is short-cut: what a planner of another name
-    is asked for is that planner's.
+    `traced`: the new size. `measured`: measure its costs, and scale none. Only the default way of planning
+    is short-cut: what a planner of another name is asked for is that planner's.
     """
     start = time.perf_counter()
     method = find_planner(planner, traced.settings.of_planner)
@@ -98,9 +100,10 @@ def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
     that of the next larger known size, or grows with what grows most among what is read and written.
     """
     rows = [(p.graph.cd, p.costs) for p in known]
-    whole = max(_ratio(a.size, b.size) for graph, _ in rows[:1]
-                for a, b in zip(new.d, graph.d, strict=True))
-    return [_scaled([(_moved(g, i), _ratios(g, new, i), costs[i]) for g, costs in rows], _moved(new, i), whole)
+    # An operation may read what the caller holds, which grows as something in the graph does.
+    whole = [max(_ratio(a.size, b.size) for a, b in zip(new.d, g.d, strict=True)) for g, _ in rows]
+    return [_scaled([(_moved(g, i), max(_ratios(g, new, i), most if most > 1 else 0), costs[i])
+                     for (g, costs), most in zip(rows, whole, strict=True)], _moved(new, i))
             for i in range(len(new.c))]
 
 
@@ -118,7 +121,7 @@ def _ratios(known: CDGraph, new: CDGraph, i: int) -> float:
     return max((_ratio(new.d[j].size, known.d[j].size) for j in (*c.inputs, *c.outputs)), default=1.0)
 
 
-def _scaled(known: Sequence[tuple[int, float, Cost]], moved: int, whole: float) -> Cost:
+def _scaled(known: Sequence[tuple[int, float, Cost]], moved: int) -> Cost:
     def one(kernels: Sequence[tuple[int, float, Kernel]]) -> Kernel:
         near = sorted(kernels, key=lambda k: abs(k[0] - moved))
         (x, _, a), others = near[0], [k for k in near if k[0] != near[0][0]]
@@ -129,7 +132,7 @@ def _scaled(known: Sequence[tuple[int, float, Cost]], moved: int, whole: float) 
         larger = [k for k in kernels if k[1] <= 1]
         # Nothing that is read or written is larger than there: nor is what stands beside it.
         overhead = min(k[2].overhead for k in larger) if larger else \
-            min(_up(k[2].overhead, max(k[1], whole)) for k in kernels)
+            min(_up(k[2].overhead, k[1]) for k in kernels)
         return Kernel(seconds, overhead)
 
     plain = one([(m, r, Kernel(c.time, c.overhead)) for m, r, c in known])
@@ -153,6 +156,8 @@ def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: s
     if not found:
         return None
     best = min(found, key=lambda c: (c.seconds, c.peak))
+    if best.peak > limit * (1 - UNUSED):
+        return best
     schedule = finish(graph, best.schedule, limit, pinned=pinned, reserve_at_loss=reserve)
     result = prepared.simulate(schedule)
     return replace(best, schedule=schedule, peak=result.peak, seconds=result.seconds)

@@ -153,7 +153,8 @@ class PlannedModule(StandIn):
             if "plan" not in self._told:
                 self._told.add("plan")
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
-                               "kept (this is said once; how long such plans took in all, after 10, 100, 1000)", self._plans.differing(key))
+                               "kept (this is said once, and how long such plans took after 10 and 100)",
+                               self._plans.differing(key))
         known = self._plans.make(key, args, kwargs)
         self._reader.follow(known.capture.assigned)
         return known

@@ -28,7 +28,7 @@ from rkmate.runtime.changes import changing, differing
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards
-from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, derive, member
+from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, derive, member
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
@@ -153,7 +153,8 @@ class PlanCache:
                 refuse_what_cannot_repeat(self.model, args, kwargs)
             self._warn_of_changes(key)
             start, others = time.perf_counter(), self._of_other_sizes(key)
-            members = [s.member for s in others if s.member is not None][-MEMBERS:]
+            members = [s.member for s in others if s.member is not None
+                       and comparable(key, s.member.key)][-MEMBERS:]
             derived, recording = derive(self.model, args, kwargs, key, members)
             traced = trace(self.model, args, kwargs, self.planning.settings,
                            Progress(self.planning.progress), derived)
@@ -187,7 +188,8 @@ class PlanCache:
     def _keep(self, key: Guards, new: Specialization, others: Sequence[Specialization]) -> None:
         """Keep a new signature, and what it was derived from; the least recently used go."""
         with self._lock:
-            for k in [k for k, s in self._kept.items() if s.member is not None and s in others]:
+            for k in [k for k, s in self._kept.items() if s.member is not None
+                      and any(s is other for other in others)]:
                 self._kept.move_to_end(k)
             self._kept[key] = new
             total = sum(s.bytes for s in self._kept.values())

@@ -74,14 +74,20 @@ def alike(a: Guards, b: Guards) -> bool:
         for s, t in zip(a.inputs, b.inputs, strict=True))
 
 
+def comparable(key: Guards, other: Guards) -> bool:
+    """Whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
+    return all(a == b or min(a, b) > 1 for s, t in zip(key.inputs, other.inputs, strict=True)
+               for a, b in zip(s[0], t[0], strict=True))
+
+
 def possible(key: Guards, members: Sequence[Guards]) -> bool:
     """Whether the members' sizes may tell those of a new signature: what is the same in all of them is the
-    same in it, and what differs is neither 0 nor 1 anywhere."""
+    same in it."""
     if len(members) < 2:
         return False
     for places in zip(key.inputs, *(m.inputs for m in members), strict=True):
         for now, *before in zip(*(p[0] for p in places), strict=True):
-            if len({now, *before}) > 1 and (len(set(before)) == 1 or min(now, *before) < 2):
+            if now not in before and len(set(before)) == 1:
                 return False
     return True
 

@@ -26,12 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
-from rkmate.errors import CaptureError
 from rkmate.graph.capture.capture import flat_module
 from rkmate.graph.capture.quiet import quiet
 from rkmate.graph.capture.repairs import repaired, ways_to_export
-from rkmate.graph.capture.state import HostDraws, PythonState, tensors_in
-from rkmate.graph.capture.structure import Structure
+from rkmate.graph.capture.state import HostDraws, PythonState
+from rkmate.graph.capture.structure import Structure, tensors_in
 
 _SMALL = 1 << 16
 """Elements of a closed-over tensor that are compared; a larger one is not taken."""
@@ -51,7 +50,7 @@ class TensorForm(NamedTuple):
 def form_of(t: torch.Tensor) -> TensorForm:
     """The form of a tensor that an operation takes, or a call."""
     return TensorForm(tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad,
-                      t.storage_offset())
+                      int(t.storage_offset()))
 
 
 @dataclass(frozen=True)
@@ -144,13 +143,14 @@ class _Sized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, form: TensorForm) -> _Sized:
-        made: _Sized = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: _Sized = torch.Tensor._make_wrapper_subclass(
             cls, form.shape, form.stride, form.offset, dtype=form.dtype, device=form.device,
             requires_grad=form.requires_grad)
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any,  # type: ignore[override]
+                           args: Any = (), kwargs: Any = None) -> Any:
         raise _Refused(f"{func} outside of the recording")
 
 
@@ -361,6 +361,6 @@ class _ByIdentity(dict[torch.Tensor, Any]):
     def __len__(self) -> int:
         return len(self._of)
 
-    def get(self, t: torch.Tensor, default: Any = None) -> Any:  # type: ignore[override]
+    def get(self, t: torch.Tensor, default: Any = None) -> Any:
         found = self._of.get(id(t))
         return default if found is None else found[1]

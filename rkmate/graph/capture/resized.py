@@ -79,8 +79,9 @@ class _Copy:
         for row in zip(*lists, strict=True):
             self._node(row)
         for c in self.captures[1:]:
-            if [s for s in c.sources.values()] != [s for s in first.sources.values()] \
-                    or c.constants.keys() != first.constants.keys() or c.differentiable != first.differentiable \
+            if list(c.sources.values()) != list(first.sources.values()) \
+                    or c.constants.keys() != first.constants.keys() \
+                    or c.differentiable != first.differentiable \
                     or any(not _equal(t, first.constants[k]) for k, t in c.constants.items()) \
                     or self._places(c) != self._places(first) \
                     or [a.path for a in c.assigned] != [a.path for a in first.assigned]:
@@ -162,15 +163,13 @@ class _Copy:
         storage = self._storages.get(key)
         if storage is None:
             # Who owns the storage comes first: what it holds, and no more.
-            _same([s.nbytes() == _bytes(t.shape, t.stride(), t.storage_offset(), t.element_size())
-                   for s, t in zip(storages, row, strict=True)])
-            if storages[0].nbytes() != _bytes(first.shape, first.stride(), first.storage_offset(),
-                                              first.element_size()):
+            if any(s.nbytes() != _bytes(t.shape, t.stride(), int(t.storage_offset()), t.element_size())
+                   for s, t in zip(storages, row, strict=True)):
                 raise _Unknown("a storage of another size than its tensor")
             storage = torch.UntypedStorage(_bytes(shape, stride, offset, first.element_size()), device="meta")
             self._storages[key] = storage
         plain = torch.empty(0, dtype=first.dtype, device="meta").set_(storage, offset, shape, stride)
-        made = FakeTensor(self.mode, plain, first.device, requires_grad=first.requires_grad)  # type: ignore
+        made = FakeTensor(self.mode, plain, first.device, requires_grad=first.requires_grad)
         self._tensors[at] = made
         return made
 
