@@ -38,10 +38,6 @@ def examples(count: int) -> int:
     return derived
 
 
-def test_a_few_random_modules() -> None:
-    assert examples(2) > 0
-
-
 @pytest.mark.slow
-def test_many_random_modules() -> None:
-    assert examples(30) > 30
+def test_random_modules() -> None:
+    assert examples(10) > 5
