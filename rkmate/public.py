@@ -19,6 +19,7 @@ from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings, settings_of_call
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_layers, take_plan_from
+from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Planning
 from rkmate.runtime.sharded import sharded_layers
@@ -35,7 +36,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
          training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
          settings: Settings | None = None, loss: Callable[..., Any] | None = None,
-         loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None) -> PlannedModule:
+         loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None,
+         lengths: Sequence[int] | None = None, pad: Mapping[str, float] | None = None) -> PlannedModule:
     """An equivalent module that trains inside a memory budget.
 
     Args:
@@ -79,11 +81,14 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
             the last product and its cross entropy are computed a few rows at a time (``"auto"``: where
             nothing else meets the budget, ``"always"``, ``"never"``); ``planner``, how long the default
-            planner looks (`rkmate.PlannerSettings`).
+            planner looks (`rkmate.PlannerSettings`); ``kept_plans_bytes``, how much memory plans may take.
         loss: a function or module that gets the model's output; ``wrap(model, args, kwargs, loss=fn,
             loss_args=(y,))`` is ``wrap(with_loss(model, fn), args, {**kwargs, "loss_args": (y,)})``: a module
             that returns the loss (`rkmate.with_loss`), and plans it with the model.
         loss_args, loss_kwargs: samples of what the loss gets after the output.
+        lengths: sequence lengths (dimension 1 of the arguments) to plan for now, beside the sample's.
+        pad: a padding value by argument name: a call whose length is between those of `lengths` is padded to
+            the next one, and its outputs are cut back. Without it, `lengths` only plans ahead.
 
     Returns:
         A module with the same parameters, buffers, outputs and gradients; ``.plan`` and
@@ -99,9 +104,12 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains, calls)
+    ahead = checked_lengths(model, lengths, pad)
     with flags_to_plan(model, training):
         module = PlannedModule(model, planning, verify, _checked(on_new_shape))
         module.plan_for(args, kwargs, plan)
+        if ahead is not None:
+            module.plan_ahead(ahead, args, kwargs)
     return module
 
 

@@ -48,12 +48,17 @@ def solve(prepared: Prepared) -> Solved:
     start = time.perf_counter()
     sets = options_of(prepared)
     middle = time.perf_counter()
-    parts = prepared.partition
-    problem = Problem(
-        prepared.graph, chain_of(prepared, sets), tuple(b.c for b in parts.blocks), prepared.pinned,
-        prepared.reserve_at_loss, stages_of(prepared), prepared.blocked.classes, class_graphs(prepared))
+    problem = solve_with(prepared, sets)
     return Solved(prepared, problem, summarise(prepared), {
         **prepared.stage_seconds, "options": middle - start, "chain": time.perf_counter() - middle})
+
+
+def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
+    """A planner's problem, of known options."""
+    return Problem(
+        prepared.graph, chain_of(prepared, sets), tuple(b.c for b in prepared.partition.blocks),
+        prepared.pinned, prepared.reserve_at_loss, stages_of(prepared), prepared.blocked.classes,
+        class_graphs(prepared))
 
 
 def class_graphs(prepared: Prepared) -> tuple[CDGraph, ...]:

@@ -37,12 +37,18 @@ CURVE = 10
 """Budgets of a curve, unless the caller names them."""
 
 
+Orders = tuple[tuple[tuple[int, ...], ...], ...]
+"""Per class of blocks, the backward orders of its options."""
+
+
 @dataclass(frozen=True)
 class Planned:
     """A plan, and the variant of the graph that it runs over, for code to be generated."""
 
     plan: Plan
     prepared: Prepared
+    orders: Orders = ()
+    """Of the options that were solved for it; empty where none were."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +83,18 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     for variant in (prepared.blocked.variant, *fallbacks(traced.settings, prepared.blocked.linear_losses)):
         here = prepared if variant is prepared.blocked.variant else prepare(traced, variant)
         try:
-            plan = _whole_or_searched(here, method, limit)
+            plan, orders = _whole_or_searched(here, method, limit)
         except InfeasibleBudget as error:
             refused.append(error)
             continue
         _warn_of(here)
-        return Planned(plan, here)
+        return Planned(plan, here, orders)
     raise min(refused, key=lambda error: error.minimum_bytes)
 
 
 def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Plan:
     """The plan of one variant alone, which `make_plan` asks for each. Raises what `make_plan` raises."""
-    return _whole_or_searched(prepared, find_planner(planner, prepared.settings.of_planner), limit)
+    return _whole_or_searched(prepared, find_planner(planner, prepared.settings.of_planner), limit)[0]
 
 
 def smallest_peak_of(prepared: Prepared, above: int) -> int:
@@ -219,15 +225,20 @@ def _check(plan: Plan, prepared: Prepared) -> None:
                         f"says {peak:,}: make the plan again")
 
 
-def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> Plan:
+def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> tuple[Plan, Orders]:
     """A plan for one budget alone. Where a composed planner's budget holds the whole step, no integer
     program is solved."""
     solved = None if _fits(prepared, method, limit) else solve(prepared)
     attempt = attempted(prepared, solved, method, limit)
     if attempt.plan is not None:
-        return attempt.plan
+        return attempt.plan, () if solved is None else _orders(solved)
     assert solved is not None
     raise _error(solved, method, limit, attempt)
+
+
+def _orders(solved: Solved) -> Orders:
+    by_class = dict(zip(solved.prepared.blocked.classes, solved.options, strict=True))
+    return tuple(tuple(option.backward for option in by_class[k]) for k in range(len(by_class)))
 
 
 def _fits(prepared: Prepared, method: Planner, limit: int) -> bool:

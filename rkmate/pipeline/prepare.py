@@ -158,13 +158,14 @@ class Prepared:
 
 @planning_lock
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings,
-          progress: Progress) -> Traced:
-    """Capture a model on sample inputs; one thread at a time."""
+          progress: Progress, captured: Capture | None = None) -> Traced:
+    """Capture a model on sample inputs; one thread at a time. `captured`: what is known to come out."""
     check_model(model)
     model = traceable(model)
     start = time.perf_counter()
-    with gc_pause(), progress.stage("capturing", None), capture_lock:
-        captured = capture(model, args, kwargs)
+    if captured is None:
+        with gc_pause(), progress.stage("capturing", None), capture_lock:
+            captured = capture(model, args, kwargs)
     trains = trains_of(model, captured, settings.trains)
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "

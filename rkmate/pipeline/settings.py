@@ -51,6 +51,9 @@ class Settings:
     fraction_of: Literal["plain", "checkpointed"] = "plain"
     """Which peak a fractional budget is a part of, for a model that calls ``torch.utils.checkpoint``: that of
     its step without checkpointing, or as it checkpoints."""
+    kept_plans_bytes: int = 1 << 30
+    """About how much host memory the plans of one wrapped module may take: one is made for each signature
+    (shapes, flags), and the least recently used go first. The latest always stays."""
     split_head: InitVar[When | None] = None
     """The old name of `chunked_loss`, understood for one more version."""
 

@@ -19,10 +19,11 @@ from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
+from rkmate.runtime.lengths import Lengths
 from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Specialization
 from rkmate.show.plan import Plan
 from rkmate.stand_in import StandIn
-from rkmate.support.planning_lock import capture_lock
+from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.warn import warn
 
 NewShape = Literal["plan", "original", "error"]
@@ -37,7 +38,7 @@ class PlannedModule(StandIn):
     """
 
     _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_unplanned", "_verify", "_on_new_shape",
-                         "_planned_forward"))
+                         "_planned_forward", "_lengths"))
     _plans: PlanCache
     _latest: Executable | None
     _reader: ModuleReader
@@ -46,6 +47,7 @@ class PlannedModule(StandIn):
     """Signatures of other flags that cannot be planned, which is said."""
     _verify: bool
     _on_new_shape: NewShape
+    _lengths: Lengths | None
     _planned_forward: MethodType
     """What `forward` is, as long as no library puts another in its place."""
 
@@ -66,10 +68,18 @@ class PlannedModule(StandIn):
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
+                             _lengths=None,
                              _reader=ModuleReader(traceable(self._original)), _planned_forward=forward,
                              forward=forward)
 
     # -- planning -------------------------------------------------------------------------
+
+    def plan_ahead(self, lengths: Lengths, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan for the sample at some lengths, and bring calls to them where a padding is given."""
+        for some, named in lengths.samples(args, kwargs):
+            key, _ = guards_of(self._reader, some, named)
+            self._reader.follow(self._plans.make(key, some, named).capture.assigned)
+        self.__dict__["_lengths"] = lengths
 
     @property
     def has_plan(self) -> bool:
@@ -97,7 +107,7 @@ class PlannedModule(StandIn):
         """The original's forward; under the plan when gradients are wanted."""
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(self, args, kwargs)
-        if torch.compiler.is_compiling() and _traced_here():
+        if planning_lock.is_mine() or (torch.compiler.is_compiling() and _traced_here()):
             return self._run_original(args, kwargs)   # a part of what is being captured or exported
         if capture_lock.is_others():
             with capture_lock:
@@ -107,12 +117,16 @@ class PlannedModule(StandIn):
         if inside_transform():
             raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
                                 "jvp): use the original module (.original) there")
+        cut = None
+        if self._lengths is not None:
+            args, kwargs, cut = self._lengths.fitted(args, kwargs)
         key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.find(key)
         if known is None:
             known = self._new_signature(key, args, kwargs)
             if known is None:
-                return self._run_original(args, kwargs)
+                result = self._run_original(args, kwargs)
+                return result if cut is None else cut(result)
         latest = self._plans.current(known, tensors)
         self.__dict__["_latest"] = latest
         found, pattern = known, latest.compiled.wanted
@@ -123,8 +137,9 @@ class PlannedModule(StandIn):
         opened = self._plans.open_calls
         opened.check(latest.plan, forward=True)
         first = self._first_step(latest)
-        return latest.compiled(tensors, redo, first.finish if first is not None else None,
-                               lambda call: opened.add(call, latest.plan))
+        result = latest.compiled(tensors, redo, first.finish if first is not None else None,
+                                 lambda call: opened.add(call, latest.plan))
+        return result if cut is None else cut(result)
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is planned, as it is without a plan."""
@@ -154,7 +169,8 @@ class PlannedModule(StandIn):
             if "plan" not in self._told:
                 self._told.add("plan")
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
-                               "kept (this is said once)", self._plans.differing(key))
+                               "kept (this is said once, and how long such plans took after 10 and 100)",
+                               self._plans.differing(key))
         if key in self._unplanned or not self._has_something_to_train(args, kwargs):
             return None
         try:
@@ -222,7 +238,7 @@ def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _traced_here() -> bool:
-    """Whether this thread makes a plan, or exports, now: of a module that this one is a part of.
+    """Whether this thread captures, or exports, now: a module that this one is a part of.
 
     Torch's flag does not say: it is one for all threads.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
 from rkmate.pipeline.loss_inside import traceable
+from rkmate.pipeline.other_sizes import KnownPlan, plan_at_other_size
 from rkmate.pipeline.planning import follow, follow_any, make_plan
 from rkmate.pipeline.prepare import Traced, held_tensors, trace
 from rkmate.pipeline.settings import Settings
@@ -28,6 +30,7 @@ from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards
 from rkmate.runtime.open_calls import OpenCalls
+from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, derive, member
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
@@ -35,8 +38,8 @@ from rkmate.support.warn import warn
 
 logger = logging.getLogger("rkmate")
 
-_REMEMBERED = 16
-"""Signatures whose plans are kept; the least recently used goes first."""
+_NODE_BYTES = 3 << 10
+"""What a node of a captured graph takes, with its fake tensor; rounded up."""
 
 TangentMask = tuple[bool, ...]
 """Per output, whether a gradient comes for it."""
@@ -62,6 +65,10 @@ class Executable:
     compiled: PlannedStep
     measured: bool = False
     """Whether a step has been measured against the prediction."""
+    known: KnownPlan | None = None
+    """What plans of other sizes may take from it."""
+    graph_nodes: int = 0
+    """Of the graph that it runs over."""
 
 
 @dataclass
@@ -72,6 +79,15 @@ class Specialization:
     executables: dict[TangentMask, Executable] = field(default_factory=dict)
     mask: TangentMask = ()
     """What the next forward is planned for."""
+    member: Member | None = None
+    """Where it was captured in full: what other sizes are derived from."""
+
+    @property
+    def bytes(self) -> int:
+        """About what it takes of the host's memory."""
+        plans = list(self.executables.values())
+        nodes = len(self.capture.graph.nodes) + sum(e.graph_nodes for e in plans)
+        return _NODE_BYTES * nodes + sum(4 * len(e.plan.source) for e in plans)
 
     @property
     def capture(self) -> Capture:
@@ -95,6 +111,7 @@ class PlanCache:
         self._lock = threading.RLock()
         self._warned = False
         self.open_calls = OpenCalls()
+        self.new_sizes = NewSizes()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -138,10 +155,19 @@ class PlanCache:
                 refuse_what_cannot_repeat(self.model, args, kwargs,
                                           hooks_outside=self.planning.hooks_outside)
             self._warn_of_changes(key)
+            start, others = time.perf_counter(), self._of_other_sizes(key)
+            members = [s.member for s in others if s.member is not None
+                       and comparable(key, s.member.key)][-MEMBERS:]
+            derived, recording = derive(self.model, args, kwargs, key, members)
             traced = trace(self.model, args, kwargs, self.planning.settings,
-                           Progress(self.planning.progress))
+                           Progress(self.planning.progress), derived)
+            if derived is not None and others[-1].mask:
+                traced = replace(traced, wanted=others[-1].mask)
+            plans = [e.known for s in others for m, e in s.executables.items()
+                     if e.known is not None and m == traced.wanted]
             try:
-                executable = self._executable(traced, self.planning.budget, plan)
+                executable = self._executable(traced, self.planning.budget, plan, plans,
+                                              derived=derived is not None)
             except InfeasibleBudget as error:
                 if not self._kept:
                     raise
@@ -152,11 +178,28 @@ class PlanCache:
             self.planning = replace(self.planning, budget=budget)
             # What is kept holds no tensors of this call.
             known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
-            with self._lock:
-                self._kept[key] = known
-                while len(self._kept) > _REMEMBERED:
-                    self._kept.popitem(last=False)
+            if derived is None:
+                known.member = member(key, traced.capture, args, kwargs, recording)
+            if len(self):
+                self.new_sizes.add(derived is not None, time.perf_counter() - start)
+            self._keep(key, known, others)
             return known
+
+    def _of_other_sizes(self, key: Guards) -> list[Specialization]:
+        """What is kept of signatures that differ in sizes alone; the latest used last."""
+        with self._lock:
+            return [s for k, s in self._kept.items() if alike(k, key)]
+
+    def _keep(self, key: Guards, new: Specialization, others: Sequence[Specialization]) -> None:
+        """Keep a new signature, and what it was derived from; the least recently used go."""
+        with self._lock:
+            for k in [k for k, s in self._kept.items() if s.member is not None
+                      and any(s is other for other in others)]:
+                self._kept.move_to_end(k)
+            self._kept[key] = new
+            total = sum(s.bytes for s in self._kept.values())
+            while len(self._kept) > 1 and total > self.planning.settings.kept_plans_bytes:
+                total -= self._kept.popitem(last=False)[1].bytes
 
     def _warn_of_changes(self, key: Guards) -> None:
         with self._lock:
@@ -220,17 +263,23 @@ class PlanCache:
             warn(f"{error}; this step takes that much")
             return self._executable(traced, Budget(bytes=error.minimum_bytes))
 
-    def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None) -> Executable:
-        """The plan to follow, a saved one, or a new one; and the code of it."""
+    def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
+                    known: Sequence[KnownPlan] = (), *, derived: bool = False) -> Executable:
+        """The plan to follow, a saved one, or a new one, and the code of it. `known`: of other sizes;
+        `derived`: from them, and not measured."""
         planned = follow(traced, plan) if plan is not None else \
             (follow_any(traced, self._saved) if self._saved else None) or \
-            make_plan(traced, budget, self.planning.planner)
+            (plan_at_other_size(traced, budget, self.planning.planner, known, measured=not derived)
+             if known else None)
+        derived = derived and planned is not None
+        planned = planned or make_plan(traced, budget, self.planning.planner)
         prepared, plan = planned.prepared, planned.plan
         labels = [b.label for b in plan.blocks]
         generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
         plan = replace(plan, source=generated.text)
-        return Executable(plan, PlannedStep(self.model, prepared.capture, prepared.partition, generated,
-                                            prepared.device))
+        step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device)
+        return Executable(plan, step, known=KnownPlan(plan, not derived, planned.orders),
+                          graph_nodes=len(prepared.partition.program.joint.graph.nodes))
 
 
 def _names(mask: TangentMask) -> str:

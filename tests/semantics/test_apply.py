@@ -201,6 +201,19 @@ def test_a_fraction_never_means_fewer_bytes_than_before() -> None:
     assert module.plan.budget_bytes > allowed
 
 
+def test_other_sizes_are_planned_in_place() -> None:
+    model = Tower()
+    twin = copy.deepcopy(model)
+    applied(model, budget=0.8)
+    for rows in (64, 128, 96, 112):
+        x = torch.randn(rows, 16)
+        same_step(twin, model, lambda run, x=x: run(x).sum())
+        assert measured_peak(model, Sample(model, (x,), {}, torch.sum)) <= plan_of(model).budget_bytes
+    shown = rkmate.applied(model)
+    assert shown is not None
+    assert len(shown._plans) == 4
+
+
 def test_flags_that_cannot_be_planned_run_the_original() -> None:
     model = Tower()
     module = planned(model, X)

@@ -112,6 +112,14 @@ class _Flat(nn.Module):
         return [t.clone() for t in flat]
 
 
+def flat_module(model: nn.Module, inputs: Structure, before: PythonState) -> _Flat:
+    """The module with a flat list of tensors in and out; non-tensors are baked in. `found.structure`, once
+    it has run: what is around its outputs."""
+    flat = _Flat(model, inputs, before)
+    flat.training = model.training
+    return flat
+
+
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     """The joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
 
@@ -208,8 +216,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
     with unchanged_random_state(*devices.in_use()), warnings.catch_warnings(), torch.inference_mode(False), \
             torch.enable_grad(), quiet(), repaired("trace", model):
         warnings.simplefilter("ignore")
-        flat = _Flat(model, inputs, PythonState(model))
-        flat.training = model.training
+        flat = flat_module(model, inputs, PythonState(model))
         program = None
         try:
             program = _export(flat, tuple(tensors))

@@ -26,6 +26,10 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "checkpoints.py": ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",),
     "closed_over.py": ("torch.utils._python_dispatch._disable_current_modes",),
     "custom_functions.py": ("torch._ops.HigherOrderOperator",),
+    "dry_run.py": ("torch.Tensor._make_wrapper_subclass", "torch._C.DisableTorchFunction",
+                   "torch._subclasses.fake_tensor.FakeTensor",
+                   "torch._subclasses.fake_tensor.FakeTensorMode",
+                   "torch.utils._python_dispatch._disable_current_modes"),
     "eager_kernels.py": ("torch._C.DispatchKey", "torch._C._AutoDispatchBelowAutograd",
                          "torch.utils._python_dispatch._disable_current_modes"),
     "inner_gradients.py": ("torch.autograd._engine_run_backward",),
@@ -36,6 +40,8 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "modes.py": ("torch._C._functorch.peek_interpreter_stack", "torch._guards.detect_fake_mode"),
     "operations.py": ("torch._ops.OpOverload",),
     "quiet.py": ("torch.export._trace",),
+    "resized.py": ("torch._subclasses.fake_tensor.FakeTensor",
+                   "torch._subclasses.fake_tensor.FakeTensorMode"),
     "recurrent.py": ("torch._decomp.decompositions",),
 }
 """Files of `graph/capture` -> the private names that they import or reach."""

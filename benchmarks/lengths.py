@@ -1,0 +1,112 @@
+"""What a new sequence length costs: planning time for each, and a training run over many of them.
+
+    python benchmarks/lengths.py [--lengths 24] [--layers 12] [--budget 0.6]
+
+Times are processor time of one thread, in seconds; run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import rkmate
+
+
+class Toy(nn.Module):
+    """A small transformer: embedding, layers, head."""
+
+    def __init__(self, layers: int = 3, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, width)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+                                    for _ in range(layers))
+        self.head = nn.Linear(width, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), x.flatten())
+
+
+def tokens(length: int) -> torch.Tensor:
+    """Four sequences."""
+    return torch.randint(0, 128, (4, length))
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Processor time of a call, and its result."""
+    start = time.process_time()
+    result = call()
+    return time.process_time() - start, result
+
+
+def toy(count: int, budget: float) -> None:
+    """Train over `count` lengths, four steps each, beside the plain model."""
+    torch.manual_seed(0)
+    plain = Toy()
+    model = copy.deepcopy(plain)
+    lengths = [32 + 8 * k for k in range(count)] * 4
+    random.Random(0).shuffle(lengths)
+
+    def train(module: nn.Module) -> None:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        for n in lengths:
+            module(tokens(n)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    without, _ = timed(lambda: train(plain))
+    first, wrapped = timed(lambda: rkmate.wrap(model, (tokens(lengths[0]),), budget=budget, progress=False))
+    total, _ = timed(lambda: train(wrapped))
+    new = wrapped._plans.new_sizes
+    print(f"toy, {count} lengths, {len(lengths)} steps: plain {without:.1f} s; wrap {first:.1f} s, steps "
+          f"{total:.1f} s, of which {new.captured} captured and {new.derived} derived lengths took "
+          f"{new.seconds:.1f} s")
+
+
+def gpt2(layers: int, budget: float) -> None:
+    """Planning alone, of a model of transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=layers, n_embd=64, n_head=4, vocab_size=512, n_positions=512,
+                        use_cache=False, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).train()
+
+    def sample(n: int) -> dict[str, torch.Tensor]:
+        x = torch.randint(0, 512, (2, n))
+        return {"input_ids": x, "labels": x}
+
+    seconds, wrapped = timed(lambda: rkmate.wrap(model, (), sample(64), budget=budget, progress=False))
+    print(f"GPT-2, {layers} layers: first length {seconds:.2f} s")
+    for n in (96, 80, 128, 48, 100):
+        inputs = sample(n)
+        new, _ = timed(lambda inputs=inputs: wrapped(**inputs))        # type: ignore[misc]
+        step, _ = timed(lambda inputs=inputs: wrapped(**inputs))       # type: ignore[misc]
+        print(f"  length {n}: {new - step:.2f} s ({wrapped.plan.note or 'searched'})")
+
+
+def main() -> None:
+    """Both."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--budget", type=float, default=0.6)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    toy(arguments.lengths, arguments.budget)
+    gpt2(arguments.layers, arguments.budget)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""A training step without arithmetic: every operation of a model's forward and backward, and all numbers.
+
+The model's own Python runs, and autograd's backward, on tensors that have shapes and strides alone. Nothing
+is made a graph of, and what an operation returns is asked of torch once for equal shapes: a fraction of
+a capture's time. Two recordings whose `text` is equal did the same operations on the same values, in one
+order, and differ in `numbers` at most; so `graph.capture.resized` knows what each number of a captured graph
+is at another size.
+
+Uses private names of torch (fake tensors, wrapper tensors); tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from rkmate import device as devices
+from rkmate.device.random_state import unchanged_random_state
+from rkmate.graph.capture.capture import flat_module
+from rkmate.graph.capture.quiet import quiet
+from rkmate.graph.capture.repairs import repaired, ways_to_export
+from rkmate.graph.capture.state import HostDraws, PythonState
+from rkmate.graph.capture.structure import Structure, tensors_in
+
+_SMALL = 1 << 16
+"""Elements of a closed-over tensor that are compared; a larger one is not taken."""
+
+
+class TensorForm(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+    offset: int = 0
+
+
+def form_of(t: torch.Tensor) -> TensorForm:
+    """The form of a tensor that an operation takes, or a call."""
+    return TensorForm(tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad,
+                      int(t.storage_offset()))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One dry run."""
+
+    text: bytes
+    """Digest of the operations, of what each reads, and of all arguments that are no numbers."""
+    numbers: tuple[int | float, ...]
+    """Numbers among arguments, and of the shapes, strides and offsets of all results, in order."""
+    result: Structure
+    """Around the output tensors."""
+
+
+class _Refused(Exception):
+    """The step does something that a dry run has no answer to."""
+
+
+def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm]) -> Recording | None:
+    """Record the training step of a call with these tensors; None where that is not possible.
+
+    The model is left as it was. What the step asks of values, or draws on the host, is not possible.
+    """
+    before, draws = PythonState(model), HostDraws()
+    try:
+        for way in ways_to_export(model):
+            try:
+                recorded = _record(model, inputs, forms, way)
+                draws.refuse_change(model)
+                return recorded
+            except KeyboardInterrupt:
+                raise
+            except Exception:       # of the model, of torch, or a refusal: the next way, or a capture
+                draws.restore()
+                before.restore()
+        return None
+    finally:
+        draws.restore()
+        before.restore()
+
+
+def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
+            way: Callable[[], AbstractContextManager[None]]) -> Recording:
+    state = PythonState(model)
+    with ExitStack() as stack:
+        stack.enter_context(unchanged_random_state(*devices.in_use()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for context in (torch.inference_mode(False), torch.enable_grad(), quiet(), repaired("trace", model),
+                        torch.autograd.set_multithreading_enabled(False), way()):
+            stack.enter_context(context)
+        recorder = _Recorder()
+        given = [recorder.enter(f) for f in forms]
+        leaves = [t for t in given if t.requires_grad]
+        stack.callback(state.restore)
+        registered: dict[int, torch.Tensor] = {}
+        for m in model.modules():
+            if isinstance(m, nn.RNNBase):
+                raise _Refused("keeps lists of its weights")
+            for registry in (m._parameters, m._buffers):
+                for name, t in registry.items():
+                    if t is None:
+                        continue
+                    if id(t) not in registered:
+                        registered[id(t)] = recorder.enter(form_of(t))
+                        if t.requires_grad:
+                            leaves.append(registered[id(t)])
+                    registry[name] = registered[id(t)]  # type: ignore[assignment]
+        recorder.real = frozenset(registered)
+        flat = flat_module(model, inputs, state)
+        with recorder:
+            outputs = flat(*given)
+            found = [o for o in outputs if o.requires_grad]
+            if found:
+                gradients = torch.autograd.grad(found, leaves, [torch.empty_like(o) for o in found],
+                                                allow_unused=True)
+                recorder.note(tuple(None if g is None else recorder.known[g] for g in gradients))
+        recorder.note(tuple(recorder.known[o] for o in outputs))
+        for a in state.assigned():
+            if isinstance(a.holder, nn.Module) or tensors_in(a.new):
+                raise _Refused("assigns an attribute")
+            recorder.note((a.path, repr(a.new)))
+        structure = flat.found.structure
+        assert structure is not None
+    return Recording(recorder.digest.digest(), tuple(recorder.numbers), structure)
+
+
+class _Sized(torch.Tensor):
+    """A tensor without memory, on the device that it says."""
+
+    @staticmethod
+    def __new__(cls, form: TensorForm) -> _Sized:
+        made: _Sized = torch.Tensor._make_wrapper_subclass(
+            cls, form.shape, form.stride, form.offset, dtype=form.dtype, device=form.device,
+            requires_grad=form.requires_grad)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any,  # type: ignore[override]
+                           args: Any = (), kwargs: Any = None) -> Any:
+        raise _Refused(f"{func} outside of the recording")
+
+
+class _Recorder(TorchDispatchMode):
+    """Takes down every operation, and answers with tensors of the form that its result has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digest = hashlib.sha256()
+        self.numbers: list[int | float] = []
+        self.known: dict[torch.Tensor, int] = _ByIdentity()
+        """Number of each tensor, in the order of their making."""
+        self.real: frozenset[int] = frozenset()
+        """Ids of the tensors that stand-ins were put in the place of."""
+        self._kept: list[Any] = []       # as long as they live, no other object has their ids
+        self._forms: dict[torch.Tensor, TensorForm] = _ByIdentity()
+        self._answers: dict[Any, Any] = {}
+        self._made: dict[torch.Tensor, tuple[Any, Any, Any, int]] = _ByIdentity()
+        """Of which call each result is, and its place among the results."""
+        self._wrote = False
+        """Whether something was written in place: values from before may be other ones."""
+        self._fake = FakeTensorMode()
+        self._fake.cache_enabled = False        # equal calls are asked once
+
+    def note(self, what: Any) -> None:
+        """Something that two recordings have to have in common."""
+        self.digest.update(repr(what).encode())
+
+    def enter(self, form: TensorForm) -> torch.Tensor:
+        """A new tensor."""
+        made = _Sized(form)
+        self._forms[made] = form
+        self.known[made] = len(self.known)
+        self.numbers += (*form.shape, *form.stride, form.offset)
+        self.note((str(form.dtype), str(form.device), form.requires_grad, len(form.shape)))
+        return made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        words: list[Any] = [func.name() if hasattr(func, "name") else repr(func)]
+        key: list[Any] = [func]
+        tensors: list[torch.Tensor] = []
+        self._read((args, kwargs), words, key, tensors)
+        if not any(t in self.known for t in tensors) and tensors:
+            return self._of_real(func, args, kwargs, tensors, words)
+        self.note(words)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._value(args[0]).item()
+        at = tuple(key)
+        answer = self._answers.get(at)
+        if answer is None:
+            answer = self._answers[at] = self._ask(func, args, kwargs)
+        written = [k for k, r in enumerate(func._schema.returns)
+                   if r.alias_info is not None and r.alias_info.is_write] \
+            if func._schema.is_mutable else []
+        if written:
+            return self._written(func, args, kwargs)
+        leaves, spec = answer
+        results = [self._result(x) for x in leaves]
+        for k, t in enumerate(results):
+            if t is not None:
+                self._made[t] = func, args, kwargs, k
+        return pytree.tree_unflatten(results, spec)
+
+    def _value(self, of: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor that depends on no input, which libraries ask for (position ids)."""
+        values: dict[torch.Tensor, Any] = _ByIdentity()
+        todo = [of]
+        if self._wrote:
+            raise _Refused("asks for a value")
+        while todo:
+            t = todo[-1]
+            if t in values:
+                todo.pop()
+                continue
+            if t not in self._made:
+                if t in self.known:
+                    raise _Refused("asks for a value")
+                values[t] = t
+                continue
+            func, args, kwargs, k = self._made[t]
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                raise _Refused("asks for a value")
+            needs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+            missing = [a for a in needs if a not in values]
+            if missing:
+                todo += missing
+                continue
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                taken, given = pytree.tree_map_only(torch.Tensor, values.__getitem__, (args, kwargs))
+                values[t] = pytree.tree_leaves(func(*taken, **given))[k]
+            todo.pop()
+        found: torch.Tensor = values[of]
+        return found
+
+    def _result(self, form: Any) -> Any:
+        if form is None:
+            return None
+        made = _Sized(form)
+        self._forms[made] = form
+        self.known[made] = len(self.known)
+        self.numbers += form.shape
+        self.numbers += form.stride
+        self.numbers.append(form.offset)
+        return made
+
+    def _read(self, value: Any, words: list[Any], key: list[Any], tensors: list[torch.Tensor]) -> None:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            number = self.known.get(value)
+            if number is None:
+                words.append(self._constant(value))
+                key.append(form_of(value))
+            else:
+                words.append(number)
+                form = self._forms[value]
+                key.append(form)
+        elif isinstance(value, (list, tuple)):
+            words.append(f"({len(value)}")
+            key.append(len(value))
+            for v in value:
+                self._read(v, words, key, tensors)
+        elif isinstance(value, dict):
+            words.append(f"{{{len(value)}")
+            for k, v in value.items():
+                words.append(k)
+                key.append(k)
+                self._read(v, words, key, tensors)
+        elif isinstance(value, bool) or value is None or not isinstance(value, (int, float)):
+            words.append(repr(value))
+            key.append(value if isinstance(value, (bool, str, type(None))) else repr(value))
+        else:
+            words.append(type(value).__name__)
+            key.append((type(value), value))
+            self.numbers.append(value)
+
+    def _constant(self, t: torch.Tensor) -> Any:
+        """A closed-over tensor, by what it holds."""
+        if isinstance(t, _Sized) or id(t) in self.real or t.requires_grad or t.numel() > _SMALL \
+                or t.layout is not torch.strided:
+            raise _Refused("computes with a tensor that is not its own")
+        with _disable_current_modes():
+            content = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() \
+                if t.dim() or t.numel() else b""
+        return tuple(t.shape), str(t.dtype), hashlib.sha256(content).hexdigest()
+
+    def _of_real(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor],
+                 words: list[Any]) -> Any:
+        """An operation on closed-over tensors alone: their values are known."""
+        self.note(words)
+        with _disable_current_modes():
+            found = func(*args, **kwargs)
+        self._kept.append((args, found))
+        return found
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Operations in place return what they have written to."""
+        names = {a.name: (args[k] if k < len(args) else kwargs.get(a.name))
+                 for k, a in enumerate(func._schema.arguments)
+                 if a.alias_info is not None and a.alias_info.is_write}
+        found = list(names.values())
+        self._wrote = True
+        if len(found) != len(func._schema.returns) or any(not isinstance(t, torch.Tensor) for t in found):
+            raise _Refused(f"{func} writes")
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _ask(self, func: Any, args: Any, kwargs: Any) -> tuple[list[TensorForm | None], Any]:
+        """The forms of an operation's results, by torch's own rules."""
+        def fake(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor):
+                return t
+            f = self._forms.get(t) or form_of(t)
+            if f.offset:
+                extent = f.offset + 1 + sum((n - 1) * s for n, s in zip(f.shape, f.stride, strict=True))
+                whole = torch.empty(max(extent, 0), dtype=f.dtype, device="meta")
+                like = whole.as_strided(f.shape, f.stride, f.offset)
+            else:
+                like = torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device="meta")
+            return FakeTensor(self._fake, like, f.device)
+
+        with _disable_current_modes(), torch.no_grad():
+            taken, given = pytree.tree_map(fake, (args, kwargs))
+            with self._fake:
+                out = func(*taken, **given)
+        leaves, spec = pytree.tree_flatten(out)
+        for x in leaves:
+            if x is not None and not isinstance(x, torch.Tensor):
+                raise _Refused(f"{func} returns a value")
+        return [None if x is None else form_of(x)._replace(requires_grad=False) for x in leaves], spec
+
+
+class _ByIdentity(dict[torch.Tensor, Any]):
+    """By the very tensor, which it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def __setitem__(self, t: torch.Tensor, value: Any) -> None:
+        self._of[id(t)] = (t, value)
+
+    def __getitem__(self, t: torch.Tensor) -> Any:
+        return self._of[id(t)][1]
+
+    def __contains__(self, t: object) -> bool:
+        return id(t) in self._of
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def get(self, t: torch.Tensor, default: Any = None) -> Any:
+        found = self._of.get(id(t))
+        return default if found is None else found[1]

@@ -1,0 +1,181 @@
+"""Plans for other sizes of what was planned before: costs are scaled, schedules taken over.
+
+The graph is the new size's own, rewritten and cut as ever. Where its computations are those of a known plan,
+in the same order, nothing is measured and no integer program is solved: the known schedules, and the
+chain's dynamic program over the known options, are judged by the simulator at the new sizes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rkmate.budget import Budget
+from rkmate.ilp import OptionSet
+from rkmate.ilp.evaluate_option import evaluate_option
+from rkmate.ir.cd import CDGraph, Cost, Kernel
+from rkmate.ir.schedule import Schedule, from_order
+from rkmate.pipeline.chains import class_graphs, solve_with
+from rkmate.pipeline.checkpointed import limit_of
+from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of
+from rkmate.pipeline.prepare import Prepared, Traced, block, with_operation_costs
+from rkmate.pipeline.variants import named
+from rkmate.planners.chain_search import ChainSearch
+from rkmate.planners.finish import finish
+from rkmate.planners.protocol import Candidate, Composed, Outcome
+from rkmate.planners.registry import planner as find_planner
+from rkmate.show.plan import Plan
+from rkmate.support.gc_pause import gc_pause
+
+UNUSED = 0.03
+"""A schedule that leaves less of the budget than this share is taken as it is."""
+TRIED = 3
+"""Known schedules that are judged, the nearest in size first."""
+ROUND = 512
+"""Temporary memory that was scaled is rounded up to so many bytes."""
+_NOTE = "a schedule of another size of the inputs, judged at this one"
+_CHAIN_NOTE = "the chain's dynamic program over the options of another size of the inputs"
+
+
+@dataclass(frozen=True, eq=False)
+class KnownPlan:
+    """A plan of another size of the same call."""
+
+    plan: Plan
+    measured: bool
+    """Whether its costs were measured, not scaled."""
+    orders: Orders
+    """Of the options of each class of blocks; empty where none were solved."""
+
+
+@gc_pause()
+def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
+                       known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
+    """A plan within the budget; None where the known plans lead to none, and one has to be searched for.
+
+    `traced`: the new size. `measured`: measure its costs, and scale none. Only the default way of planning
+    is short-cut: what a planner of another name is asked for is that planner's.
+    """
+    start = time.perf_counter()
+    method = find_planner(planner, traced.settings.of_planner)
+    if not isinstance(method, Composed) or not known or traced.settings.calls != 1:
+        return None
+    blocked = block(traced, named(known[0].plan.variant))
+    cd = blocked.partition.program.cd
+    alike = [k for k in known if k.plan.variant == blocked.variant.name and _alike(k.plan.graph.cd, cd)]
+    sources = [k.plan for k in alike if k.measured]
+    if not sources:
+        return None
+    prepared = with_operation_costs(blocked, None if measured else scaled_costs(sources, cd))
+    limit = limit_of(prepared, budget)
+    orders = next((k.orders for k in alike if k.orders), ())
+    if prepared.baseline.peak <= limit:
+        attempt = attempted(prepared, None, method, limit)
+        return None if attempt.plan is None else Planned(attempt.plan, prepared, orders)
+    sizes = {id(k): abs(sum(d.size for d in k.plan.graph.cd.d) - sum(d.size for d in cd.d)) for k in alike}
+    schedules = dict.fromkeys(k.plan.schedule for k in sorted(alike, key=lambda k: sizes[id(k)]))
+    found = _best(prepared, list(schedules)[:TRIED], limit, _NOTE)
+    if found is None and orders:
+        chained = _chained(prepared, orders, limit)
+        found = _best(prepared, [] if chained is None else [chained], limit, _CHAIN_NOTE)
+    if found is None:
+        return None
+    outcome = Outcome(found.schedule, "ok", found.seconds, note=found.note)
+    plan = plan_of(prepared, None, method.name, limit, outcome)
+    plan = replace(plan, stage_seconds={**plan.stage_seconds, "search": time.perf_counter() - start})
+    return Planned(plan, prepared, orders)
+
+
+def _alike(known: CDGraph, new: CDGraph) -> bool:
+    """Whether both have the same computations on the same storages, in one order."""
+    return known.loss == new.loss and len(known.d) == len(new.d) and len(known.c) == len(new.c) and all(
+        (a.name, a.inputs, a.outputs, a.donors) == (b.name, b.inputs, b.outputs, b.donors)
+        for a, b in zip(known.c, new.c, strict=True))
+
+
+def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
+    """Costs of each computation at the sizes of `new`, of plans whose graphs are alike.
+
+    Time is on the line through the two sizes next to it, by bytes read and written. Temporary memory is
+    that of the next larger known size, or grows with what grows most among what is read and written.
+    """
+    rows = [(p.graph.cd, p.costs) for p in known]
+    # An operation may read what the caller holds, which grows as something in the graph does.
+    whole = [max(_ratio(a.size, b.size) for a, b in zip(new.d, g.d, strict=True)) for g, _ in rows]
+    return [_scaled([(_moved(g, i), max(_ratios(g, new, i), most if most > 1 else 0), costs[i])
+                     for (g, costs), most in zip(rows, whole, strict=True)], _moved(new, i))
+            for i in range(len(new.c))]
+
+
+def _moved(graph: CDGraph, i: int) -> int:
+    c = graph.c[i]
+    return sum(graph.d[j].size for j in (*c.inputs, *c.outputs))
+
+
+def _ratio(now: int, before: int) -> float:
+    return now / before if before else 1.0
+
+
+def _ratios(known: CDGraph, new: CDGraph, i: int) -> float:
+    c = new.c[i]
+    return max((_ratio(new.d[j].size, known.d[j].size) for j in (*c.inputs, *c.outputs)), default=1.0)
+
+
+def _scaled(known: Sequence[tuple[int, float, Cost]], moved: int) -> Cost:
+    def one(kernels: Sequence[tuple[int, float, Kernel]]) -> Kernel:
+        near = sorted(kernels, key=lambda k: abs(k[0] - moved))
+        (x, _, a), others = near[0], [k for k in near if k[0] != near[0][0]]
+        seconds = a.time * max(1.0, _ratio(moved, x))
+        if others:
+            y, _, b = others[0]
+            seconds = max(a.time + (b.time - a.time) * (moved - x) / (y - x), min(a.time, b.time) / 4)
+        larger = [k for k in kernels if k[1] <= 1]
+        # Nothing that is read or written is larger than there: nor is what stands beside it.
+        overhead = min(k[2].overhead for k in larger) if larger else \
+            min(_up(k[2].overhead, k[1]) for k in kernels)
+        return Kernel(seconds, overhead)
+
+    plain = one([(m, r, Kernel(c.time, c.overhead)) for m, r, c in known])
+    unchunked = [(m, r, c.unchunked) for m, r, c in known if c.unchunked is not None]
+    return Cost(plain.time, plain.overhead, one(unchunked) if len(unchunked) == len(known) else None)
+
+
+def _up(size: int, ratio: float) -> int:
+    return -int(-size * ratio // ROUND) * ROUND if ratio > 1 and size else size
+
+
+def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: str) -> Candidate | None:
+    """The fastest within the limit, with what is left of it spent."""
+    graph, pinned, reserve = prepared.graph, prepared.pinned, prepared.reserve_at_loss
+    found: list[Candidate] = []
+    for other in schedules:
+        schedule = from_order(graph, other.order, other.loss_at, pinned)
+        result = prepared.simulate(schedule)
+        if result.peak <= limit:
+            found.append(Candidate(schedule, result.peak, result.seconds, note))
+    if not found:
+        return None
+    best = min(found, key=lambda c: (c.seconds, c.peak))
+    if best.peak > limit * (1 - UNUSED):
+        return best
+    schedule = finish(graph, best.schedule, limit, pinned=pinned, reserve_at_loss=reserve)
+    result = prepared.simulate(schedule)
+    return replace(best, schedule=schedule, peak=result.peak, seconds=result.seconds)
+
+
+def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:
+    """What the chain's dynamic program makes of the known options at these sizes."""
+    graphs = class_graphs(prepared)
+    if len(graphs) != len(orders):
+        return None
+    sets = []
+    for graph, known in zip(graphs, orders, strict=True):
+        if any(not 0 <= i < len(graph.c) for backward in known for i in backward):
+            return None
+        options = sorted((evaluate_option(graph, backward) for backward in known),
+                         key=lambda o: o.forward_seconds + o.backward_seconds)
+        sets.append(OptionSet(tuple(options), 0, 0, 0.0))
+    settings = replace(prepared.settings.of_planner, partial_save_levels=0)
+    search = ChainSearch(settings, tries=5, count=1, quick=True)
+    return search.plan(solve_with(prepared, sets), limit).schedule

@@ -1,0 +1,127 @@
+"""Calls that differ in sizes alone: which signatures are alike, and a capture from theirs.
+
+Two full captures of a call at different sizes, and dry runs of both, give the graph of a third
+(`rkmate.graph.capture.resized`). Each is a member of a family: the signatures that are equal but for the
+lengths and strides of the arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.dry_run import Recording, TensorForm, dry_run, form_of
+from rkmate.graph.capture.resized import Known, resized
+from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.runtime.guards import Guards
+from rkmate.support.planning_lock import capture_lock
+
+logger = logging.getLogger("rkmate")
+
+MEMBERS = 4
+"""Captures that a new size is derived from, at most: the latest."""
+SAID = (1, 10, 100, 1000, 10_000, 100_000)
+"""After how many new sizes it is said how long they took."""
+
+
+@dataclass
+class Member:
+    """A signature that was captured in full."""
+
+    key: Guards
+    capture: Capture
+    forms: tuple[TensorForm, ...]
+    recording: Recording | None = None
+    """Made when it is first asked for."""
+    recorded: bool = False
+
+
+@dataclass
+class NewSizes:
+    """How many sizes were planned after the first one, and how long that took."""
+
+    derived: int = 0
+    """From captures of other sizes."""
+    captured: int = 0
+    """By a capture of their own."""
+    seconds: float = 0.0
+    told: set[int] = field(default_factory=set)
+
+    def add(self, derived: bool, seconds: float) -> None:
+        """Count one; say so at the first, the tenth, the hundredth."""
+        if derived:
+            self.derived += 1
+        else:
+            self.captured += 1
+        self.seconds += seconds
+        count = self.derived + self.captured
+        if count in SAID[1:]:
+            logger.warning("%d new signatures planned in %.1f s so far, %d of them from captures of other "
+                           "sizes", count, self.seconds, self.derived)
+
+
+def alike(a: Guards, b: Guards) -> bool:
+    """Whether two signatures differ in the sizes of their arguments at most."""
+    return len(a.inputs) == len(b.inputs) and a._replace(inputs=b.inputs) == b and all(
+        len(s[0]) == len(t[0]) and s[1:4] == t[1:4] and isinstance(s[4], tuple) and isinstance(t[4], tuple)
+        for s, t in zip(a.inputs, b.inputs, strict=True))
+
+
+def comparable(key: Guards, other: Guards) -> bool:
+    """Whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
+    return all(a == b or min(a, b) > 1 for s, t in zip(key.inputs, other.inputs, strict=True)
+               for a, b in zip(s[0], t[0], strict=True))
+
+
+def possible(key: Guards, members: Sequence[Guards]) -> bool:
+    """Whether the members' sizes may tell those of a new signature: what is the same in all of them is the
+    same in it."""
+    if len(members) < 2:
+        return False
+    for places in zip(key.inputs, *(m.inputs for m in members), strict=True):
+        for now, *before in zip(*(p[0] for p in places), strict=True):
+            if now not in before and len(set(before)) == 1:
+                return False
+    return True
+
+
+def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Guards,
+           members: Sequence[Member]) -> tuple[Capture | None, Recording | None]:
+    """The capture of a call from those of its family, if that is certain; and the dry run of the call."""
+    if not possible(key, [m.key for m in members]):
+        return None, None
+    start = time.perf_counter()
+    tensors, structure = take_apart((args, kwargs), result=False)
+    with capture_lock:
+        new = dry_run(model, structure, [form_of(t) for t in tensors])
+        if new is None:
+            return None, None
+        for m in members:
+            if not m.recorded:
+                m.recording, m.recorded = dry_run(model, m.capture.inputs, m.forms), True
+    known = [Known(m.capture, m.recording) for m in members
+             if m.recording is not None and m.recording.text == new.text]
+    found = resized(known, new)
+    if found is not None:
+        found = replace(found, inputs=structure)
+    logger.debug("a call of another size: %s in %.2f s", "derived" if found is not None else
+                 "to be captured, as its operations or sizes are not those of the known ones",
+                 time.perf_counter() - start)
+    return found, new
+
+
+def member(key: Guards, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
+           recording: Recording | None) -> Member:
+    """A signature that has been captured."""
+    tensors: list[torch.Tensor]
+    structure: Structure
+    tensors, structure = take_apart((args, kwargs), result=False)
+    return Member(key, replace(capture, inputs=structure), tuple(map(form_of, tensors)), recording,
+                  recording is not None)

@@ -1,0 +1,124 @@
+"""Plans of other sizes: equal bits, inside the budget, and kept as memory allows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from rkmate.ir.cd import CDGraph, CNode, Cost, DNode
+from rkmate.pipeline import other_sizes
+from rkmate.runtime import plan_cache, sizes
+from tests.equality import assert_same_step, measured_peak
+from tests.graph.test_resized import Attention, Branching, convolutions, images, tokens
+from tests.models.sample import Sample
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each new signature, whether it was captured in full."""
+    found: list[bool] = []
+
+    def trace(*args: Any) -> Any:
+        found.append(len(args) < 6 or args[5] is None)
+        return plain(*args)
+
+    plain = plan_cache.trace
+    monkeypatch.setattr(plan_cache, "trace", trace)
+    return found
+
+
+def loss(output: Any) -> torch.Tensor:
+    """A sum with weights."""
+    weights = torch.linspace(-1, 1, output.numel()).view(output.shape) if output.dim() else 1.0
+    return (output * weights).sum()
+
+
+@pytest.mark.parametrize(("model", "call", "numbers", "share"), [
+    (Attention(), tokens, (24, 32, 27, 48, 9), 0.9), (convolutions(), images, (4, 6, 5, 9, 3), 1.0)])
+@pytest.mark.usefixtures("deterministic")
+def test_other_sizes_train_alike_inside_the_budget(model: nn.Module, call: Any, numbers: tuple[int, ...],
+                                                   share: float, captures: list[bool]) -> None:
+    twin, wrapped = copy.deepcopy(model), None
+    for n in numbers:
+        args, kwargs = call(n)
+        if wrapped is None:
+            wrapped = rkmate.wrap(model, args, budget=share, progress=False)
+        assert_same_step(twin, wrapped, Sample(model, args, kwargs, loss))
+    assert captures == [True, True, False, False, False]
+    assert wrapped is not None
+    for n in numbers:
+        peak = measured_peak(wrapped, Sample(model, *call(n), loss))
+        assert peak <= wrapped.plan.budget_bytes
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_branch_on_the_length_is_captured(captures: list[bool]) -> None:
+    model = Branching("branch")
+    twin = copy.deepcopy(model)
+    wrapped = rkmate.wrap(model, (torch.randn(2, 5, 4),), budget=1.0, progress=False, costs="analytic")
+    for n in (7, 11, 6, 12, 13):
+        assert_same_step(twin, wrapped, Sample(model, (torch.randn(2, n, 4),), {}, loss))
+    assert captures == [True, True, True, False, True, False]
+
+
+def test_sizes_0_and_1_are_captured(captures: list[bool]) -> None:
+    wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 4),), budget=1.0, progress=False, costs="analytic")
+    for n in (7, 1, 6):
+        wrapped(torch.randn(n, 4)).sum().backward()
+    assert captures == [True, True, True, False]
+
+
+def test_another_dimension_is_captured_once(captures: list[bool]) -> None:
+    wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 3, 4),), budget=1.0, progress=False,
+                          costs="analytic")
+    for shape in ((5, 4), (5, 6), (7, 6), (8, 9), (6, 3)):
+        wrapped(torch.randn(*shape, 4)).sum().backward()
+    assert captures == [True, True, False, True, False, False]
+
+
+def test_plans_are_kept_while_they_stay_within_memory() -> None:
+    def kept(most: int) -> int:
+        settings = rkmate.Settings(costs="analytic", kept_plans_bytes=most)
+        wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 4),), budget=1.0, progress=False,
+                              settings=settings)
+        for n in range(6, 16):
+            wrapped(torch.randn(n, 4)).sum().backward()
+        return len(wrapped._plans)
+
+    assert kept(1 << 30) == 11
+    assert 2 < kept(1 << 19) < 11
+
+
+def test_how_long_plans_took_is_said_at_the_tenth(caplog: pytest.LogCaptureFixture) -> None:
+    count = sizes.NewSizes()
+    with caplog.at_level(logging.WARNING, logger="rkmate"):
+        for k in range(12):
+            count.add(k > 0, 0.25)
+    assert [r.getMessage() for r in caplog.records] == [
+        "10 new signatures planned in 2.5 s so far, 9 of them from captures of other sizes"]
+
+
+def graph(size: int) -> CDGraph:
+    """One computation, from one storage to another."""
+    return CDGraph((DNode("a", size), DNode("b", size)), (CNode("a", "forward", (), (0,)),
+                                                         CNode("b", "forward", (0,), (1,))), 2, (), (1,))
+
+
+def test_scaled_costs_lie_between_and_never_lose_memory() -> None:
+    class Plan:
+        def __init__(self, size: int, cost: Cost) -> None:
+            self.graph, self.costs = type("Summary", (), {"cd": graph(size)}), (cost, cost)
+
+    plans: Any = [Plan(1000, Cost(1.0, 600)), Plan(3000, Cost(3.0, 1500))]
+    assert other_sizes.scaled_costs(plans, graph(2000))[1] == Cost(2.0, 1500)
+    assert other_sizes.scaled_costs(plans, graph(1000))[1] == Cost(1.0, 600)
+    larger = other_sizes.scaled_costs(plans, graph(6000))[1]
+    assert larger.time == pytest.approx(6.0)
+    assert larger.overhead == 3072
+    assert other_sizes.scaled_costs(plans[:1], graph(500))[1] == Cost(1.0, 600)
