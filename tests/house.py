@@ -55,6 +55,7 @@ HOUSE: tuple[Room, ...] = (
     Room("codegen", "a schedule as Python source", (*_BASE, "device", *_GRAPH)),
     Room("runtime", "a wrapped module at work: guards, cache of plans, autograd segments"),
     Room("public", "the public calls `wrap`, `plan`, `tradeoff`"),
+    Room("integrations", "budgets inside of the libraries that people train with"),
     Room("comparison", "every planner on one model at equal budgets"),
     Room("sharing", "one plan for all processes of a group", ("errors", "pipeline", "public", "show")),
     Room("compile", 'the backend of `torch.compile(backend="rkmate")`', ("errors", "runtime", "public")),

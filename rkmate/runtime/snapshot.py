@@ -29,6 +29,8 @@ _OPEN = (dict, list, set, ModuleType)
 _SKIPPED = {"training", "_is_full_backward_hook", "_is_hf_initialized"}
 _WRITTEN_BY_SAVING = {"architectures", "dtype"}
 """What `save_pretrained` of transformers writes into a configuration: it describes the file."""
+_LISTS = {"merged_adapters", "_active_adapter"}
+"""Lists of names that decide what a forward computes: of peft's layers."""
 _FOLLOWED = 16
 """States that are known to mean no other plan."""
 
@@ -46,7 +48,7 @@ class Attribute(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A list or dictionary with tensors among its members, held by a module."""
+    """A list or dictionary with tensors among its members, or one of `_LISTS`, held by a module."""
 
     holder: nn.Module
     name: str
@@ -83,7 +85,8 @@ def attributes_of(model: nn.Module) -> Attributes:
         plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *names))]
         boxes += [Box(m, k, prefix + k) for k, v in m.__dict__.items()
                   if k not in ("_parameters", "_buffers")
-                  and any(isinstance(t, torch.Tensor) and id(t) not in own for t in _members(v))]
+                  and (k in _LISTS or any(isinstance(t, torch.Tensor) and id(t) not in own
+                                          for t in _members(v)))]
     return Attributes(tuple(plain), tuple(boxes))
 
 

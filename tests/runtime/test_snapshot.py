@@ -23,6 +23,7 @@ def _model() -> nn.Module:
     model.tables = {"a": torch.zeros(2)}
     model.call = partial(torch.add, alpha=2)
     model.config = Configuration()
+    model.merged_adapters = []
     model.handle = model.register_forward_hook(lambda *args: None)
     model.handle.remove()
     return model
@@ -68,6 +69,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "member of a dictionary": lambda m: m.tables.update(a=torch.zeros(2)),
     "object without content": lambda m: setattr(m, "call", object()),
     "other keywords": lambda m: setattr(m, "call", partial(torch.add, alpha=3)),
+    "adapters that are merged": lambda m: m.merged_adapters.append("default"),
     "other function": lambda m: setattr(m, "call", partial(torch.sub, alpha=2)),
 }
 NO_CHANGES: dict[str, Callable[[Any], Any]] = {

@@ -29,14 +29,18 @@ from torch.nn.utils.weight_norm import WeightNorm
 _MASKS = "transformers.masking_utils"
 _COMPILING = "is_torchdynamo_compiling"
 _OBSERVERS = "transformers.utils.output_capturing"
+_ASKING_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""Hooks of transformers, peft and trl on an embedding, for checkpointing above frozen weights."""
 
 
 def is_observer(hook: Any) -> bool:
     """Whether a forward hook is a library's own, which records outputs that its forward asks for.
 
-    A model installs them in its first forward, so they come and go without a change of meaning.
+    A model installs them in its first forward, so they come and go without a change of meaning. So do
+    those that let an embedding's output require a gradient, which nobody reads.
     """
-    return getattr(hook, "__module__", None) == _OBSERVERS
+    return getattr(hook, "__module__", None) == _OBSERVERS or \
+        getattr(hook, "__name__", None) in _ASKING_FOR_GRADIENTS
 
 
 def weight_made_by(hook: Any) -> str | None:
