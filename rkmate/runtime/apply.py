@@ -127,7 +127,7 @@ class PlannedCall:
     def _with_tensors(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if not torch.is_grad_enabled():
             return kwargs
-        return {k: torch.tensor(v) if k in self.as_tensors and type(v) in (int, float) else v
+        return {k: torch.tensor(v) if k in self.as_tensors and type(v) is int else v
                 for k, v in kwargs.items()} if self.as_tensors else kwargs
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:

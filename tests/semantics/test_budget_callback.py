@@ -160,16 +160,18 @@ def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "needs"), [
-    ("trainer_transformers", "transformers"),
-    pytest.param("trainer_peft", "peft", marks=pytest.mark.slow),
-    pytest.param("trainer_trl_sft", "trl", marks=pytest.mark.slow),
-    ("trainer_trl_dpo", "trl")])
-def test_examples(name: str, needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "needs", "planner"), [
+    ("trainer_transformers", "transformers", "rotor"),
+    pytest.param("trainer_transformers", "transformers", "rockmate", marks=pytest.mark.slow),
+    pytest.param("trainer_peft", "peft", "rockmate", marks=pytest.mark.slow),
+    pytest.param("trainer_trl_sft", "trl", "rockmate", marks=pytest.mark.slow),
+    pytest.param("trainer_trl_dpo", "trl", "rockmate", marks=pytest.mark.slow),
+    ("trainer_trl_dpo", "trl", "rotor")])
+def test_examples(name: str, needs: str, planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, weights, and what the saved model does are equal to the plain script's, bit for bit."""
     pytest.importorskip(needs)
     main = _example(name, monkeypatch)
-    plain, run = main(True), main(False, **OPTIONS)
+    plain, run = main(True), main(False, planner=planner, **OPTIONS)
     assert run.losses == plain.losses and len(run.losses) > 3
     for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(a, b)
