@@ -34,7 +34,7 @@ X = torch.randn(256, 16)
 
 
 def callback(budget: int | float | str = 0.8, **options: Any) -> Any:
-    return rkmate.integrations.BudgetCallback(budget, **OPTIONS, **options)
+    return rkmate.integrations.BudgetCallback(budget, **{"planner": "rotor", **OPTIONS, **options})
 
 
 def told(made: Any, event: str, model: nn.Module, n_gpu: int = 1) -> Any:
@@ -130,7 +130,7 @@ def test_scores_are_what_trl_trains_by() -> None:
             scores = super().forward(x).log_softmax(-1)
             return {"loss": scores.mean(), "log_probs": scores, "entropy": scores.exp().sum()}
 
-    model = rkmate.apply(Scored(), budget=0.9, **OPTIONS)
+    model = rkmate.apply(Scored(), budget=0.9, planner="rotor", **OPTIONS)
     for _ in range(2):
         model(X)["log_probs"].square().sum().backward()
     shown = rkmate.applied(model)
@@ -146,7 +146,7 @@ def test_an_embedding_that_asks_for_gradients_is_nothing_to_warn_of() -> None:
     model.layers[0].requires_grad_(False)
     twin = copy.deepcopy(model)
     model.layers[0].register_forward_hook(make_inputs_require_grads)
-    rkmate.apply(model, (X,), budget=0.9, **OPTIONS)
+    rkmate.apply(model, (X,), budget=0.9, planner="rotor", **OPTIONS)
     for m in (model, twin):
         m(X).sum().backward()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
