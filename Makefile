@@ -75,6 +75,7 @@ bench: $(VENV)/.installed-bench
 	$(PY) benchmarks/solvers.py
 	$(PY) benchmarks/peers.py --models all --write
 	$(PY) benchmarks/budgets.py --peer --write
+	OMP_NUM_THREADS=1 $(PY) benchmarks/lora.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_tables.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_beside.py bar static
 	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_figures.py out

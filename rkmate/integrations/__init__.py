@@ -1,0 +1,21 @@
+"""Budgets inside of the libraries that people train with."""
+
+import typing
+
+from rkmate.support.lazy import lazy_names as _lazy_names
+
+_PLACES = {
+    "rkmate.integrations.trainer": ("BudgetCallback",),
+}
+"""Where each name is defined: it is loaded when it is first used."""
+__all__ = sorted(name for names in _PLACES.values() for name in names)
+
+if typing.TYPE_CHECKING:
+    from rkmate.integrations.trainer import BudgetCallback as BudgetCallback
+
+
+__getattr__ = _lazy_names(__name__, _PLACES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

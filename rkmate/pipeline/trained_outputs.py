@@ -72,11 +72,16 @@ def _listed(named: Mapping[str, frozenset[int]], able: Sequence[bool]) -> str:
 def _by_form(captured: Capture) -> tuple[bool, ...]:
     """The output named ``loss``, else scalars, else all but by-products.
 
-    A model that returns its loss beside other tensors (logits, a cache) is trained by the loss. Where
-    this guess is wrong, the first backward says so, and the plan follows.
+    A model that returns its loss beside other tensors (logits, a cache) is trained by the loss; but where
+    it returns ``log_probs``, by these: trl's trainers compute their losses from them (1.16). Where this
+    guess is wrong, the first backward says so, and the plan follows.
     """
     meta: list[Any] = [n.meta["val"] if n is not None else None for n in captured.outputs]
     able = captured.differentiable
+    scored = captured.result.index_of("log_probs")
+    if scored is not None and able[scored]:
+        taken = captured.result.under(("log_probs", "aux_loss"))
+        return tuple(ok and i in taken for i, ok in enumerate(able))
     named = captured.result.index_of("loss")
     if named is not None and able[named] and meta[named].dim() == 0:
         return tuple(i == named for i in range(len(able)))

@@ -21,12 +21,15 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
+from rkmate.runtime.first_step import FirstStep
 from rkmate.runtime.module import NewShape, PlannedModule
-from rkmate.runtime.plan_cache import Planning
+from rkmate.runtime.plan_cache import Executable, Planning
 from rkmate.runtime.sharded import is_sharded, sharded_layers, shares
+from rkmate.show.plan import Plan
 
 _M = TypeVar("_M", bound=nn.Module)
 _thread = threading.local()
@@ -36,13 +39,21 @@ _thread = threading.local()
 class _Planned(PlannedModule):
     """The planned part of a module that `apply` has changed: its call, or its forward alone."""
 
-    _FIELDS = PlannedModule._FIELDS | {"_run"}
+    _FIELDS = PlannedModule._FIELDS | {"_run", "first_step"}
     _run: Callable[..., Any]
+    first_step: FirstStep | None
+    """What measured the first planned step."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Any], planning: Planning, verify: bool,
                  on_new_shape: NewShape) -> None:
         super().__init__(model, planning, verify, on_new_shape)
-        self.__dict__["_run"] = run
+        self.__dict__.update(_run=run, first_step=None)
+
+    def _first_step(self, ready: Executable) -> FirstStep | None:
+        watched = super()._first_step(ready)
+        if self.first_step is None:
+            self.__dict__["first_step"] = watched
+        return watched
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(*args, **kwargs)
@@ -51,7 +62,7 @@ class _Planned(PlannedModule):
 class PlannedCall:
     """What stands in the place of a compiled call: a copy and a pickle of the module leave it out."""
 
-    __slots__ = ("_forward", "_made_with", "_model", "_own", "whole")
+    __slots__ = ("_forward", "_made_with", "_model", "_own", "as_tensors", "whole")
     is_planned = True
     """What tells it from a compiled call."""
 
@@ -61,6 +72,8 @@ class PlannedCall:
         self._made_with = planning, verify, on_new_shape
         self.whole = _Planned(model, self._call, *self._made_with)
         self._forward: _Planned | None = None
+        self.as_tensors: tuple[str, ...] = ()
+        """Keyword arguments that come as another number in each call: a plan gets them as tensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call."""
@@ -69,14 +82,14 @@ class PlannedCall:
             return self._own_forward(*args, **kwargs)
         if part is not None or is_sharded(self._model):
             return self._model._call_impl(*args, **kwargs)
-        return self.whole.forward(*args, **kwargs)
+        return self.whole.forward(*args, **self._with_tensors(kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, called by itself, or with hooks around it that are no part of a plan."""
         if self._inside() is not None:
             return self._own_forward(*args, **kwargs)
         with self._entered(self.alone):
-            return self.alone.forward(*args, **kwargs)
+            return self.alone.forward(*args, **self._with_tensors(kwargs))
 
     @property
     def alone(self) -> _Planned:
@@ -92,6 +105,15 @@ class PlannedCall:
         """Where the latest plan is."""
         return self.whole if self._forward is None or self.whole.has_plan else self._forward
 
+    def plans(self) -> list[Plan]:
+        """Every plan that is kept, of both."""
+        return [p for part in (self.whole, self._forward) if part is not None for p in part._plans.all()]
+
+    @property
+    def first_step(self) -> FirstStep | None:
+        """What measured the first planned step; None before it, and where nothing is measured."""
+        return self.whole.first_step or (self._forward.first_step if self._forward is not None else None)
+
     def take_away(self) -> None:
         """Leave the module as it was."""
         own = self._model.__dict__.get("forward")
@@ -101,6 +123,12 @@ class PlannedCall:
             else:
                 self._model.__dict__["forward"] = self._own
         self._model._compiled_call_impl = None
+
+    def _with_tensors(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not torch.is_grad_enabled():
+            return kwargs
+        return {k: torch.tensor(v) if k in self.as_tensors and type(v) is int else v
+                for k, v in kwargs.items()} if self.as_tensors else kwargs
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         with self._entered(self.whole):

@@ -35,11 +35,13 @@ class FirstStep:
                                   if p.requires_grad and p.grad is None)
         self._watch = PeakWatch(statistics)
         self.done = False
+        self.peak: int | None = None
+        """Bytes that the step took above what stood before it, new gradients included; once it is done."""
 
     def finish(self) -> None:
         """The backward is over: warn when the step took more than its budget."""
         self.done = True
-        peak = self._watch.peak() - self._watch.start
+        self.peak = peak = self._watch.peak() - self._watch.start
         allowed = self._budget + self._new_gradients
         if peak > allowed:
             warn(

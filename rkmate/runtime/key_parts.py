@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -60,11 +61,15 @@ def identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def by_value(value: Any) -> Any:
-    """A scalar, or a tuple of them, by its value; anything else by being this very object."""
+    """A scalar, or a tuple of them, by its value; a partial function by what it calls, and with what;
+    anything else by being this very object."""
     if isinstance(value, SCALARS):
         return type(value), value
     if isinstance(value, tuple):
         return type(value), tuple(map(by_value, value))
+    if isinstance(value, partial) and not vars(value):
+        return (type(value), by_value(value.func), by_value(value.args),
+                tuple((k, by_value(v)) for k, v in value.keywords.items()))
     if isinstance(value, MethodType):       # made anew whenever one asks for it
         return "method", Same((value.__func__, value.__self__))
     return "object", Same((value,))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from rkmate.graph.capture.library_paths import weight_made_by
 from rkmate.graph.capture.state import MISSING, Assigned
@@ -26,6 +27,10 @@ from rkmate.runtime.key_parts import FUNCTIONS, SCALARS, Part, by_value, identic
 _OPEN = (dict, list, set, ModuleType)
 """What can change without a trace of it; too much to compare at every call."""
 _SKIPPED = {"training", "_is_full_backward_hook", "_is_hf_initialized"}
+_WRITTEN_BY_SAVING = {"architectures", "dtype"}
+"""What `save_pretrained` of transformers writes into a configuration: it describes the file."""
+_LISTS = {"merged_adapters", "_active_adapter"}
+"""Lists of names that decide what a forward computes: of peft's layers."""
 _FOLLOWED = 16
 """States that are known to mean no other plan."""
 
@@ -43,7 +48,7 @@ class Attribute(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A list or dictionary with tensors among its members, held by a module."""
+    """A list or dictionary with tensors among its members, or one of `_LISTS`, held by a module."""
 
     holder: nn.Module
     name: str
@@ -80,7 +85,8 @@ def attributes_of(model: nn.Module) -> Attributes:
         plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *names))]
         boxes += [Box(m, k, prefix + k) for k, v in m.__dict__.items()
                   if k not in ("_parameters", "_buffers")
-                  and any(isinstance(t, torch.Tensor) and id(t) not in own for t in _members(v))]
+                  and (k in _LISTS or any(isinstance(t, torch.Tensor) and id(t) not in own
+                                          for t in _members(v)))]
     return Attributes(tuple(plain), tuple(boxes))
 
 
@@ -120,14 +126,19 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
         read.append((d, name, value))
         if name == "forward" and _is_own(value, holder):
             value = MISSING
+        if isinstance(value, RemovableHandle):
+            content.append((path, RemovableHandle))      # the hooks themselves are compared
+            continue
         if not _has_attributes(value):
             content.append((path, by_value(value)))
             continue
         known = id(value) in numbers
         inside = [] if known else list(_leaves(value.__dict__, overrides))
+        if hasattr(value, "save_pretrained"):
+            inside = [(k, v) for k, v in inside if k not in _WRITTEN_BY_SAVING]
         read += [(value.__dict__, k, v) for k, v in inside]
         # An object is the one that was met as such a number, and told by its content; one without
-        # content (a `functools.partial`, say) by nothing but itself.
+        # content by what `by_value` says.
         content.append((path, (type(value), numbers.setdefault(id(value), len(numbers)))
                         if known or inside else by_value(value)))
         content += [(f"{path}.{k}", by_value(v)) for k, v in inside]

@@ -22,11 +22,38 @@ def _model() -> nn.Module:
     model.settings = model[1].settings = SimpleNamespace(kind="plain", deep=[1])
     model.tables = {"a": torch.zeros(2)}
     model.call = partial(torch.add, alpha=2)
+    model.config = Configuration()
+    model.merged_adapters = []
+    model.handle = model.register_forward_hook(lambda *args: None)
+    model.handle.remove()
     return model
 
 
 def _replace_settings(model: nn.Module) -> None:
     model.settings = model[1].settings = SimpleNamespace(**vars(model.settings))
+
+
+class Configuration:
+    """As those of transformers: saving a model writes into it."""
+
+    def __init__(self) -> None:
+        self.width, self.dtype, self.architectures = 2, None, None
+
+    def save_pretrained(self, folder: str) -> None:
+        raise NotImplementedError
+
+
+def _save(model: nn.Module) -> None:
+    model.config.dtype, model.config.architectures = "float32", ("Sequential",)
+
+
+def _put_a_hook_back(model: nn.Module) -> None:
+    def hook(*args: Any) -> None:
+        pass
+
+    model.handle.remove()
+    model.handle = model.register_forward_hook(hook)
+    model.handle.remove()
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -37,9 +64,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "of an object": lambda m: setattr(m.settings, "kind", "other"),
     "new, of an object": lambda m: setattr(m.settings, "more", 1),
     "deleted": lambda m: delattr(m, "scale"),
+    "of a configuration": lambda m: setattr(m.config, "width", 3),
     "object apart": lambda m: setattr(m[1], "settings", SimpleNamespace(kind="plain", deep=[1])),
     "member of a dictionary": lambda m: m.tables.update(a=torch.zeros(2)),
-    "object without content": lambda m: setattr(m, "call", partial(torch.add, alpha=2)),
+    "object without content": lambda m: setattr(m, "call", object()),
+    "other keywords": lambda m: setattr(m, "call", partial(torch.add, alpha=3)),
+    "adapters that are merged": lambda m: m.merged_adapters.append("default"),
+    "other function": lambda m: setattr(m, "call", partial(torch.sub, alpha=2)),
 }
 NO_CHANGES: dict[str, Callable[[Any], Any]] = {
     "equal": lambda m: setattr(m, "scale", float("2")),
@@ -47,6 +78,9 @@ NO_CHANGES: dict[str, Callable[[Any], Any]] = {
     "its own forward": lambda m: setattr(m[1], "forward", m[1].forward),
     "train flag": lambda m: m.train(not m.training),
     "new attribute of a module": lambda m: setattr(m, "more", 1),
+    "the same call of a function": lambda m: setattr(m, "call", partial(torch.add, alpha=2)),
+    "what saving writes": _save,
+    "a hook that was removed and put back": _put_a_hook_back,
     "deep in an object": lambda m: m.settings.deep.append(2),
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,21 +144,39 @@ def test_transformers_trainer_counts_items(tmp_path: Path) -> None:
     assert plans[0] <= 2                   # the sample's, and one for all steps
 
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", ["transformers", "accelerate", "lightning"])
-def test_examples(library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip(library)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    name = f"trainer_{library}"
-    try:
-        main = importlib.import_module(name).main
-        _same_weights(lambda wrap: main(not wrap))
-    finally:
-        sys.modules.pop(name, None)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_budget_that_is_applied_before_or_after_the_adapters(first: bool) -> None:
+    """The forward of the base is called by itself, from peft."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    i, losses = torch.randint(0, 50, (2, 8)), []
+    for budget in (None, 0.9):
+        torch.manual_seed(0)
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2,
+            vocab_size=50))
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        options: dict[str, Any] = {"budget": budget, "planner": "rotor", "costs": "analytic",
+                                   "progress": False}
+        base = model
+        if budget and first:
+            rkmate.apply(base, **options)
+        model = peft.get_peft_model(base, config).train()
+        if budget and not first:
+            rkmate.apply(base := model, **options)
+        loss = model(input_ids=i, labels=i).loss
+        loss.backward()
+        losses.append([loss, *(p.grad for p in model.parameters() if p.requires_grad)])
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    for a, b in zip(*losses, strict=True):
+        assert torch.equal(a, b)
+    shown = rkmate.applied(base)
+    assert shown is not None and shown.plan.peak_bytes <= shown.plan.budget_bytes
+    assert all("lora" in name for name in peft.get_peft_model_state_dict(model))
+    rkmate.remove(base)
+    merged = model.merge_and_unload()
+    assert type(merged) is transformers.LlamaForCausalLM
+    assert merged.generate(i, max_new_tokens=2, min_new_tokens=2).shape == (2, 10)
 
 
 def test_adapters_of_peft() -> None:

@@ -28,8 +28,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 _MASKS = "transformers.masking_utils"
 _COMPILING = "is_torchdynamo_compiling"
-_MODELS = "transformers.modeling_utils"
 _OBSERVERS = "transformers.utils.output_capturing"
+_ASKING_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""Hooks of transformers, peft and trl on an embedding, for checkpointing above frozen weights."""
 
 
 def is_observer(hook: Any) -> bool:
@@ -38,8 +39,8 @@ def is_observer(hook: Any) -> bool:
 
     A model installs the first in its first forward, so they come and go without a change of meaning.
     """
-    place = getattr(hook, "__module__", None)
-    return place == _OBSERVERS or (place == _MODELS and hook.__name__ == "make_inputs_require_grads")
+    return getattr(hook, "__module__", None) == _OBSERVERS or \
+        getattr(hook, "__name__", None) in _ASKING_FOR_GRADIENTS
 
 
 def weight_made_by(hook: Any) -> str | None:

@@ -23,6 +23,7 @@ from rkmate.graph.passes.running_statistics import drop_unread_statistics, prote
 from rkmate.graph.passes.unwanted_gradients import drop_unwanted_gradients
 from rkmate.graph.passes.view_chains import shorten_views
 from rkmate.graph.passes.view_methods import view_method
+from rkmate.graph.passes.written_parts import read_what_was_written
 
 
 @functools.wraps(chunked_kernels.split_wide)
@@ -46,6 +47,10 @@ REWRITINGS = (
     Pass("copies", "simplify",
          "Aliases, and copies with their input's layout, would each be a tensor and a call more.",
          drop_copies),
+    Pass("written parts", "simplify",
+         "Kernels that work tile by tile write and read a part of one buffer; in a trace each write would "
+         "copy the whole buffer.",
+         read_what_was_written),
     Pass("unread statistics", "simplify",
          "A batch norm's gradient in training mode takes the updated running statistics and reads none: "
          "held until the backward, they are memory that eager mode does not need.",

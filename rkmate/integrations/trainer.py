@@ -1,0 +1,131 @@
+"""A budget for transformers' Trainer, and for the trainers that are made from it (trl's).
+
+`BudgetCallback` is made when it is first used: transformers takes seconds to load.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from rkmate.budget import parse_budget
+from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.pipeline.settings import Settings
+from rkmate.public import apply, remove
+from rkmate.runtime.apply import planned_call_of
+from rkmate.runtime.first_step import FirstStep
+from rkmate.runtime.module import NewShape
+from rkmate.show.plan import Plan
+
+logger = logging.getLogger("rkmate")
+
+
+class _BudgetCallback:
+    """Lets a Trainer train inside a memory budget: ``Trainer(..., callbacks=[BudgetCallback("6GiB")])``.
+
+    When training begins, a budget is applied (`rkmate.apply`) to the model that Trainer was given: inside of
+    what accelerate wraps around it, so that it is saved, evaluated and loaded as ever. The first batch is
+    planned when it comes, and what was planned is logged and put in the state's ``log_history``. When
+    training ends, the model is as it was. An error in between leaves the budget on it: `rkmate.remove`.
+
+    Args:
+        budget: as of `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation
+            takes no more than one batch.
+        planner, costs, trains, settings, on_new_shape, progress, verify, planning_seconds: as of
+            `rkmate.apply`.
+
+    Raises:
+        ArgumentError: an argument is wrong. When training begins: the model cannot be planned, or is run
+            in several threads (``DataParallel``).
+        MissingExtra: transformers is not installed.
+    """
+
+    def __init__(self, budget: int | float | str, *, planner: str = "rockmate", costs: str | None = None,
+                 trains: str | int | Sequence[str | int] | None = None, settings: Settings | None = None,
+                 on_new_shape: NewShape = "plan", progress: bool = True, verify: bool = True,
+                 planning_seconds: float | None = None) -> None:
+        if budget != "auto":
+            parse_budget(budget)
+        self._options: dict[str, Any] = {
+            "budget": budget, "planner": planner, "costs": costs, "trains": trains, "settings": settings,
+            "on_new_shape": on_new_shape, "progress": progress, "verify": verify,
+            "planning_seconds": planning_seconds}
+        self._plans: list[Plan] = []
+        self._first: FirstStep | None = None
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans of the latest training run: one for each shape of batch that came."""
+        return list(self._plans)
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """What the first planned step took above what stood before it, new parameter gradients included.
+        None before it is over, and on devices that do not count what they allocate (the CPU)."""
+        return self._first.peak if self._first is not None else None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Apply the budget. Trainer has prepared the model: what accelerate put into it is planned, too."""
+        if getattr(args, "n_gpu", 1) > 1:
+            raise ArgumentError(f"Trainer runs the model on {args.n_gpu} devices in threads (DataParallel), "
+                                "where no budget holds: start one process per device (torchrun, accelerate "
+                                "launch), or show one device (CUDA_VISIBLE_DEVICES)")
+        self._plans, self._first = [], None
+        apply(model, **self._options)
+        call = planned_call_of(model)
+        if call is not None:
+            call.as_tensors = ("num_items_in_batch",)      # another one in each step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """After a batch without an optimizer step: see what was planned."""
+        self._look(state, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """After an optimizer step: see what was planned."""
+        self._look(state, model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """The model is the user's again."""
+        if self.measured_bytes is not None and state.is_world_process_zero:
+            logger.warning("the first planned step took %s bytes, new parameter gradients included",
+                           f"{self.measured_bytes:,}")
+        remove(model)
+
+    def _look(self, state: Any, model: nn.Module) -> None:
+        call = planned_call_of(model)
+        if call is None:
+            return                                    # the user has removed it
+        said = bool(self._plans)
+        self._plans, self._first = call.plans(), call.first_step
+        if self._plans and not said:
+            self._say(self._plans[0], state, model)
+
+    def _say(self, plan: Plan, state: Any, model: nn.Module) -> None:
+        state.log_history.append({
+            "rkmate_budget_bytes": plan.budget_bytes, "rkmate_peak_bytes": plan.peak_bytes,
+            "rkmate_plain_peak_bytes": plan.baseline_peak_bytes, "rkmate_overhead": plan.overhead,
+            "step": state.global_step})
+        if state.is_world_process_zero:
+            logger.warning("%s is trained inside a budget: %s%s", type(model).__name__, repr(plan)[1:-1],
+                           ". Its checkpointing is left to the plan" if _checkpoints(model) else "")
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Whether some submodule is set to checkpoint its activations, as transformers does it."""
+    return any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BudgetCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from transformers.trainer_callback import TrainerCallback
+    except ModuleNotFoundError as error:
+        raise MissingExtra("rkmate.integrations.BudgetCallback needs transformers: "
+                           "pip install transformers accelerate") from error
+    made = type(name, (_BudgetCallback, TrainerCallback),
+                {"__doc__": _BudgetCallback.__doc__, "__module__": __name__})
+    return globals().setdefault(name, made)
