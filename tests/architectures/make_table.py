@@ -12,10 +12,11 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
 import transformers
 
 import rkmate
-from tests.architectures.bank import ARCHITECTURES, BY_NAME, Architecture
+from tests.architectures.bank import ARCHITECTURES, BY_NAME, INPUTS, Architecture
 from tests.architectures.test_architectures import train
 
 _HEAD = """# Public architectures
@@ -33,6 +34,14 @@ bytes of the step, and the share of its own peak that the budgeted step takes. M
 | architecture | subject | own peak, bytes | budgeted peak, bytes | share | result |
 | --- | --- | ---: | ---: | ---: | --- |
 """
+_CONFIGURATIONS = """
+## Configurations
+
+What is not named has the library's default. Inputs are random, in train mode.
+
+| architecture | model | inputs |
+| --- | --- | --- |
+"""
 
 
 def row(architecture: Architecture) -> str:
@@ -48,11 +57,20 @@ def row(architecture: Architecture) -> str:
     return f"{start}| {own:,} | {less:,} | {less / own:.0%} | pass |"
 
 
+def configuration(architecture: Architecture) -> str:
+    """One architecture's line in the table of configurations."""
+    options = ", ".join(f"{k}={v!r}" for k, v in architecture.options.items()).replace("|", "/")
+    inputs = ", ".join(f"{k} {list(v.shape)}" if isinstance(v, torch.Tensor) else f"{k}={v!r}"
+                       for k, v in INPUTS[architecture.inputs]().items())
+    return (f"| {architecture.name} | `{architecture.model}({architecture.config}({options}))` "
+            f"| {inputs} |")
+
+
 def written(path: Path) -> dict[str, str]:
     """The lines that the file has, by architecture."""
     if not path.exists():
         return {}
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").partition("## Configurations")[0].splitlines()
     found = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
     return {name: line for name, line in found.items() if name in BY_NAME}
 
@@ -66,10 +84,18 @@ def main(path: Path, again: list[str]) -> None:
             continue
         rows[architecture.name] = row(architecture)
         print(rows[architecture.name], flush=True)
-        lines = [rows[a.name] for a in ARCHITECTURES if a.name in rows]
-        head = _HEAD.format(version=transformers.__version__, count=len(lines),
-                            passing=sum(line.endswith("| pass |") for line in lines))
-        path.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+        path.write_text(page(rows), encoding="utf-8")
+    path.write_text(page(rows), encoding="utf-8")
+
+
+def page(rows: dict[str, str]) -> str:
+    """The page with the lines that there are."""
+    done = [a for a in ARCHITECTURES if a.name in rows]
+    lines = [rows[a.name] for a in done]
+    head = _HEAD.format(version=transformers.__version__, count=len(lines),
+                        passing=sum(line.endswith("| pass |") for line in lines))
+    return "\n".join([head + lines[0], *lines[1:], _CONFIGURATIONS + configuration(done[0]),
+                      *map(configuration, done[1:]), ""])
 
 
 if __name__ == "__main__":

@@ -84,6 +84,31 @@ def test_accelerate() -> None:
     _same_weights(train)
 
 
+def test_copies_that_accelerate_makes_are_beyond_the_plan_of_a_wrapped_module() -> None:
+    """And within that of one that a budget is applied to."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return nn.functional.linear(x, model.layers[0].weight)
+
+    model, x = Tower(depth=1), torch.randn(512, 16)
+    model.forward = half
+    wrapped = planned(model, x)
+    wrapped.forward = convert_outputs_to_fp32(wrapped.forward)
+    with pytest.warns(rkmate.RkmateWarning, match=r"float32 copies.*rkmate\.apply"):
+        assert wrapped(x).dtype == torch.float32
+    wrapped(x)                                  # said once
+    del wrapped
+    model.forward = convert_outputs_to_fp32(half)
+    rkmate.apply(model, budget=1.0, progress=False)
+    g = torch.randn(512, 16)
+    model(x).backward(g)
+    shown = rkmate.applied(model)
+    assert shown is not None
+    assert rkmate.measure_step(model, lambda: model(x).backward(g)).peak <= shown.plan.budget_bytes
+
+
 def test_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
 
