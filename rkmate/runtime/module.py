@@ -137,8 +137,8 @@ class PlannedModule(StandIn):
         if self.__dict__["forward"] is not self._planned_forward:
             self._tell("around", "a library has put a forward of its own around the planned one, as "
                                  "accelerate's mixed precision does: what that allocates (float32 copies "
-                                 "of the outputs) comes on top of the budget. rkmate.apply(model, budget=...), instead of "
-                                 "wrap, plans it, too")
+                                 "of the outputs) comes on top of the budget. rkmate.apply(model, "
+                                 "budget=...), instead of wrap, plans it, too")
         opened = self._plans.open_calls
         opened.check(latest.plan, forward=True)
         first = self._first_step(latest)
