@@ -68,12 +68,14 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
         PlanningTimeout: its time was over before it found one.
         ArgumentError: it has no schedule for this model at any budget.
     """
+    start = time.perf_counter()
     prepared = prepare(traced)
     limit = limit_of(prepared, budget)
     tell(prepared, budget)
     method = find_planner(planner, traced.settings.of_planner)
     refused: list[InfeasibleBudget] = []
     for variant in (prepared.blocked.variant, *fallbacks(traced.settings, prepared.blocked.linear_losses)):
+        in_vain = time.perf_counter() - start
         here = prepared if variant is prepared.blocked.variant else prepare(traced, variant)
         try:
             plan = _whole_or_searched(here, method, limit)
@@ -81,6 +83,8 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
             refused.append(error)
             continue
         _warn_of(here)
+        if refused:
+            plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": in_vain})
         return Planned(plan, here)
     raise min(refused, key=lambda error: error.minimum_bytes)
 
