@@ -74,8 +74,8 @@ def _numpy(model: nn.Module, place: str, text: str) -> str:
 def _value_decides(model: nn.Module, place: str, text: str) -> str:
     if "rkmate.dtr" not in text:
         return ""
-    return ("Or write it without the value: torch.where for a branch, a mask or padding for a size; or decide "
-            "outside, and pass what was decided as a plain argument.")
+    return ("Or write it without the value: torch.where for a branch, a mask or padding for a size; or "
+            "decide outside, and pass what was decided as a plain argument.")
 
 
 RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (

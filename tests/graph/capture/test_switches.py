@@ -89,8 +89,8 @@ def test_the_way_out_is_named(name: str) -> None:
 
 
 def test_with_the_switch_a_plan_is_made() -> None:
-    for model in (_Forward(lambda self, h: h.relu() if self.layerdrop == 0 else _copied(self, h), layerdrop=0),
-                  _fused()):
+    for model in (_Forward(lambda self, h: h.relu() if self.layerdrop == 0 else _copied(self, h),
+                           layerdrop=0), _fused()):
         assert rkmate.plan(model, (X,), budget=1.0, costs="analytic").peak_bytes > 0
 
 
