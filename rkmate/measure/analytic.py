@@ -1,8 +1,8 @@
 """Costs without running: bytes moved and floating-point operations against machine rates.
 
-Deterministic: for tests, and for models that do not fit on the machine that plans. Temporary memory
-inside operations is not known this way and counts as none, but for the one tensor that an unchunked
-kernel takes beside its result.
+Deterministic: for tests, and for models that do not fit on the machine that plans. Of temporary memory
+inside operations, what `temporaries` knows is counted, and the one tensor that an unchunked kernel takes
+beside its result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.cd import Cost, Kernel
+from rkmate.measure.temporaries import temporary_bytes
 
 FLOPS_PER_SECOND = 1e11
 BYTES_PER_SECOND = 2e10
@@ -30,7 +31,8 @@ def analytic_costs(partition: Partition) -> dict[int, Cost]:
         seconds = _seconds(node)
         whole = unchunked.get(node)
         # Both kernels move the same bytes once; that parts are called one by one is left out.
-        costs[i] = Cost(seconds, 0, None if whole is None else Kernel(seconds, whole.overhead))
+        costs[i] = Cost(seconds, temporary_bytes(node, random=partition.program.cd.c[i].random),
+                        None if whole is None else Kernel(seconds, whole.overhead))
     return costs
 
 

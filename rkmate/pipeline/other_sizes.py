@@ -18,7 +18,7 @@ from rkmate.ir.cd import CDGraph, Cost, Kernel
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
-from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of
+from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of, warn_of
 from rkmate.pipeline.prepare import Prepared, Traced, block, with_operation_costs
 from rkmate.pipeline.variants import named
 from rkmate.planners.chain_search import ChainSearch
@@ -72,7 +72,10 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
     orders = next((k.orders for k in alike if k.orders), ())
     if prepared.baseline.peak <= limit:
         attempt = attempted(prepared, None, method, limit)
-        return None if attempt.plan is None else Planned(attempt.plan, prepared, orders)
+        if attempt.plan is None:
+            return None
+        warn_of(prepared)
+        return Planned(attempt.plan, prepared, orders)
     sizes = {id(k): abs(sum(d.size for d in k.plan.graph.cd.d) - sum(d.size for d in cd.d)) for k in alike}
     schedules = dict.fromkeys(k.plan.schedule for k in sorted(alike, key=lambda k: sizes[id(k)]))
     found = _best(prepared, list(schedules)[:TRIED], limit, _NOTE)
@@ -81,6 +84,7 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
         found = _best(prepared, [] if chained is None else [chained], limit, _CHAIN_NOTE)
     if found is None:
         return None
+    warn_of(prepared)
     outcome = Outcome(found.schedule, "ok", found.seconds, note=found.note)
     plan = plan_of(prepared, None, method.name, limit, outcome)
     plan = replace(plan, stage_seconds={**plan.stage_seconds, "search": time.perf_counter() - start})

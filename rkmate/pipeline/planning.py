@@ -75,19 +75,23 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
         PlanningTimeout: its time was over before it found one.
         ArgumentError: it has no schedule for this model at any budget.
     """
+    start = time.perf_counter()
     prepared = prepare(traced)
     limit = limit_of(prepared, budget)
     tell(prepared, budget)
     method = find_planner(planner, traced.settings.of_planner)
     refused: list[InfeasibleBudget] = []
     for variant in (prepared.blocked.variant, *fallbacks(traced.settings, prepared.blocked.linear_losses)):
+        in_vain = time.perf_counter() - start
         here = prepared if variant is prepared.blocked.variant else prepare(traced, variant)
         try:
             plan, orders = _whole_or_searched(here, method, limit)
         except InfeasibleBudget as error:
             refused.append(error)
             continue
-        _warn_of(here)
+        warn_of(here)
+        if refused:
+            plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": in_vain})
         return Planned(plan, here, orders)
     raise min(refused, key=lambda error: error.minimum_bytes)
 
@@ -133,7 +137,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
         made, errors = _curve(here, solved, method, rest)
         plans |= made
         if made:
-            _warn_of(here)
+            warn_of(here)
         refused |= {limit: min((e for e in (refused.get(limit), error) if e is not None),
                                key=lambda e: e.minimum_bytes) for limit, error in errors.items()}
         rest = sorted(errors)
@@ -349,7 +353,7 @@ def _note(prepared: Prepared, note: str) -> str:
     return "; ".join(part for part in (note, variant, note_of(prepared)) if part)
 
 
-def _warn_of(prepared: Prepared) -> None:
+def warn_of(prepared: Prepared) -> None:
     """Say which variant was taken, where the settings' first did not do."""
     blocked = prepared.blocked
     if blocked.variant.warning and blocked.variant is not first(blocked.traced.settings):

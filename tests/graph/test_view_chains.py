@@ -98,6 +98,7 @@ def test_outputs_stay_two_views(budget: float | str) -> None:
         y, z = run(x)
         assert y is not z
         assert y.data_ptr() == z.data_ptr()
+        del y, z
     assert_same_step(model, module, Sample(model, (x,), {}, lambda out: (out[0] * out[1]).sum()))
 
 

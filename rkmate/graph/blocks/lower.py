@@ -73,6 +73,15 @@ def storage_bytes(value: Any) -> int:
     return devices.of(value).storage_bytes(size)
 
 
+def _storage_of_result(node: fx.Node) -> int:
+    """Bytes behind an operation's result. A functional copy over a part of a tensor has the whole storage of
+    that tensor, which another may have taken the place of since the trace."""
+    size = storage_bytes(node.meta["val"])
+    if node.target is torch.ops.aten.copy.default and isinstance(node.args[0], fx.Node):
+        return max(size, storage_bytes(node.args[0].meta["val"]))
+    return size
+
+
 def lower(joint: Joint) -> Program:
     """Build the program of a joint graph. Raises `CaptureError` for operations without a meaning."""
     builder = _Builder(joint)
@@ -146,7 +155,7 @@ class _Builder:
                 self.storage[user] = out
                 outputs.append(out)
         elif isinstance(value, torch.Tensor):
-            out = self._d(node, None, node.name, storage_bytes(value), kind)
+            out = self._d(node, None, node.name, _storage_of_result(node), kind)
             self.storage[node] = out
             outputs.append(out)
         else:

@@ -22,6 +22,7 @@ from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.library_paths import is_observer, routed_by_loops, weight_made_by
 from rkmate.graph.capture.pieces import is_made_of_pieces
 from rkmate.graph.capture.structure import objects_in
+from rkmate.graph.capture.switches import way_out
 from rkmate.support.warn import PACKAGE, warn
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -47,6 +48,9 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         if hooks:
             warn(f"{where} has forward hooks: what they compute is part of the plan, what "
                  "else they do happens only while it is traced")
+        if isinstance(m, torch.jit.ScriptModule):
+            raise ArgumentError(f"{where} is a TorchScript module, which cannot be captured: put the module "
+                                "that it was made from in its place")
         if _is_compiled(m):
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')
@@ -135,7 +139,9 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         hint = ": use .detach()"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
-    return CaptureError(f"{type(model).__name__} cannot be captured{_place(error, program)}: {reason}{hint}")
+    place = _place(error, program)
+    return CaptureError(f"{type(model).__name__} cannot be captured{place}: {reason}{hint}"
+                        f"{way_out(model, place, f'{text} {hint}')}")
 
 
 def _static_form(model: nn.Module, error: Exception) -> str:

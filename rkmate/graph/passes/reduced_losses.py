@@ -42,6 +42,11 @@ def storages_of_their_own(work: Rewriting) -> None:
             node.target = _OURS[node.target]
 
 
+def torchs_operator(target: Any) -> Any:
+    """The operator that one of ours has taken the place of; others are themselves."""
+    return next((theirs for theirs, ours in _OURS.items() if ours is target), target)
+
+
 def _reduction(node: Any) -> int:
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

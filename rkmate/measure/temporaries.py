@@ -1,0 +1,95 @@
+"""Temporary memory inside of torch's operations on the CPU, as multiples of what they read and write.
+
+Read off measurements; each row is what the kernel takes at most with one thread. Not here, as it depends on
+the machine's libraries: convolutions, recurrent layers, fused attention, Fourier transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.device.random_state import STATE_BYTES
+from rkmate.graph.passes.reduced_losses import torchs_operator
+
+Tensors = Sequence[torch.Tensor]
+aten = torch.ops.aten
+_NUMBER = 16
+"""A number that is made a tensor, or the intermediate result of a mean."""
+
+
+def temporary_bytes(node: fx.Node, *, random: bool) -> int:
+    """Bytes beside results that an operation takes while it runs, of what the table knows; none on other
+    devices than the CPU. `random`: whether it draws random numbers."""
+    inputs = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
+    outputs = _tensors(node.meta["val"])
+    if any(t.device.type != "cpu" for t in (*inputs, *outputs)):
+        return 0
+    theirs = torchs_operator(node.target)
+    rule = TABLE.get(getattr(theirs, "overloadpacket", None))
+    return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
+
+
+def _largest(times: int) -> Callable[[Tensors, Tensors], int]:
+    """So many times the largest operand."""
+    return lambda inputs, outputs: times * max((t.nbytes for t in inputs), default=0)
+
+
+def _all(times: int) -> Callable[[Tensors, Tensors], int]:
+    """So many times all operands and the first result."""
+    return lambda inputs, outputs: times * (sum(t.nbytes for t in inputs) + outputs[0].nbytes)
+
+
+def _copies(inputs: Tensors) -> int:
+    """Operands that the kernel wants contiguous."""
+    return sum(t.nbytes for t in inputs if not t.is_contiguous())
+
+
+def _promoted(inputs: Tensors, outputs: Tensors) -> int:
+    """Operands that are cast to the type of the result."""
+    return sum(t.numel() * outputs[0].element_size() for t in inputs
+               if t.dtype != outputs[0].dtype and t.dim())
+
+
+def _masked_softmax(inputs: Tensors, outputs: Tensors) -> int:
+    """Which rows are masked wholly: a flag for each number, and one for each row."""
+    return 2 * outputs[0].numel()
+
+
+def _norm_of_columns(inputs: Tensors, outputs: Tensors) -> int:
+    """Sums for the weight's gradient and the bias's, in single precision or better."""
+    return _copies(inputs) + 2 * sum(t.numel() * max(4, t.element_size()) for t in outputs[1:])
+
+
+TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
+    # A loss is made for each number before it is reduced.
+    aten.mse_loss: _largest(2), aten.smooth_l1_loss: _largest(2), aten.huber_loss: _largest(1),
+    aten.binary_cross_entropy: _largest(1), aten.binary_cross_entropy_with_logits: _largest(2),
+    aten.soft_margin_loss: _largest(1), aten.soft_margin_loss_backward: _largest(2),
+    aten.native_dropout: _largest(1),
+    aten._safe_softmax: _masked_softmax,
+    aten.native_layer_norm: lambda inputs, outputs: _copies(inputs),
+    aten.native_layer_norm_backward: _norm_of_columns,
+    aten.native_group_norm_backward: lambda inputs, outputs: 2 * 4 * inputs[0].shape[0] * inputs[0].shape[1],
+    aten._native_batch_norm_legit: lambda inputs, outputs: 4 * sum(t.nbytes for t in outputs[1:]),
+    aten._native_batch_norm_legit_functional: lambda inputs, outputs: 4 * sum(t.nbytes for t in outputs[1:]),
+    aten._native_batch_norm_legit_no_training: lambda inputs, outputs: 4 * sum(t.nbytes for t in inputs[1:]),
+    aten.native_batch_norm_backward: _largest(1),
+    aten._prelu_kernel_backward: _largest(1),
+    aten.embedding: lambda inputs, outputs: _copies(inputs),
+    aten.embedding_dense_backward: lambda inputs, outputs: _copies(inputs),
+    aten.add: _promoted, aten.sub: _promoted, aten.mul: _promoted, aten.div: _promoted, aten.sum: _promoted,
+    aten.abs: _promoted,
+    aten.logsumexp: _all(1), aten.sort: _largest(2), aten.median: _largest(1), aten.kthvalue: _largest(3),
+    aten._euclidean_dist: _all(3),
+    aten.im2col: _largest(1), aten.col2im: _largest(1), aten.upsample_bilinear2d: _all(1),
+}
