@@ -21,7 +21,6 @@ from rkmate.graph.capture.dry_run import Recording, TensorForm, dry_run, form_of
 from rkmate.graph.capture.resized import Known, SideBySide, resized, side_by_side
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.runtime.guards import Guards
-from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock
 
 logger = logging.getLogger("rkmate")
@@ -103,16 +102,14 @@ def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key:
     start = time.perf_counter()
     tensors, structure = take_apart((args, kwargs), result=False)
     with capture_lock:
-        with gc_pause():
-            new = dry_run(model, structure, [form_of(t) for t in tensors])
+        new = dry_run(model, structure, [form_of(t) for t in tensors])
         if new is None:
             return None, None
         for m in members:
             if not m.recorded:
                 m.recording, m.recorded = dry_run(model, m.capture.inputs, m.forms), True
-        with gc_pause():
-            found = _resized([m for m in members if m.recording is not None
-                              and m.recording.text == new.text], new)
+        found = _resized([m for m in members if m.recording is not None
+                          and m.recording.text == new.text], new)
     if found is not None:
         found = replace(found, inputs=structure)
     logger.debug("a call of another size: %s in %.2f s", "derived" if found is not None else

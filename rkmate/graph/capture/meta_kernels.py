@@ -4,7 +4,7 @@ Fake tensors ask the same kernels, or rules in Python that say the same, and tak
 and matrix products have kernels alone, and no rules of a device. Of other everyday operations the kernel is
 taken once it has said the same as a fake tensor for two calls of the kind.
 
-Uses a private name of torch (the modes that are in force); tested with torch 2.13.
+Uses private names of torch (the modes that are in force); tested with torch 2.13.
 """
 
 from __future__ import annotations

@@ -228,15 +228,18 @@ class SideBySide:
         forms = [f._replace(shape=tuple(values[k] for k in f.shape),
                             stride=tuple(values[k] for k in f.stride), offset=values[f.offset])
                  for f in self._forms]
-        storages: dict[int, torch.UntypedStorage] = {}
+        owners: dict[int, torch.Tensor] = {}
         made: list[FakeTensor] = []
         for k, storage, owns in self._tensors:
             f = forms[k]
-            if owns:
-                storages[storage] = torch.UntypedStorage(
+            if owns and not f.offset:
+                plain = torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device="meta")
+            else:
+                held = owners[storage].untyped_storage() if not owns else torch.UntypedStorage(
                     _bytes(f.shape, f.stride, f.offset, f.dtype.itemsize), device="meta")
-            plain = torch.empty(0, dtype=f.dtype, device="meta").set_(
-                storages[storage], f.offset, f.shape, f.stride)
+                plain = torch.empty(0, dtype=f.dtype, device="meta").set_(held, f.offset, f.shape, f.stride)
+            if owns:
+                owners[storage] = plain
             made.append(FakeTensor(mode, plain, f.device, requires_grad=f.requires_grad))
         return made
 
