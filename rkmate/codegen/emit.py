@@ -10,6 +10,7 @@ from rkmate.codegen.printer import print_listing
 from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
+from rkmate.support.gc_pause import gc_pause
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Generated:
     """Inputs (tensor numbers) whose gradients the last segment returns."""
 
 
+@gc_pause()
 def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None = None,
          summary: str = "", graph: CDGraph | None = None) -> Generated:
     """The source of a schedule that the simulator has accepted; arguments as of `listing_of`."""

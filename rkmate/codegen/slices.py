@@ -7,6 +7,7 @@ shares with others is in the environment, under keys: a call says which.
 from __future__ import annotations
 
 import ast
+import functools
 import keyword
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ class Slice:
                 own.difference_update(step.values)
                 there.difference_update(step.values)
                 continue
-            used = {n.id for n in ast.walk(ast.parse(step.call, mode="eval")) if isinstance(n, ast.Name)}
+            used = _names_in(step.call)
             if used - known != set(step.reads) - known or not there.issuperset(step.reads):
                 raise GraphError(f"{self.label}: {step.call} does not read what is there")
             if len(step.makes) != 1 and not step.several:
@@ -115,6 +116,12 @@ class Slice:
         if states != list(range(self.states)) or known & set(entering):
             raise GraphError(f"{self.label}: generator states or names are not its own")
         return self
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def _names_in(call: str) -> frozenset[str]:
+    """The names of an expression. Blocks, and plans of other sizes, have the same calls."""
+    return frozenset(n.id for n in ast.walk(ast.parse(call, mode="eval")) if isinstance(n, ast.Name))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from rkmate.runtime.guards import FlagGuards, Guards
 from rkmate.runtime.open_calls import OpenCalls
 from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, derive, member
 from rkmate.show.plan import Plan
+from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
@@ -147,7 +148,7 @@ class PlanCache:
     def make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any],
              plan: Plan | None = None) -> Specialization:
         """Plan for a new signature. `plan`: one to follow; `PlanError` when it does not fit."""
-        with planning_lock:
+        with planning_lock, gc_pause():
             known = self.find(key)
             if known is not None:
                 return known

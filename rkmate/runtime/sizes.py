@@ -18,7 +18,7 @@ from torch import nn
 
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.dry_run import Recording, TensorForm, dry_run, form_of
-from rkmate.graph.capture.resized import Known, resized
+from rkmate.graph.capture.resized import Known, SideBySide, resized, side_by_side
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.runtime.guards import Guards
 from rkmate.support.planning_lock import capture_lock
@@ -41,6 +41,8 @@ class Member:
     recording: Recording | None = None
     """Made when it is first asked for."""
     recorded: bool = False
+    common: SideBySide | None = None
+    """What its capture has in common with those after it, from the latest time that it was asked for."""
 
 
 @dataclass
@@ -106,15 +108,24 @@ def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key:
         for m in members:
             if not m.recorded:
                 m.recording, m.recorded = dry_run(model, m.capture.inputs, m.forms), True
-    known = [Known(m.capture, m.recording) for m in members
-             if m.recording is not None and m.recording.text == new.text]
-    found = resized(known, new)
+        found = _resized([m for m in members if m.recording is not None
+                          and m.recording.text == new.text], new)
     if found is not None:
         found = replace(found, inputs=structure)
     logger.debug("a call of another size: %s in %.2f s", "derived" if found is not None else
                  "to be captured, as its operations or sizes are not those of the known ones",
                  time.perf_counter() - start)
     return found, new
+
+
+def _resized(members: Sequence[Member], new: Recording) -> Capture | None:
+    known = [Known(m.capture, m.recording) for m in members if m.recording is not None]
+    if len(known) < 2:
+        return None
+    common = members[0].common
+    if common is None or [id(c) for c in common.captures] != [id(k.capture) for k in known]:
+        common = members[0].common = side_by_side(known)
+    return None if common is None else resized(known, new, common)
 
 
 def member(key: Guards, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],

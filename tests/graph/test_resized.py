@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rkmate.graph.capture import meta_kernels
 from rkmate.graph.capture.capture import Capture, capture
 from rkmate.graph.capture.dry_run import Recording, dry_run, form_of
-from rkmate.graph.capture.resized import Known, resized
+from rkmate.graph.capture.resized import Known, resized, side_by_side
 from rkmate.graph.capture.structure import take_apart
 
 Call = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -135,6 +136,47 @@ def test_models_of_transformers(name: str) -> None:
         return (), {"input_ids": ids, "labels": ids}
 
     hold(model, call, (24, 32), (17, 40))
+
+
+@pytest.mark.parametrize(("model", "call"), [(Attention(), tokens), (convolutions(), images)])
+def test_kernels_say_what_fake_tensors_say(model: nn.Module, call: Call,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (20, 24, 17, 9)
+    for n in sizes[:2]:
+        recorded(model, call(n))                    # from here on, kernels are trusted
+    found = [recorded(model, call(n)) for n in sizes]
+    asked: list[Any] = []
+
+    def fake(func: Any, args: Any, kwargs: Any, form: Any, ask: Callable[[], Any]) -> Any:
+        asked.append(func)
+        return ask()
+
+    monkeypatch.setattr(meta_kernels, "answer", fake)
+    assert found == [recorded(model, call(n)) for n in sizes] and None not in found
+    assert len(asked) > 50
+
+
+def test_a_kernel_that_says_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ([form_of(torch.empty(3, 2).t())], None)
+    x = torch.empty(2, 3)
+    for _ in range(4):
+        assert meta_kernels.answer(torch.ops.aten.erfinv.default, (x,), {}, form_of, lambda: other) is other
+
+
+def test_what_captures_have_in_common_is_taken_again() -> None:
+    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh())
+
+    def call(n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (torch.randn(n, 8),), {}
+
+    captures = [known(model, call(n)) for n in (3, 4)]
+    common = side_by_side(captures)
+    for n in (6, 7, 6):
+        new = recorded(model, call(n))
+        assert new is not None and common is not None
+        derived = resized(captures, new, common)
+        assert derived is not None
+        assert_same_capture(derived, capture(model, *call(n)))
 
 
 class Branching(nn.Module):

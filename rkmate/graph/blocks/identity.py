@@ -31,8 +31,9 @@ def block_text(program: Program, block: Block) -> str:
     for i in block.c:
         left = ", ".join(naming.value(j) for j in program.cd.c[i].outputs)
         lines.append(f"{left} = {expressions.call(program.operation[i])}")
+    first = {s: n for n, s in reversed(program.joint.sources.items())}
     for source, name in naming.sources.items():
-        value = next(n for n, s in program.joint.sources.items() if s == source).meta["val"]
+        value = first[source].meta["val"]
         lines.append(f"{name}: {source.kind} {_dtype(value)}{list(value.shape)} {list(value.stride())}")
     lines.append(f"loss before {graph.loss}; {graph.inputs} {graph.outputs} {graph.output_grads} "
                  f"{graph.input_grads} {sorted(graph.releases.items())}")

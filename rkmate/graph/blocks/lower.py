@@ -207,7 +207,8 @@ class _Builder:
         last = dict.fromkeys(w for _, n in input_grads if isinstance(w := self.storage[n], int))
         # What is handed to autograd is nobody's to overwrite.
         handed = {self.storage[n] for _, n in param_grads}
-        self.c = [replace(c, donors=tuple(j for j in c.donors if j not in handed)) for c in self.c]
+        self.c = [replace(c, donors=tuple(j for j in c.donors if j not in handed))
+                  if any(j in handed for j in c.donors) else c for c in self.c]
         graph = CDGraph(tuple(self.d), tuple(self.c), loss, (), tuple({**pinned, **written}),
                         tuple(self.tangents), tuple(last))
         constant = frozenset(i for i, n in enumerate(self.operation) if n in joint.constant)

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
+from rkmate.graph.capture import meta_kernels
 from rkmate.graph.capture.capture import flat_module
+from rkmate.graph.capture.meta_kernels import TensorForm as TensorForm
+from rkmate.graph.capture.meta_kernels import form_of as form_of
+from rkmate.graph.capture.meta_kernels import like
 from rkmate.graph.capture.quiet import quiet
 from rkmate.graph.capture.repairs import repaired, ways_to_export
 from rkmate.graph.capture.state import HostDraws, PythonState
@@ -34,23 +38,6 @@ from rkmate.graph.capture.structure import Structure, tensors_in
 
 _SMALL = 1 << 16
 """Elements of a closed-over tensor that are compared; a larger one is not taken."""
-
-
-class TensorForm(NamedTuple):
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool = False
-    offset: int = 0
-
-
-def form_of(t: torch.Tensor) -> TensorForm:
-    """The form of a tensor that an operation takes, or a call."""
-    return TensorForm(tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad,
-                      int(t.storage_offset()))
 
 
 @dataclass(frozen=True)
@@ -175,6 +162,10 @@ class _Recorder(TorchDispatchMode):
         self._fake = FakeTensorMode()
         self._fake.cache_enabled = False        # equal calls are asked once
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False            # nothing is compiled in here, and to say so at every call takes long
+
     def note(self, what: Any) -> None:
         """Something that two recordings have to have in common."""
         self.digest.update(repr(what).encode())
@@ -202,7 +193,8 @@ class _Recorder(TorchDispatchMode):
         at = tuple(key)
         answer = self._answers.get(at)
         if answer is None:
-            answer = self._answers[at] = self._ask(func, args, kwargs)
+            answer = self._answers[at] = meta_kernels.answer(
+                func, args, kwargs, self._form, lambda: self._ask(func, args, kwargs))
         written = [k for k, r in enumerate(func._schema.returns)
                    if r.alias_info is not None and r.alias_info.is_write] \
             if func._schema.is_mutable else []
@@ -317,19 +309,16 @@ class _Recorder(TorchDispatchMode):
             raise _Refused(f"{func} writes")
         return found[0] if len(found) == 1 else tuple(found)
 
-    def _ask(self, func: Any, args: Any, kwargs: Any) -> tuple[list[TensorForm | None], Any]:
+    def _form(self, t: torch.Tensor) -> TensorForm:
+        return self._forms.get(t) or form_of(t)
+
+    def _ask(self, func: Any, args: Any, kwargs: Any) -> meta_kernels.Answer:
         """The forms of an operation's results, by torch's own rules."""
         def fake(t: Any) -> Any:
             if not isinstance(t, torch.Tensor):
                 return t
-            f = self._forms.get(t) or form_of(t)
-            if f.offset:
-                extent = f.offset + 1 + sum((n - 1) * s for n, s in zip(f.shape, f.stride, strict=True))
-                whole = torch.empty(max(extent, 0), dtype=f.dtype, device="meta")
-                like = whole.as_strided(f.shape, f.stride, f.offset)
-            else:
-                like = torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device="meta")
-            return FakeTensor(self._fake, like, f.device)
+            f = self._form(t)
+            return FakeTensor(self._fake, like(f), f.device)
 
         with _disable_current_modes(), torch.no_grad():
             taken, given = pytree.tree_map(fake, (args, kwargs))

@@ -6,6 +6,7 @@ torch 2.13.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -25,15 +26,19 @@ def is_view(node: fx.Node) -> bool:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    if node.target in _HIDDEN_VIEWS:
-        return True
-    if any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns):
+    if _is_view_operation(node.target):
         return True
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and node.args and isinstance(node.args[0], fx.Node):
         base = node.args[0].meta.get("val")
         return isinstance(base, torch.Tensor) and base is not value and _share(base, value)
     return False
+
+
+@functools.cache
+def _is_view_operation(target: OpOverload) -> bool:
+    return target in _HIDDEN_VIEWS or any(r.alias_info is not None and not r.alias_info.is_write
+                                          for r in target._schema.returns)
 
 
 def is_random(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.dry_run import Recording
+from rkmate.graph.capture.nodes import add_like
 
 Number = int | float
 
@@ -35,16 +36,25 @@ class Known:
     recording: Recording
 
 
-def resized(known: Sequence[Known], new: Recording) -> Capture | None:
+def resized(known: Sequence[Known], new: Recording, common: SideBySide | None = None) -> Capture | None:
     """What a capture of the new call would be; None where that is not certain.
 
-    Two captures at least, in which the sizes that differ now were different ones.
+    Two captures at least, in which the sizes that differ now were different ones. `common`: of the same
+    captures, where it is at hand.
     """
     if len(known) < 2 or any(k.recording.text != new.text for k in known):
         return None
     try:
         numbers = _numbers([k.recording.numbers for k in known], new.numbers)
-        return _Copy([k.capture for k in known], numbers).capture(new)
+        return (common or SideBySide([k.capture for k in known])).at(numbers, new)
+    except _Unknown:
+        return None
+
+
+def side_by_side(known: Sequence[Known]) -> SideBySide | None:
+    """What captures have in common, for `resized` to take several times; None where they are not alike."""
+    try:
+        return SideBySide([k.capture for k in known])
     except _Unknown:
         return None
 
@@ -60,24 +70,59 @@ def _numbers(known: Sequence[Sequence[Number]], new: Sequence[Number]) -> dict[t
     return found
 
 
-class _Copy:
-    """Captures gone through side by side."""
+class _Place(NamedTuple):
+    """Something that stands at a place of its list at every size."""
 
-    def __init__(self, captures: Sequence[Capture], numbers: Mapping[tuple[Any, ...], Number]) -> None:
-        self.captures = captures
-        self.numbers = numbers
-        self.mode = FakeTensorMode()
-        self.graph = fx.Graph()
-        self.nodes: dict[fx.Node, fx.Node] = {}
-        self._storages: dict[tuple[int, ...], torch.UntypedStorage] = {}
-        self._tensors: dict[tuple[int, ...], FakeTensor] = {}
+    list: Literal["node", "number", "tensor"]
+    at: int
 
-    def capture(self, new: Recording) -> Capture:
-        first = self.captures[0]
+
+class _Form(NamedTuple):
+    """A tensor without its storage; numbers by their places."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class SideBySide:
+    """Captures gone through side by side: one graph, with places for the numbers in which they differ."""
+
+    def __init__(self, captures: Sequence[Capture]) -> None:
+        """Raises an error that `resized` knows where they are not alike."""
+        self.captures = tuple(captures)
+        self._rows: list[tuple[Any, ...]] = []
+        self._row_of: dict[str, int] = {}
+        self._forms: dict[_Form, int] = {}
+        self._storages: dict[tuple[int, ...], int] = {}
+        self._tensor_of: dict[tuple[int, ...], int] = {}
+        self._tensors: list[tuple[int, int, bool]] = []
+        """Form, storage, and whether it is the first in its storage."""
+        self._place: dict[fx.Node, _Place] = {}
+        self._nodes: list[tuple[fx.Node, Any, Any, dict[str, Any], Any]] = []
+        """Of the first capture; the new one's arguments, keywords, notes and value, with places."""
+        self._read()
+        self._check()
+
+    # -- reading --------------------------------------------------------------------------
+
+    def _read(self) -> None:
         lists = [list(c.graph.nodes) for c in self.captures]
         _same([len(nodes) for nodes in lists])
         for row in zip(*lists, strict=True):
-            self._node(row)
+            first = row[0]
+            _same([(n.op, n.name, n.target) for n in row])
+            args, kwargs = self._argument([n.args for n in row]), self._argument([n.kwargs for n in row])
+            meta = {k: v for k, v in first.meta.items() if k not in ("tensor_meta", "val")}
+            value = self._value([n.meta["val"] for n in row]) if "val" in first.meta else _NONE
+            self._place[first] = _Place("node", len(self._nodes))
+            self._nodes.append((first, args, kwargs, meta, value))
+
+    def _check(self) -> None:
+        first = self.captures[0]
         for c in self.captures[1:]:
             if list(c.sources.values()) != list(first.sources.values()) \
                     or c.constants.keys() != first.constants.keys() \
@@ -86,14 +131,6 @@ class _Copy:
                     or self._places(c) != self._places(first) \
                     or [a.path for a in c.assigned] != [a.path for a in first.assigned]:
                 raise _Unknown("captures of other structure")
-        if new.result.count != first.result.count:
-            raise _Unknown("other results")
-        at = self.nodes
-        return replace(
-            first, graph=self.graph, sources={at[n]: s for n, s in first.sources.items()},
-            outputs=tuple(None if n is None else at[n] for n in first.outputs),
-            mutations=tuple((s, at[n]) for s, n in first.mutations),
-            grads=tuple((s, at[n]) for s, n in first.grads), result=new.result)
 
     @staticmethod
     def _places(c: Capture) -> Any:
@@ -101,23 +138,11 @@ class _Copy:
                 [(s, n.name) for s, n in c.mutations], [(s, n.name) for s, n in c.grads],
                 [n.name for n in c.sources])
 
-    def _node(self, row: Sequence[fx.Node]) -> None:
-        first = row[0]
-        _same([(n.op, n.name, n.target) for n in row])
-        args = self._argument([n.args for n in row])
-        kwargs = self._argument([n.kwargs for n in row])
-        node = self.graph.create_node(first.op, first.target, args, kwargs, first.name, first.type)
-        node.meta = dict(first.meta)
-        node.meta.pop("tensor_meta", None)
-        if "val" in first.meta:
-            node.meta["val"] = self._value([n.meta["val"] for n in row])
-        self.nodes[first] = node
-
     def _argument(self, row: Sequence[Any]) -> Any:
         first = row[0]
         if isinstance(first, fx.Node):
             _same([n.name for n in row])
-            return self.nodes[first]
+            return self._place[first]
         if isinstance(first, (tuple, list)):
             _same([len(v) for v in row])
             made = [self._argument(v) for v in zip(*row, strict=True)]
@@ -132,12 +157,15 @@ class _Copy:
         if isinstance(first, bool) or not isinstance(first, (int, float)):
             _same(row)
             return first
-        found = self.numbers.get((float, *row) if isinstance(first, float) else tuple(row))
-        if found is not None:
-            return found
-        # A number of the tracer's own: the same at all known sizes, and no size.
-        _same(row)
-        return first
+        return _Place("number", self._row(tuple(row)))
+
+    def _row(self, row: tuple[Any, ...]) -> int:
+        """The place of a number's row; those of floats are apart from those of integers."""
+        written = repr(row)                 # 1.0 is no 1, and 0.0 not -0.0
+        if written not in self._row_of:
+            self._row_of[written] = len(self._rows)
+            self._rows.append((float, *row) if isinstance(row[0], float) else row)
+        return self._row_of[written]
 
     def _value(self, row: Sequence[Any]) -> Any:
         first = row[0]
@@ -149,29 +177,102 @@ class _Copy:
             return type(first)(made)
         return self._number(row)
 
-    def _tensor(self, row: Sequence[torch.Tensor]) -> FakeTensor:
+    def _tensor(self, row: Sequence[torch.Tensor]) -> _Place:
         at = tuple(map(id, row))
-        if at in self._tensors:
-            return self._tensors[at]
-        first = row[0]
-        _same([(t.dtype, t.device, t.dim(), t.requires_grad, type(t)) for t in row])
-        shape = [self._number(n) for n in zip(*(t.shape for t in row), strict=True)]
-        stride = [self._number(n) for n in zip(*(t.stride() for t in row), strict=True)]
-        offset = self._number([t.storage_offset() for t in row])
-        storages = [t.untyped_storage() for t in row]
-        key = tuple(s._cdata for s in storages)
-        storage = self._storages.get(key)
-        if storage is None:
+        if at not in self._tensor_of:
+            first = row[0]
+            _same([(t.dtype, t.device, t.dim(), t.requires_grad, type(t)) for t in row])
+            form = _Form(tuple(map(self._row, zip(*(tuple(t.shape) for t in row), strict=True))),
+                         tuple(map(self._row, zip(*(t.stride() for t in row), strict=True))),
+                         self._row(tuple(int(t.storage_offset()) for t in row)), first.dtype, first.device,
+                         first.requires_grad)
+            storages = [t.untyped_storage() for t in row]
+            key = tuple(s._cdata for s in storages)
+            owns = key not in self._storages
             # Who owns the storage comes first: what it holds, and no more.
-            if any(s.nbytes() != _bytes(t.shape, t.stride(), int(t.storage_offset()), t.element_size())
-                   for s, t in zip(storages, row, strict=True)):
+            if owns and any(s.nbytes() != _bytes(t.shape, t.stride(), int(t.storage_offset()),
+                                                 t.element_size())
+                            for s, t in zip(storages, row, strict=True)):
                 raise _Unknown("a storage of another size than its tensor")
-            storage = torch.UntypedStorage(_bytes(shape, stride, offset, first.element_size()), device="meta")
-            self._storages[key] = storage
-        plain = torch.empty(0, dtype=first.dtype, device="meta").set_(storage, offset, shape, stride)
-        made = FakeTensor(self.mode, plain, first.device, requires_grad=first.requires_grad)
-        self._tensors[at] = made
+            storage = self._storages.setdefault(key, len(self._storages))
+            self._tensor_of[at] = len(self._tensors)
+            self._tensors.append((self._forms.setdefault(form, len(self._forms)), storage, owns))
+        return _Place("tensor", self._tensor_of[at])
+
+    # -- at another size ------------------------------------------------------------------
+
+    def at(self, numbers: Mapping[tuple[Any, ...], Number], new: Recording) -> Capture:
+        """The capture in which each row is the number that `numbers` says. Raises as `__init__` does."""
+        first = self.captures[0]
+        if new.result.count != first.result.count:
+            raise _Unknown("other results")
+        values = [_now(row, numbers) for row in self._rows]
+        tensors = self._tensors_at(values)
+        graph, nodes = fx.Graph(), list[fx.Node]()
+        lists: Mapping[str, Sequence[Any]] = {"node": nodes, "number": values, "tensor": tensors}
+        for old, args, kwargs, meta, value in self._nodes:
+            node = add_like(graph, old, _filled(args, lists), _filled(kwargs, lists))
+            node.meta.update(meta)
+            if value is not _NONE:
+                node.meta["val"] = _filled(value, lists)
+            nodes.append(node)
+        at = {old: node for (old, *_), node in zip(self._nodes, nodes, strict=True)}
+        return replace(
+            first, graph=graph, sources={at[n]: s for n, s in first.sources.items()},
+            outputs=tuple(None if n is None else at[n] for n in first.outputs),
+            mutations=tuple((s, at[n]) for s, n in first.mutations),
+            grads=tuple((s, at[n]) for s, n in first.grads), result=new.result)
+
+    def _tensors_at(self, values: Sequence[Any]) -> list[FakeTensor]:
+        mode = FakeTensorMode()
+        forms = [f._replace(shape=tuple(values[k] for k in f.shape),
+                            stride=tuple(values[k] for k in f.stride), offset=values[f.offset])
+                 for f in self._forms]
+        owners: dict[int, torch.Tensor] = {}
+        made: list[FakeTensor] = []
+        for k, storage, owns in self._tensors:
+            f = forms[k]
+            if owns and not f.offset:
+                plain = torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device="meta")
+            else:
+                held = owners[storage].untyped_storage() if not owns else torch.UntypedStorage(
+                    _bytes(f.shape, f.stride, f.offset, f.dtype.itemsize), device="meta")
+                plain = torch.empty(0, dtype=f.dtype, device="meta").set_(held, f.offset, f.shape, f.stride)
+            if owns:
+                owners[storage] = plain
+            made.append(FakeTensor(mode, plain, f.device, requires_grad=f.requires_grad))
         return made
+
+
+_NONE = object()
+"""Of a node without a value."""
+
+
+def _now(row: tuple[Any, ...], numbers: Mapping[tuple[Any, ...], Number]) -> Number:
+    """What a row is at the new size."""
+    found = numbers.get(row)
+    if found is not None:
+        return found
+    # A number of the tracer's own: the same at all known sizes, and no size.
+    if row[0] is float:
+        row = row[1:]
+    _same(row)
+    made: Number = row[0]
+    return made
+
+
+def _filled(value: Any, lists: Mapping[str, Sequence[Any]]) -> Any:
+    """With what stands at its places."""
+    kind = type(value)
+    if kind is _Place:
+        return lists[value.list][value.at]
+    if kind is tuple:
+        return tuple([_filled(v, lists) for v in value])
+    if isinstance(value, (tuple, list)):
+        return kind([_filled(v, lists) for v in value])
+    if kind is dict:
+        return {k: _filled(v, lists) for k, v in value.items()}
+    return value
 
 
 def _bytes(shape: Sequence[int], stride: Sequence[int], offset: int, each: int) -> int:

@@ -8,6 +8,7 @@ from torch import fx
 
 from rkmate.graph.capture.backward_tags import is_backward
 from rkmate.graph.capture.capture import Capture, Source
+from rkmate.graph.capture.nodes import copied
 from rkmate.graph.capture.operations import is_random, is_view
 
 
@@ -105,7 +106,7 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
     copies: dict[fx.Node, fx.Node] = {}
     for node in capture.graph.nodes:
         if node.op != "output":
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node] = copied(graph, node, copies)
     return Rewriting(
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],

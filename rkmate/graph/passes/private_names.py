@@ -37,6 +37,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
                    "torch._subclasses.fake_tensor.FakeTensorMode"),
     "library_paths.py": ("torch._C.DisableTorchFunction", "torch._ops.OpOverload",
                          "torch._subclasses.fake_tensor.unset_fake_temporarily"),
+    "meta_kernels.py": ("torch.utils._python_dispatch._disable_current_modes",),
     "modes.py": ("torch._C._functorch.peek_interpreter_stack", "torch._guards.detect_fake_mode"),
     "operations.py": ("torch._ops.OpOverload",),
     "quiet.py": ("torch.export._trace",),
