@@ -29,7 +29,7 @@ def line(length: int, kinds: int = 1, size: int = 1000) -> Chain:
                  {i: size if i else 0 for i in range(length + 1)}, (size,) * (length + 1))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(chains(), st.integers(0, 12), st.booleans())
 def test_equals_exhaustive_search(chain: Chain, more: int, keep: bool) -> None:
     table = solve(chain, slot_bytes=1, keep=keep)
@@ -46,7 +46,7 @@ def test_equals_exhaustive_search(chain: Chain, more: int, keep: bool) -> None:
         assert table.seconds(budget) == pytest.approx(best)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(chains(6))
 def test_minimum_is_exact(chain: Chain) -> None:
     table = solve(chain, slot_bytes=1)
