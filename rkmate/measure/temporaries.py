@@ -26,7 +26,7 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     devices than the CPU. `random`: whether it draws random numbers."""
     inputs = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
     outputs = _tensors(node.meta["val"])
-    if any(t.device.type != "cpu" for t in (*inputs, *outputs)):
+    if not all(t.is_cpu for t in (*inputs, *outputs)):
         return 0
     theirs = torchs_operator(node.target)
     rule = TABLE.get(getattr(theirs, "overloadpacket", None))

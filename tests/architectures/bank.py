@@ -138,7 +138,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _a("olmoe", "mixture of experts", "OlmoeForCausalLM", "Olmoe", {
         **_DECODER, "num_experts": 4, "num_experts_per_tok": 2}),
     _a("mamba", "state space", "MambaForCausalLM", "Mamba", {
-        **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "short", fast=True),
+        **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "short"),
     _a("mamba2", "state space", "Mamba2ForCausalLM", "Mamba2", {
         **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8,
         "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
@@ -235,7 +235,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _a("wavlm", "audio", "WavLMForSequenceClassification", "WavLM", _SPEECH, "sound"),
     _a("whisper", "audio", "WhisperForConditionalGeneration", "Whisper", {
         **_SMALL, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32},
-        "spectrum", fast=True),
+        "spectrum"),
     _a("speech_to_text", "audio", "Speech2TextForConditionalGeneration", "Speech2Text", {
         **_SMALL, "input_feat_per_channel": 16, "conv_channels": 32, "max_source_positions": 64,
         "max_target_positions": 32, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, "frames"),

@@ -166,7 +166,7 @@ def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     pytest.param("trainer_peft", "peft", "rockmate", marks=pytest.mark.slow),
     pytest.param("trainer_trl_sft", "trl", "rockmate", marks=pytest.mark.slow),
     pytest.param("trainer_trl_dpo", "trl", "rockmate", marks=pytest.mark.slow),
-    ("trainer_trl_dpo", "trl", "rotor")])
+    pytest.param("trainer_trl_dpo", "trl", "rotor", marks=pytest.mark.slow)])
 def test_examples(name: str, needs: str, planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, weights, and what the saved model does are equal to the plain script's, bit for bit."""
     pytest.importorskip(needs)

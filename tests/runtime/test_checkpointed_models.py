@@ -96,6 +96,7 @@ def test_other_peaks_are_unknown() -> None:
         rkmate.Settings(fraction_of="own")
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
 

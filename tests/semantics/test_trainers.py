@@ -42,6 +42,7 @@ def _same_weights(train: Callable[[bool], nn.Module]) -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.slow
 def test_transformers_trainer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -69,11 +70,11 @@ def test_accelerate() -> None:
 
     def train(wrap: bool) -> nn.Module:
         torch.manual_seed(0)
-        model, x = Tower(dropout=0.2), torch.randn(4 * STEPS, 16)
-        inner: nn.Module = planned(model, x[:4], budget=0.9) if wrap else model
+        model, x = Tower(dropout=0.2), torch.randn(64 * STEPS, 16)
+        inner: nn.Module = planned(model, x[:64], budget=0.9) if wrap else model
         accelerator = accelerate.Accelerator(cpu=True)
         run, optimizer, loader = accelerator.prepare(
-            inner, torch.optim.SGD(inner.parameters(), lr=0.1), DataLoader(TensorDataset(x), 4))
+            inner, torch.optim.SGD(inner.parameters(), lr=0.1), DataLoader(TensorDataset(x), 64))
         torch.manual_seed(1)
         for (batch,) in loader:
             optimizer.zero_grad()
@@ -204,6 +205,7 @@ def test_a_budget_that_is_applied_before_or_after_the_adapters(first: bool) -> N
     assert merged.generate(i, max_new_tokens=2, min_new_tokens=2).shape == (2, 10)
 
 
+@pytest.mark.slow
 def test_adapters_of_peft() -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

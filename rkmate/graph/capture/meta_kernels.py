@@ -120,7 +120,7 @@ def _by_kernel(func: Any, leaves: Sequence[Any], spec: Any, forms: Sequence[Tens
             found, around = pytree.tree_flatten(func(*args, **kwargs))
     except (RuntimeError, TypeError, ValueError, IndexError):
         return None
-    if any(x is not None and not (isinstance(x, torch.Tensor) and x.device.type == "meta") for x in found):
+    if any(x is not None and not (isinstance(x, torch.Tensor) and x.is_meta) for x in found):
         return None
     return [None if x is None else form_of(x)._replace(device=device, requires_grad=False)
             for x in found], around
