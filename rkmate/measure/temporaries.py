@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
 from rkmate.graph.passes.reduced_losses import torchs_operator
 
@@ -26,7 +27,7 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     devices than the CPU. `random`: whether it draws random numbers."""
     inputs = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
     outputs = _tensors(node.meta["val"])
-    if not all(t.is_cpu for t in (*inputs, *outputs)):
+    if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
         return 0
     theirs = torchs_operator(node.target)
     rule = TABLE.get(getattr(theirs, "overloadpacket", None))
