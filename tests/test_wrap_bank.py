@@ -29,10 +29,11 @@ SLOW = ("transformer", "transformer_decoder", "transformer_encoder", "t5", "bert
         "mlp_mixer", "densenet", "unet")
 """With dropout; others of the same kind are left."""
 LONG: dict[float | str, tuple[str, ...]] = {
-    1.0: ("llama", "vit", "regnet", "transformer", "transformer_decoder", "mlp_mixer", "densenet"),
+    1.0: ("llama", "vit", "t5", "regnet", "transformer", "transformer_decoder", "mlp_mixer",
+          "densenet"),
     0.7: ("vit", "regnet", "t5", "unet", "llama", "transformer", "transformer_decoder", "mlp_mixer",
           "densenet"),
-    "smallest": ("regnet", "transformer", "transformer_decoder")}
+    "smallest": ("regnet", "resnet", "transformer", "transformer_decoder")}
 """By budget; gpt2, bert, resnet and transformer are of the same kinds."""
 
 
