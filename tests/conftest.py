@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,19 @@ def impatient() -> Iterator[None]:
 def verified_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every graph that a test simplifies is verified after each pass."""
     monkeypatch.setattr(simplify, "VERIFY", True)
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_before() -> Iterator[None]:
+    """Accelerate keeps its precision for the whole process: each test begins without one."""
+    _forget_accelerator()
+    yield
+    _forget_accelerator()
+
+
+def _forget_accelerator() -> None:
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
