@@ -158,8 +158,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains, calls)
     if layers:
-        take_plan_from(model)
-        put_plans_into_layers(model, planning, verify, _checked(on_new_shape))
+        put_plans_into_layers(model, layers, planning, verify, _checked(on_new_shape))
         return model
     call = put_plan_into(model, planning, verify, _checked(on_new_shape))
     if sampled:

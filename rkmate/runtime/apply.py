@@ -28,7 +28,7 @@ from rkmate.errors import ArgumentError
 from rkmate.runtime.first_step import FirstStep
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Executable, Planning
-from rkmate.runtime.sharded import is_sharded, sharded_layers, shares
+from rkmate.runtime.sharded import is_sharded, shares
 from rkmate.show.plan import Plan
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -171,12 +171,13 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     return call
 
 
-def put_plans_into_layers(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> bool:
-    """The same for each sharded layer of a model, with a share of the budget; False where it has none."""
-    layers = sharded_layers(model)
-    for share in shares(model, layers, planning) if layers else ():
+def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning, verify: bool,
+                          on_new_shape: NewShape) -> None:
+    """The same for each sharded layer of a model, with a share of the budget; none for the model itself."""
+    found = shares(model, layers, planning)
+    take_plan_from(model)
+    for share in found:
         put_plan_into(share.layer, share.planning, verify, on_new_shape)
-    return bool(layers)
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
