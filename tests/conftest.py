@@ -43,9 +43,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported stays: the collector of garbage need not go through it again and again."""
+    """What is imported stays: the collector of garbage need not go through it, now or later."""
     gc.disable()
     yield
+    gc.freeze()
     gc.enable()
 
 

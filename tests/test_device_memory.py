@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.pipeline import prepare as prepare_module
 from rkmate.pipeline.device_budget import _largest, training_bytes
 
 
@@ -84,6 +85,17 @@ def test_the_largest_batch_is_the_largest() -> None:
     assert dict(found.tried)[found.size + 1] is None
     assert found.seconds_per_sample == pytest.approx(found.plan.step_seconds / found.size)
     assert f"batch of {found.size}" in str(found)
+
+
+def test_most_sizes_are_derived_from_two_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int] = []
+    full = prepare_module.capture
+    monkeypatch.setattr(prepare_module, "capture", lambda model, args, kwargs: (
+        captured.append(len(args[0])), full(model, args, kwargs))[1])
+    found = rkmate.max_batch_size(Net(), inputs, device_memory="1GiB", most=20, costs="analytic",
+                                  progress=False)
+    assert len(found.tried) > 4
+    assert captured == [16, 32]
 
 
 def test_the_search_stops_at_the_most_that_is_asked() -> None:

@@ -30,11 +30,11 @@ SLOW = ("transformer", "transformer_decoder", "transformer_encoder", "t5", "bert
 """With dropout; others of the same kind are left."""
 LONG: dict[float | str, tuple[str, ...]] = {
     1.0: ("llama", "vit", "t5", "regnet", "transformer", "transformer_decoder", "mlp_mixer",
-          "densenet"),
+          "densenet", "resnet"),
     0.7: ("vit", "regnet", "t5", "unet", "llama", "transformer", "transformer_decoder", "mlp_mixer",
           "densenet"),
-    "smallest": ("regnet", "resnet", "transformer", "transformer_decoder")}
-"""By budget; gpt2, bert, resnet and transformer are of the same kinds."""
+    "smallest": ("regnet", "resnet", "transformer", "transformer_decoder", "vit")}
+"""By budget; others of the same kinds (gpt2, bert, unet, batch_norm_cnn, ...) are left."""
 
 
 pytestmark = pytest.mark.usefixtures("deterministic")

@@ -11,13 +11,18 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
+from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.family import KnownCall, derived, known_call, one_family, possible
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
+from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.loss_inside import traceable
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
-from rkmate.pipeline.prepare import Prepared, check_model, prepare, trace
+from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
 from rkmate.pipeline.settings import Settings, checked_trains
 from rkmate.show.plan import Plan
+from rkmate.support.gc_pause import gc_pause
+from rkmate.support.planning_lock import capture_lock
 from rkmate.support.progress import Progress
 
 ADAM_STATES = 2
@@ -128,11 +133,24 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
     tried: dict[int, int | None] = {}
     plain: dict[int, int] = {}
     best: list[Prepared] = []
+    known: list[KnownCall] = []
+    """Captured in full: other sizes are derived from two of them, where that is certain."""
+
+    def captured(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        family = [k for k in known if one_family(k, args, kwargs)]
+        found: Capture | None = None
+        if possible(_shapes(args, kwargs), [[f.shape for f in k.forms] for k in family]):
+            with gc_pause(), capture_lock:
+                found, _ = derived(traceable(model), args, kwargs, family)
+        traced = trace(model, args, kwargs, settings, Progress(progress), found)
+        if found is None:
+            known.append(known_call(traced.capture, args, kwargs))
+        return traced
 
     def prepared(n: int) -> Prepared:
         args, kwargs = _inputs(make_inputs(n))
         refuse_what_cannot_repeat(traceable(model), args, kwargs)
-        here = prepare(trace(model, args, kwargs, settings, Progress(progress)))
+        here = prepare(captured(args, kwargs))
         plain[n] = here.baseline.peak       # known without solving anything
         return here
 
@@ -200,6 +218,10 @@ def _largest(peak_of: Callable[[int], int], budget: int, most: int) -> int:
                 high, high_peak = near, peak
         guess = not guess
     return low
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sequence[int]]:
+    return [t.shape for t in take_apart((args, kwargs), result=False)[0]]
 
 
 def _left_for_step(model: nn.Module, device_memory: int | str | None, optimizer_states: int) -> int:

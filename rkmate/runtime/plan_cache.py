@@ -18,6 +18,7 @@ from rkmate.codegen.emit import emit
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.family import known_call
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
 from rkmate.pipeline.loss_inside import traceable
@@ -30,7 +31,7 @@ from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards
 from rkmate.runtime.open_calls import OpenCalls
-from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, derive, member
+from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, derive
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import planning_lock
@@ -180,7 +181,7 @@ class PlanCache:
             # What is kept holds no tensors of this call.
             known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
             if derived is None:
-                known.member = member(key, traced.capture, args, kwargs, recording)
+                known.member = Member(key, known_call(traced.capture, args, kwargs, recording))
             if len(self):
                 self.new_sizes.add(derived is not None, time.perf_counter() - start)
             self._keep(key, known, others)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.dry_run import Recording, TensorForm, dry_run, form_of
-from rkmate.graph.capture.resized import Known, SideBySide, resized, side_by_side
-from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.graph.capture.dry_run import Recording
+from rkmate.graph.capture.family import KnownCall, derived, possible
 from rkmate.runtime.guards import Guards
 from rkmate.support.planning_lock import capture_lock
 
@@ -36,13 +34,7 @@ class Member:
     """A signature that was captured in full."""
 
     key: Guards
-    capture: Capture
-    forms: tuple[TensorForm, ...]
-    recording: Recording | None = None
-    """Made when it is first asked for."""
-    recorded: bool = False
-    common: SideBySide | None = None
-    """What its capture has in common with those after it, from the latest time that it was asked for."""
+    known: KnownCall
 
 
 @dataclass
@@ -82,57 +74,21 @@ def comparable(key: Guards, other: Guards) -> bool:
                for a, b in zip(s[0], t[0], strict=True))
 
 
-def possible(key: Guards, members: Sequence[Guards]) -> bool:
-    """Whether the members' sizes may tell those of a new signature: what is the same in all of them is the
-    same in it."""
-    if len(members) < 2:
-        return False
-    for places in zip(key.inputs, *(m.inputs for m in members), strict=True):
-        for now, *before in zip(*(p[0] for p in places), strict=True):
-            if now not in before and len(set(before)) == 1:
-                return False
-    return True
-
-
 def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Guards,
            members: Sequence[Member]) -> tuple[Capture | None, Recording | None]:
     """The capture of a call from those of its family, if that is certain; and the dry run of the call."""
-    if not possible(key, [m.key for m in members]):
+    if not possible(shapes_of(key), [shapes_of(m.key) for m in members]):
         return None, None
     start = time.perf_counter()
-    tensors, structure = take_apart((args, kwargs), result=False)
     with capture_lock:
-        new = dry_run(model, structure, [form_of(t) for t in tensors])
-        if new is None:
-            return None, None
-        for m in members:
-            if not m.recorded:
-                m.recording, m.recorded = dry_run(model, m.capture.inputs, m.forms), True
-        found = _resized([m for m in members if m.recording is not None
-                          and m.recording.text == new.text], new)
-    if found is not None:
-        found = replace(found, inputs=structure)
-    logger.debug("a call of another size: %s in %.2f s", "derived" if found is not None else
-                 "to be captured, as its operations or sizes are not those of the known ones",
-                 time.perf_counter() - start)
+        found, new = derived(model, args, kwargs, [m.known for m in members])
+    if new is not None:
+        logger.debug("a call of another size: %s in %.2f s", "derived" if found is not None else
+                     "to be captured, as its operations or sizes are not those of the known ones",
+                     time.perf_counter() - start)
     return found, new
 
 
-def _resized(members: Sequence[Member], new: Recording) -> Capture | None:
-    known = [Known(m.capture, m.recording) for m in members if m.recording is not None]
-    if len(known) < 2:
-        return None
-    common = members[0].common
-    if common is None or [id(c) for c in common.captures] != [id(k.capture) for k in known]:
-        common = members[0].common = side_by_side(known)
-    return None if common is None else resized(known, new, common)
-
-
-def member(key: Guards, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
-           recording: Recording | None) -> Member:
-    """A signature that has been captured."""
-    tensors: list[torch.Tensor]
-    structure: Structure
-    tensors, structure = take_apart((args, kwargs), result=False)
-    return Member(key, replace(capture, inputs=structure), tuple(map(form_of, tensors)), recording,
-                  recording is not None)
+def shapes_of(key: Guards) -> list[Sequence[int]]:
+    """The shapes of a signature's tensors."""
+    return [place[0] for place in key.inputs]

@@ -95,6 +95,11 @@ class Structure:
         visit(pytree.tree_unflatten(list(self.leaves), self.spec), "", frozenset())
         return names
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but tensors and plain constants stands in it."""
+        return all(isinstance(leaf, (_Slot, *_PLAIN)) for leaf in self.leaves)
+
     def constants(self) -> tuple[Any, ...]:
         """The leaves that are not tensors, in order: what a call is specialised on."""
         return tuple(leaf for leaf in self.leaves if not isinstance(leaf, _Slot))

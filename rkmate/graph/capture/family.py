@@ -1,0 +1,97 @@
+"""Captures of one call at several sizes, and that of a further size from theirs.
+
+Two full captures of a call at different sizes, and dry runs of both, give the graph of a third (`resized`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.dry_run import Recording, TensorForm, dry_run, form_of
+from rkmate.graph.capture.resized import Known, SideBySide, resized, side_by_side
+from rkmate.graph.capture.structure import take_apart
+
+
+@dataclass
+class KnownCall:
+    """A call that was captured in full."""
+
+    capture: Capture
+    forms: tuple[TensorForm, ...]
+    """Of the arguments' tensors."""
+    recording: Recording | None = None
+    """Made when it is first asked for."""
+    recorded: bool = False
+    common: SideBySide | None = None
+    """What its capture has in common with those after it, from the latest time that it was asked for."""
+
+
+def known_call(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
+               recording: Recording | None = None) -> KnownCall:
+    """A call, its capture and, where it was made, its dry run."""
+    tensors, structure = take_apart((args, kwargs), result=False)
+    return KnownCall(replace(capture, inputs=structure), tuple(map(form_of, tensors)), recording,
+                     recording is not None)
+
+
+def possible(shapes: Sequence[Sequence[int]], known: Sequence[Sequence[Sequence[int]]]) -> bool:
+    """Whether known calls' shapes, each of the same tensors, may tell the sizes of a new one: what is the
+    same in all of them is the same in it."""
+    if len(known) < 2:
+        return False
+    for places in zip(shapes, *known, strict=True):
+        for now, *before in zip(*places, strict=True):
+            if now not in before and len(set(before)) == 1:
+                return False
+    return True
+
+
+def one_family(known: KnownCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of contiguous tensors differs from a known one in their lengths at most, and in none
+    that is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
+    tensors, structure = take_apart((args, kwargs), result=False)
+    if not structure.is_plain or structure != known.capture.inputs:
+        return False
+    return all(
+        a.dtype == b.dtype and a.device == b.device and a.requires_grad == b.requires_grad
+        and len(a.shape) == len(b.shape)
+        and _is_contiguous(a) and _is_contiguous(b)
+        and all(m == n or min(m, n) > 1 for m, n in zip(a.shape, b.shape, strict=True))
+        for a, b in zip(map(form_of, tensors), known.forms, strict=True))
+
+
+def _is_contiguous(form: TensorForm) -> bool:
+    return torch.empty_strided(form.shape, form.stride, device="meta").is_contiguous()
+
+
+def derived(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+            known: Sequence[KnownCall]) -> tuple[Capture | None, Recording | None]:
+    """The capture of a call from known ones, if that is certain; and the dry run of the call.
+
+    The calls differ in the sizes of their tensors alone; one thread at a time.
+    """
+    tensors, structure = take_apart((args, kwargs), result=False)
+    new = dry_run(model, structure, [form_of(t) for t in tensors])
+    if new is None:
+        return None, None
+    for k in known:
+        if not k.recorded:
+            k.recording, k.recorded = dry_run(model, k.capture.inputs, k.forms), True
+    found = _resized([k for k in known if k.recording is not None and k.recording.text == new.text], new)
+    return (None if found is None else replace(found, inputs=structure)), new
+
+
+def _resized(known: Sequence[KnownCall], new: Recording) -> Capture | None:
+    pairs = [Known(k.capture, k.recording) for k in known if k.recording is not None]
+    if len(pairs) < 2:
+        return None
+    common = known[0].common
+    if common is None or [id(c) for c in common.captures] != [id(p.capture) for p in pairs]:
+        common = known[0].common = side_by_side(pairs)
+    return None if common is None else resized(pairs, new, common)
