@@ -116,15 +116,16 @@ class _Attended(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
-        normed: torch.Tensor = self.norm(y + x.square())
+        normed: torch.Tensor = self.norm((y + x.square()) / 2)
         return normed.flatten(2).mean(-1)
 
 
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_batch_of_one_has_the_strides_of_its_view(batch: int) -> None:
+def test_a_batch_of_one_has_the_strides_of_its_view(batch: int, form: torch.memory_format) -> None:
     """Whether an image counts as channels-last hangs on the stride of its batch, also where that is one."""
     torch.manual_seed(0)
-    model, x = _Attended(), torch.randn(batch, 8, 4, 4, requires_grad=True)
+    model, x = _Attended(), torch.randn(batch, 8, 4, 4).to(memory_format=form).requires_grad_()
     module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
     assert_same_step(model, module, Sample(model, (x,), {}, weighted_mean(batch, 8)))
 
