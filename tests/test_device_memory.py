@@ -152,3 +152,15 @@ def test_the_search_on_known_peaks(answer: int, peak: Any) -> None:
     looked.clear()
     assert _largest(look, budget, answer - 1 or 1) == (answer - 1 or 1)
     assert max(looked) <= max(answer - 1, 1)
+
+
+def test_the_largest_batch_of_several_calls() -> None:
+    """A step of two calls holds what both save: fewer samples fit, and the plan is one for both."""
+    model = Net()
+    room = 4 * sum(p.nbytes for p in model.parameters()) + smallest_peak(5) + 100
+    one, two = (rkmate.max_batch_size(model, inputs, device_memory=room, costs="analytic", progress=False,
+                                      calls=calls) for calls in (1, 2))
+    assert two.plan.calls == 2 and two.plan.peak_bytes <= two.budget_bytes
+    assert two.size < one.size and two.size_without < one.size_without
+    with pytest.raises(rkmate.ArgumentError, match="calls is 0"):
+        rkmate.max_batch_size(model, inputs, device_memory=room, calls=0)

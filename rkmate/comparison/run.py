@@ -64,7 +64,8 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             are the same on every machine. What a planner finds within a limit in seconds, as the
             default's and other integer programs do, need not be. Unless given, what the settings say.
         trains: which outputs the loss is computed from, as of `rkmate.wrap`.
-        settings: of the stages.
+        settings: of the stages. With `calls`, budgets and peaks are of steps in which the model is called
+            so many times before the backward.
 
     Returns:
         Rows that print as a table and draw as a picture. A planner without a schedule is a row that
@@ -96,7 +97,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             chosen = trains_of(model, prepared.capture, wanted_settings.trains)
             bench = Bench(model, args, kwargs, replace(wanted_settings, trains=chosen))
             rows = _measured(bench, found, shown)
-    return Comparison(tuple(rows), type(model).__name__, wanted_settings.costs, prepared.baseline.peak,
+    return Comparison(tuple(rows), type(model).__name__, wanted_settings.costs, prepared.baseline_peak,
                       prepared.baseline.seconds, shared)
 
 

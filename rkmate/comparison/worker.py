@@ -46,8 +46,11 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
     device = next(model.parameters()).device
     trains: Trains = settings.trains
 
-    def eager() -> torch.Tensor:
-        return _backward(loss_of(model(*args, **kwargs), trains), device)
+    def step_of(run: Callable[[], Any]) -> Step:
+        """A step of as many calls as the settings say."""
+        return lambda: _backward(_sum([loss_of(run(), trains) for _ in range(settings.calls)]), device)
+
+    eager = step_of(lambda: model(*args, **kwargs))
 
     step: Step = eager
     trained: nn.Module = model
@@ -55,14 +58,10 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
         trained = wrap(model, args, kwargs, plan=Plan.load(folder / PLAN), progress=False,
                        verify=False, settings=settings)
         planned = trained
-
-        def step() -> torch.Tensor:
-            return _backward(loss_of(planned(*args, **kwargs), trains), device)
+        step = step_of(lambda: planned(*args, **kwargs))
     elif job["kind"] == "checkpoint":
-        def step() -> torch.Tensor:
-            run: Any = checkpoint_sequential
-            output = run(model, job["segments"], args[0], use_reentrant=False)
-            return _backward(loss_of(output, trains), device)
+        run: Any = checkpoint_sequential
+        step = step_of(lambda: run(model, job["segments"], args[0], use_reentrant=False))
     peak = measure_step(trained, step, timeline=False).peak
     if job["kind"] == "eager":
         return {"peak": peak, "ratio": 1.0}

@@ -103,7 +103,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
                    device_memory: int | str | None = None, optimizer_states: int = ADAM_STATES,
                    most: int = 1 << 16, costs: str = "measured",
                    trains: str | int | Sequence[str | int] | None = None,
-                   progress: bool = True) -> BatchSize:
+                   progress: bool = True, calls: int = 1) -> BatchSize:
     """The largest batch whose training step fits in a device, and what it costs.
 
     Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
@@ -117,6 +117,8 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         most: greatest batch size to try.
         costs, trains: see `wrap`.
         progress: show progress on a terminal.
+        calls: how many times the module is called, with a batch of that size each time, before the
+            backward; see `wrap`.
 
     Raises:
         InfeasibleBudget: not even a batch of one fits.
@@ -129,7 +131,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ArgumentError(f"most is {most!r}; it should be a positive number of samples")
     budget = _left_for_step(model, device_memory, optimizer_states)
-    settings = Settings(costs=costs, trains=checked_trains(trains))  # type: ignore[arg-type]
+    settings = Settings(costs=costs, trains=checked_trains(trains), calls=calls)  # type: ignore[arg-type]
     tried: dict[int, int | None] = {}
     plain: dict[int, int] = {}
     best: list[Prepared] = []
@@ -151,7 +153,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         args, kwargs = _inputs(make_inputs(n))
         refuse_what_cannot_repeat(traceable(model), args, kwargs)
         here = prepare(captured(args, kwargs))
-        plain[n] = here.baseline.peak       # known without solving anything
+        plain[n] = here.baseline_peak       # known without solving anything
         return here
 
     def smallest_peak(n: int) -> int:

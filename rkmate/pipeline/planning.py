@@ -105,7 +105,7 @@ def smallest_peak_of(prepared: Prepared, above: int) -> int:
     """The smallest budget that the default planner meets on a variant, in bytes; `above` is one that may be
     too small."""
     method = find_planner(DEFAULT, prepared.settings.of_planner)
-    least = smallest_budget(method, solve(prepared).problem, above)
+    least = _smallest(solve(prepared), method, above)
     assert least is not None
     return least
 

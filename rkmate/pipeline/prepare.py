@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,11 +25,13 @@ from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, capture
+from rkmate.graph.capture.checkpoints import region_of
 from rkmate.graph.capture.pieces import tensor_called
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import simplify
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
+from rkmate.ir.checkpointed import checkpointed
 from rkmate.ir.kernels import choose_kernels
 from rkmate.ir.origin import Origin
 from rkmate.ir.plan import BlockInfo
@@ -94,6 +96,17 @@ class Blocked:
         return self.partition.program.joint.linear_losses
 
 
+class AsCheckpointed(NamedTuple):
+    """A step as a program checkpoints it."""
+
+    peak: int
+    """Bytes, of as many calls as the settings say."""
+    seconds: float
+    """Of one call."""
+    regions: int
+    """How many the program names."""
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A model's graph with costs: what all budgets share."""
@@ -150,6 +163,18 @@ class Prepared:
     def baseline_peak(self) -> int:
         """Of the step of as many calls as the settings say, without rematerialization."""
         return self.peak(self.whole, self.settings.calls)
+
+    @functools.cached_property
+    def as_checkpointed(self) -> AsCheckpointed | None:
+        """The simulator's verdict on the step as the program checkpoints it; None where it does not."""
+        regions = [region_of(node) if i < self.graph.loss else None
+                   for i, node in enumerate(self.partition.program.operation)]
+        named = {r for r in regions if r is not None}
+        if not named:
+            return None
+        schedule = self.with_kernels(checkpointed(self.graph, regions, self.pinned))
+        return AsCheckpointed(self.peak(schedule, self.settings.calls), self.simulate(schedule).seconds,
+                              len(named))
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """The simulator's verdict on a schedule of this model."""

@@ -246,7 +246,7 @@ class PlanCache:
         with planning_lock, torch.enable_grad():
             found = known.executables.get(mask)
             if found is None:
-                found = known.executables[mask] = self._for_one_step(known, mask, kept)
+                found = self._for_one_step(known, mask, kept)
         warn(
             f"the loss leads to {_names(mask)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
@@ -260,9 +260,11 @@ class PlanCache:
                 if s.kind != "tangent"}
         traced = replace(known.traced, wanted=mask, tensors=held)
         try:
-            return self._executable(traced, self.planning.budget)
+            found = known.executables[mask] = self._executable(traced, self.planning.budget)
+            return found
         except InfeasibleBudget as error:
-            warn(f"{error}; this step takes that much")
+            # It is not kept: no forward follows a plan over its budget.
+            warn(f"{error}; this step takes that much, and another forward for this loss is refused")
             return self._executable(traced, Budget(bytes=error.minimum_bytes))
 
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,

@@ -125,3 +125,18 @@ def test_steps_are_taken_in_turns() -> None:
 
     assert interleaved(lambda: step("eager"), lambda: step("planned"), 3) > 0
     assert calls == ["eager", "planned"] * 4
+
+
+def test_steps_of_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All peaks of a comparison, planned and measured, are of as many calls as the settings say."""
+    processes(monkeypatch, 0)
+    sample = residual()
+    found = rkmate.compare(sample.model, sample.args, budgets=[0.7], planners=["rockmate"], measure=True,
+                           progress=False, settings=rkmate.Settings(costs="analytic", calls=2))
+    row, eager, *_ = found
+    one = rkmate.plan(sample.model, sample.args, budget=1.0, costs="analytic", progress=False)
+    assert found.baseline_peak_bytes > 1.8 * one.baseline_peak_bytes
+    assert row.budget_bytes == int(0.7 * found.baseline_peak_bytes)
+    assert row.peak_bytes <= row.budget_bytes
+    assert 0.8 * row.peak_bytes <= row.measured_peak_bytes <= row.budget_bytes
+    assert eager.measured_peak_bytes == pytest.approx(found.baseline_peak_bytes, rel=0.1)

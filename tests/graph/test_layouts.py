@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import rkmate
-from rkmate.graph.capture.layouts import as_kernels_return_them
+from rkmate.graph.capture.layouts import as_kernels_return_them, strides_of_view
 from tests.equality import assert_same_step
 from tests.models.sample import Sample, weighted_mean
 
@@ -105,3 +105,42 @@ def test_gradients_have_the_strides_of_their_kernels(name: str) -> None:
     real = [strides(*of) for of in orders]
     with as_kernels_return_them(), FakeTensorMode():
         assert [strides(*of) for of in orders] == real
+
+
+class _Attended(nn.Module):
+    """Pixels as a sequence, as they come back from an attention, and a group norm over their channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm = nn.Linear(8, 8), nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
+        normed: torch.Tensor = self.norm((y + x.square()) / 2)
+        return normed.flatten(2).mean(-1)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_of_one_has_the_strides_of_its_view(batch: int, form: torch.memory_format) -> None:
+    """Whether an image counts as channels-last hangs on the stride of its batch, also where that is one."""
+    torch.manual_seed(0)
+    model, x = _Attended(), torch.randn(batch, 8, 4, 4).to(memory_format=form).requires_grad_()
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
+    assert_same_step(model, module, Sample(model, (x,), {}, weighted_mean(batch, 8)))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_views_have_the_strides_that_torch_gives_them(order: tuple[int, ...]) -> None:
+    for shape in ((1, 4, 2, 6), (2, 1, 1, 4), (3, 4, 1, 2), (1, 1, 4, 1)):
+        real = torch.empty(shape).permute(order)
+        n = real.numel()
+        for new in ((1, n), (n, 1), (1, 2, n // 2), (2, 1, n // 4, 2), (n // 2, 1, 1, 2), (4, n // 4),
+                    (1, *real.shape), (*real.shape, 1), (*real.shape[:2], 1, -1), tuple(shape)):
+            try:
+                expected = real.view(new)
+            except RuntimeError:
+                continue
+            assert strides_of_view(real.shape, real.stride(), expected.shape) == expected.stride()
+            with as_kernels_return_them(), FakeTensorMode() as mode:
+                assert mode.from_tensor(real).view(new).stride() == expected.stride()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import rkmate
 from rkmate.errors import ArgumentError
+from rkmate.ir.checkpointed import checkpointed
 from rkmate.measure.step import measure_step
+from rkmate.pipeline import prepare
 
 X = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
 
@@ -126,3 +129,19 @@ def test_gradient_checkpointing_of_transformers() -> None:
     pairs = zip(model.parameters(), wrapped.parameters(), strict=True)
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
     assert measure_step(wrapped, lambda: run(wrapped)).peak <= wrapped.plan.budget_bytes
+
+
+def test_its_step_is_simulated_once_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice, the limit and the plan's note ask for the same figures."""
+    asked: list[str] = []
+
+    def once(*arguments: Any) -> Any:
+        asked.append("again")
+        return checkpointed(*arguments)
+
+    monkeypatch.setattr(prepare, "checkpointed", once)
+    for fraction_of in ("plain", "checkpointed"):
+        asked.clear()
+        plan = rkmate.plan(Net(False), (X,), budget=1.0, progress=False,
+                           settings=rkmate.Settings(costs="analytic", fraction_of=fraction_of))
+        assert "4 regions" in plan.note and asked == ["again"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rkmate
-from tests.semantics.steps import Heads, assert_equal, planned
+from tests.semantics.steps import Heads, Tower, assert_equal, assert_same_gradients, planned, tightest
 
 STEPS = 3
 """The plan of the next step follows the loss of the one before."""
@@ -79,3 +79,31 @@ def test_a_sum_of_losses_needs_no_second_run() -> None:
 
     for _ in range(STEPS):
         assert_equal(step(model, model, backward), step(model, module, backward))
+
+
+class Uneven(nn.Module):
+    """A narrow way to one output, and a wide one to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = Tower(8, 1, 0.0), Tower(64, 3, 0.0)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"left": self.narrow(x[:, :8]), "right": self.wide(x)}
+
+
+def test_a_plan_over_the_budget_serves_one_step_alone() -> None:
+    model, x = Uneven(), torch.randn(32, 64)
+    module = tightest(model, x, trains="left")
+
+    def loss(run: Callable[..., Any]) -> torch.Tensor:
+        out = run(x)
+        return out["left"].sum() + out["right"].sum()
+
+    with pytest.warns(rkmate.RkmateWarning) as said:
+        assert_same_gradients(model, module, loss)
+    assert any("this step takes that much" in str(w.message) for w in said)
+    with pytest.raises(rkmate.InfeasibleBudget, match="a loss that leads to output 0, 1"):
+        module(x)
+    assert all(plan.peak_bytes <= plan.budget_bytes == module.plan.budget_bytes
+               for plan in module._plans.all())

@@ -1,20 +1,22 @@
 """Layouts that torch's fake tensors get wrong: where a kernel returns other strides than a trace says.
 
 A trace decides by strides which copies are made, and in which order a later sum is taken. Uses private
-names of torch (the decompositions that fake tensors run); tested with torch 2.13.
+names of torch (the decompositions that fake tensors run, and what makes their views); tested with torch 2.13.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import _refs
 from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate import device as devices
@@ -77,6 +79,78 @@ def _as_the_kernel(trace: Callable[..., Any], layout: Layout, *, everywhere: boo
     return run
 
 
+def strides_of_view(shape: Sequence[int], stride: Sequence[int],
+                    new: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides that ``view`` gives a tensor in a new shape, as torch's `computeStride` does; None where it
+    would have to copy, or there is no element.
+
+    Of a dimension of size one, any stride is right, and fake tensors give another one: but whether a tensor
+    counts as channels-last hangs on it, and so which kernel runs.
+    """
+    if 0 in shape or not shape:
+        return None
+    made: list[int] = []                # from the last dimension on
+    old_part = new_part = 1
+    step = stride[-1]
+    for d in range(len(shape) - 1, -1, -1):
+        old_part *= shape[d]
+        if d and (shape[d - 1] == 1 or stride[d - 1] == old_part * step):
+            continue                    # in memory, this dimension goes on in the one before it
+        while len(made) < len(new) and (new_part < old_part or new[-1 - len(made)] == 1):
+            made.append(new_part * step)
+            new_part *= new[-len(made)]
+        if new_part != old_part:
+            return None
+        if d:
+            step, old_part, new_part = stride[d - 1], 1, 1
+    return tuple(reversed(made)) if len(made) == len(new) else None
+
+
+def _as_views_are(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def run(a: torch.Tensor, *shape: Any, **kwargs: Any) -> Any:
+        result = trace(a, *shape, **kwargs)
+        if 1 not in result.shape:
+            return result
+        strides = strides_of_view(a.shape, a.stride(), result.shape)
+        return result if strides is None or strides == result.stride() else \
+            result.as_strided(result.shape, strides)
+    return run
+
+
+def _ambiguous(value: Any) -> bool:
+    """Whether it is an image whose memory format hangs on the stride of a dimension of size one."""
+    return isinstance(value, torch.Tensor) and value.dim() in (4, 5) and 1 in value.shape \
+        and devices.of(value).cpu_kernels
+
+
+def _with_a_number(mode: FakeTensorMode, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """An image and a number: the kernel keeps the image's strides, where its form on the meta device takes
+    those of its memory format."""
+    value, other = args[:2]
+    if not _ambiguous(value) or isinstance(other, torch.Tensor):
+        return NotImplemented
+    meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    dtype = operation(meta, other, **kwargs).dtype
+    strides = operation(meta, meta.new_empty(()), **kwargs).stride()
+    with mode:
+        return torch.empty_strided(value.shape, strides, dtype=dtype, device=value.device)
+
+
+def _group_norm(mode: FakeTensorMode, operation: Any, x: Any, weight: Any, bias: Any, batch: int,
+                channels: int, pixels: int, groups: int, eps: float) -> Any:
+    if not _ambiguous(x) or any(p is not None and p.dtype is not x.dtype for p in (weight, bias)):
+        return NotImplemented
+    with mode:
+        return (torch.empty_like(x, memory_format=suggest_memory_format(x)),
+                x.new_empty((batch, groups)), x.new_empty((batch, groups)))
+
+
+_OF_IMAGES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), _with_a_number),
+    aten.native_group_norm.default: _group_norm}
+
+
 @contextmanager
 def as_kernels_return_them() -> Iterator[None]:
     """While a module is captured."""
@@ -85,7 +159,9 @@ def as_kernels_return_them() -> Iterator[None]:
                if op in decomposition_table}
     FakeTensorMode.cache_clear()
     try:
-        with mock.patch.dict(decomposition_table, changed):
+        with mock.patch.dict(decomposition_table, changed), \
+                mock.patch.dict(op_implementations_dict, _OF_IMAGES), \
+                mock.patch.object(_refs, "_reshape_view_helper", _as_views_are(_refs._reshape_view_helper)):
             yield
     finally:
         FakeTensorMode.cache_clear()

@@ -27,6 +27,7 @@ from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.capture.eager_kernels import as_eager_computes
 from rkmate.graph.capture.layouts import as_kernels_return_them
 from rkmate.graph.capture.library_paths import paths, without_value_checks
+from rkmate.graph.capture.nested import traced_node_by_node
 from rkmate.graph.capture.recurrent import (
     as_eager_runs_them,
     gates_as_eager_computes,
@@ -149,6 +150,10 @@ REPAIRS = (
          "The trace of the gradients does not take a tensor that is none of the module's parameters, "
          "buffers or arguments: it becomes a buffer of the exported program.",
          closed_over_as_buffers),
+    Pass("nested graphs", "exported",
+         "What stands in an autocast or no-grad region is a graph of its own, which the joint trace calls as "
+         "one function: its operations would lose their modules and checkpointed regions.",
+         traced_node_by_node),
     Pass("recurrent layers", "joint",
          "The fused layer makes the workspace that its backward reads only while gradients are recorded, "
          "and a trace does not know its size: an operation that always makes it stands there.",

@@ -34,6 +34,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
                          "torch.utils._python_dispatch._disable_current_modes"),
     "inner_gradients.py": ("torch.autograd._engine_run_backward",),
     "layouts.py": ("torch._decomp.decomposition_table", "torch._prims_common.suggest_memory_format",
+                   "torch._refs", "torch._subclasses.fake_impls.op_implementations_dict",
                    "torch._subclasses.fake_tensor.FakeTensorMode"),
     "library_paths.py": ("torch._C.DisableTorchFunction", "torch._ops.OpOverload",
                          "torch._subclasses.fake_tensor.unset_fake_temporarily"),
