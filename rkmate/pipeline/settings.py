@@ -58,9 +58,9 @@ class Settings:
     """About how much host memory the plans of one wrapped module may take: one is made for each signature
     (shapes, flags), and the least recently used go first. The latest always stays."""
     opaque: Opaque = ()
-    """Submodules that run as they are inside of the plan: names, or patterns (``"layers.*.experts"``); ``"auto"``:
-    those that cannot be traced. A call of one is one operation, which keeps what goes in and runs again in the
-    backward; its temporary memory is that of the sample's values."""
+    """Submodules that run as they are inside of the plan: names, or patterns (``"layers.*.experts"``);
+    ``"auto"``: those that cannot be traced. A call of one is one operation, which keeps what goes in and runs
+    again in the backward; its temporary memory is that of the sample's values."""
     split_head: InitVar[When | None] = None
     """The old name of `chunked_loss`, understood for one more version."""
 

@@ -125,9 +125,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             opaque: Opaque = ()) -> Capture:
     """The joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
 
-    `opaque`: submodules that run as they are, each call as one operation. The model is left as it was: parameters, buffers, gradients, train flags, random state and
-    Python attributes. Only the attributes of the objects that it holds (a configuration, which a
-    library completes in the first forward) are as a forward leaves them.
+    `opaque`: submodules that run as they are, each call as one operation. The model is left as it was:
+    parameters, buffers, gradients, train flags, random state and Python attributes. Only the attributes of
+    the objects that it holds (a configuration, which a library completes in the first forward) are as a
+    forward leaves them.
     """
     return with_opaque(model, opaque, lambda: _whole(model, args, kwargs))
 

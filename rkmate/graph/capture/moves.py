@@ -1,6 +1,6 @@
 """Modules that a forward moves to where they are: a router's `classifier.to(dtype)`.
 
-Uses private names of torch (how it reads the arguments of `to`, the modes of a trace); tested with torch 2.13.
+Uses private names of torch (how it reads the arguments of `to`); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 
 @contextmanager
 def standing_modules_stay() -> Iterator[None]:
-    """While a module is captured: `Module.to` does nothing where it would move nothing. It makes its parameters
-    anew otherwise, which a trace cannot follow. Other threads' calls run as ever."""
+    """While a module is captured: `Module.to` does nothing where it would move nothing. Else it makes its
+    parameters anew, which a trace cannot follow. Other threads' calls run as ever."""
     here = threading.get_ident()
     plain = nn.Module.to
 

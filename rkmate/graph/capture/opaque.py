@@ -1,9 +1,9 @@
 """Submodules that run as they are inside of a plan: each call is one operation.
 
-A submodule whose inner shapes depend on values (experts that pick their rows) has no static graph. What goes
-into it and what comes out often has static shapes all the same. Then the whole call stands in the graph as one
-operation. It keeps nothing but what goes in, and its backward runs the forward again and differentiates that,
-as `torch.utils.checkpoint` does: the kernels are eager mode's, on the rows that were picked.
+A submodule whose inner shapes depend on values (experts that pick their rows) has no static graph. What
+goes into it and what comes out often has static shapes all the same. Then the whole call stands in the graph
+as one operation. It keeps nothing but what goes in; its backward runs the forward again and differentiates
+that, as `torch.utils.checkpoint` does: the kernels are eager mode's, on the rows that were picked.
 
 Uses private names of torch (the modes that are in force); tested with torch 2.13.
 """
@@ -30,13 +30,14 @@ from rkmate.graph.capture.state import MISSING, PythonState
 from rkmate.graph.capture.structure import Structure, take_apart, tensors_in
 
 _library = torch.library.Library("rkmate", "FRAGMENT")
-_library.define("opaque(str key, Tensor[] tensors) -> Tensor[]")
-_library.define("opaque_random(str key, Tensor[] tensors) -> Tensor[]",
-                tags=(torch.Tag.nondeterministic_seeded,))
+# Whether it draws random numbers depends on values, too: so it always counts as drawing.
+_library.define("opaque(str key, Tensor[] tensors) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
 _library.define("opaque_backward(str key, Tensor[] tensors, Tensor[] grads, int[] given, int[] wanted, "
-                "Tensor[] state) -> Tensor[]")
-OPERATIONS = (torch.ops.rkmate.opaque.default, torch.ops.rkmate.opaque_random.default,
-              torch.ops.rkmate.opaque_backward.default)
+                "Tensor state) -> Tensor[]")
+FORWARD, BACKWARD = torch.ops.rkmate.opaque.default, torch.ops.rkmate.opaque_backward.default
+
+_DEPEND = "depend on values; the submodule around it can be named instead"
+
 
 class OpaqueError(CaptureError):
     """A submodule cannot run as it is inside of a plan; the one around it perhaps can."""
@@ -63,16 +64,17 @@ class OpaqueCall:
         self.names = names
         self.autocast = autocast
         self.result: Structure | None = None
-        self.draws = False
-        """Whether it draws random numbers."""
+        self.state_bytes = 0
+        """Of the generators."""
         self.forms: dict[Any, Forms] = {}
         """Of the results, by shapes and types of the tensors that go in."""
 
     def is_of(self, module: nn.Module, *others: Any) -> bool:
         """Whether it is a call of this module, with these."""
         inputs, names, autocast = others
-        return self.module() is module and (self.inputs.spec, self.inputs.constants(), self.names,
-                                            self.autocast) == (inputs.spec, inputs.constants(), names, autocast)
+        return self.module() is module and (
+            self.inputs.spec, self.inputs.constants(), self.names, self.autocast) == (
+            inputs.spec, inputs.constants(), names, autocast)
 
     @property
     def living(self) -> nn.Module:
@@ -94,13 +96,13 @@ class OpaqueCall:
                                                    cache_enabled=False))
             out = functional_call(_Body(self.living), state, args, kwargs)
         if versions != [t._version for t in tensors]:
-            raise OpaqueError(self.name, "it writes to its arguments or buffers, and its backward runs it again")
+            raise OpaqueError(self.name, "it writes to its arguments or buffers, and runs twice")
         results, self.result = take_apart(out, result=True)
         return results
 
     def probe(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Learn the forms of the results from a call with zeros and one with ones. `tensors`: parameters and
-        buffers are real ones; of what comes before them, the form counts. Raises `CaptureError`."""
+        """Learn the forms of the results from a call with zeros and one with ones. `tensors`: parameters
+        and buffers are real ones; of what comes before them, the form counts. Raises `OpaqueError`."""
         at = _shapes(tensors)
         if at in self.forms:
             return
@@ -110,45 +112,41 @@ class OpaqueCall:
             for make in (torch.zeros, torch.ones):
                 given = [*(_made(t, make) for t in tensors[:self.inputs.count]),
                          *(t.detach().clone() for t in tensors[self.inputs.count:])]
-                before, random = PythonState(module), RandomState.of(*devices.in_use())
+                before = PythonState(module)
                 found.append(tuple(form_of(t.detach()) for t in self.run(given)))
                 assigned = before.assigned()
                 before.restore()
                 if any(tensors_in(a.new) for a in assigned):
                     raise OpaqueError(self.name, f"it leaves tensors in {assigned[0].path}")
-                self.draws |= random.states != RandomState.of(*devices.in_use()).states
         if found[0] != found[1]:
-            raise OpaqueError(self.name, "the shapes of its results depend on values. Name the submodule around it")
+            raise OpaqueError(self.name, f"the shapes of its results {_DEPEND}")
         self.forms[at] = found[0]
+        self.state_bytes = random_state(found[0][0].device).numel()
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The operation."""
+        """The operation: the results, and the state of the generators before."""
         forms = self.forms[_shapes(tensors)]
-        states = RandomState.of(devices.common(tensors)).states if self.draws else ()
+        states = RandomState.of(devices.common(tensors)).states
         with torch.no_grad():
             results = self.run(tensors)
-        if len(forms) != len(results) or any(
-                tuple(t.shape) != f.shape or t.dtype is not f.dtype for t, f in zip(results, forms, strict=True)):
-            raise OpaqueError(self.name, "its results have other shapes than when it was planned, so that they "
-                                         "depend on values. Name the submodule around it")
+        if [(tuple(t.shape), t.dtype) for t in results] != [(f.shape, f.dtype) for f in forms]:
+            raise OpaqueError(self.name, f"the shapes of its results {_DEPEND}")
         storages = {t.untyped_storage().data_ptr() for t in tensors}
         for k, (t, f) in enumerate(zip(results, forms, strict=True)):
             where = t.untyped_storage().data_ptr()
             if where in storages or t.stride() != f.stride or t.storage_offset():
                 results[k] = t.new_empty_strided(f.shape, f.stride).copy_(t)
             storages.add(where)
-        return [*results, *(_as_tensor(states, results[0].device) if states else ())]
+        return [*results, _as_tensor(states, results[0].device)]
 
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], given: Sequence[int],
-                 wanted: Sequence[int], state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                 wanted: Sequence[int], state: torch.Tensor) -> list[torch.Tensor]:
         """Gradients of the tensors `wanted`, by a second forward; of one that was not used, zeros."""
         with ExitStack() as stack, torch.enable_grad():
             device = devices.common(tensors)
-            if state:
-                stack.enter_context(unchanged_random_state(device))
-                _restore(state[0], RandomState.of(device))
+            stack.enter_context(unchanged_random_state(device))
+            _restore(state, RandomState.of(device))
             leaves = [t.detach().requires_grad_(k in wanted) for k, t in enumerate(tensors)]
-            # A forward that writes into what it is given may not write into a leaf: `run` refuses both.
             results = self.run(leaves)
             pairs = [(results[i], g) for i, g in zip(given, grads, strict=True) if results[i].requires_grad]
             learning = [leaves[k] for k in wanted]
@@ -185,8 +183,8 @@ def _like(t: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return grad if own else torch.empty_like(t).copy_(grad)
 
 
-def _as_tensor(states: Sequence[bytes], device: torch.device) -> tuple[torch.Tensor]:
-    return torch.frombuffer(bytearray(b"".join(states)), dtype=torch.uint8).to(device, copy=True),
+def _as_tensor(states: Sequence[bytes], device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(states)), dtype=torch.uint8).to(device, copy=True)
 
 
 def _restore(kept: torch.Tensor, now: RandomState) -> None:
@@ -196,8 +194,9 @@ def _restore(kept: torch.Tensor, now: RandomState) -> None:
         start += len(state)
 
 
-def _state_bytes(device: torch.device) -> int:
-    return sum(map(len, RandomState.of(devices.of(device)).states))
+def random_state(device: torch.device) -> torch.Tensor:
+    """What the operation keeps of the generators, as it would be now."""
+    return _as_tensor(RandomState.of(devices.of(device)).states, device)
 
 
 def _forward(key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -212,21 +211,17 @@ def _fake_forward(key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tenso
     call = _calls[key]
     results = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device=f.device)
                for f in call.forms[_shapes(tensors)]]
-    if call.draws:
-        device = results[0].device
-        results.append(torch.empty(_state_bytes(device), dtype=torch.uint8, device=device))
-    return results
+    return [*results, torch.empty(call.state_bytes, dtype=torch.uint8, device=results[0].device)]
 
 
 def _fake_backward(key: str, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor],
                    given: Sequence[int], wanted: Sequence[int],
-                   state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                   state: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty_like(tensors[k]) for k in wanted]
 
 
-for _name in ("opaque", "opaque_random"):
-    _library.impl(_name, _forward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rkmate::{_name}", _fake_forward, lib=_library)
+_library.impl("opaque", _forward, "CompositeExplicitAutograd")
+torch.library.register_fake("rkmate::opaque", _fake_forward, lib=_library)
 _library.impl("opaque_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("rkmate::opaque_backward", _fake_backward, lib=_library)
 
@@ -237,12 +232,9 @@ class Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: str, *tensors: torch.Tensor) -> Any:
         """The results; the state of the generators is kept beside the tensors."""
-        call = _calls[key]
-        operation = torch.ops.rkmate.opaque_random if call.draws else torch.ops.rkmate.opaque
-        results = operation(key, list(tensors))
-        state = [results.pop()] if call.draws else []
-        ctx.key, ctx.states = key, len(state)
-        ctx.save_for_backward(*tensors, *state)
+        *results, state = FORWARD(key, list(tensors))
+        ctx.key = key
+        ctx.save_for_backward(*tensors, state)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
         return tuple(results)
@@ -250,12 +242,10 @@ class Opaque(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         """By the operation of the backward."""
-        saved = list(ctx.saved_tensors)
-        tensors, state = saved[:len(saved) - ctx.states], saved[len(saved) - ctx.states:]
+        *tensors, state = ctx.saved_tensors
         given = [i for i, g in enumerate(grads) if g is not None]
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        found = torch.ops.rkmate.opaque_backward(ctx.key, tensors, [grads[i] for i in given], given, wanted,
-                                                 state)
+        found = BACKWARD(ctx.key, tensors, [grads[i] for i in given], given, wanted, state)
         result: list[torch.Tensor | None] = [None] * len(tensors)
         for k, g in zip(wanted, found, strict=True):
             result[k] = g
@@ -275,7 +265,7 @@ def traced_as_one(module: nn.Module, name: str) -> Callable[..., Any]:
             raise OpaqueError(name, "it takes an object that holds tensors "
                                     f"({', '.join(inputs.held_by_objects(args, kwargs))})")
         if any(not isinstance(n, int) for t in given for n in t.shape):
-            raise OpaqueError(name, "the shapes of its arguments depend on values. Name the submodule around it")
+            raise OpaqueError(name, f"the shapes of its arguments {_DEPEND}")
         now = dict(_state_of(module))
         places: dict[int, int] = {}
         state: list[torch.Tensor] = []
@@ -292,7 +282,7 @@ def traced_as_one(module: nn.Module, name: str) -> Callable[..., Any]:
         call = _calls[key]
         with _disable_current_modes(), torch._C.DisableTorchFunction(), _own_forward(module, own):
             call.probe([*given, *actual])
-        results = Opaque.apply(key, *given, *state)  # type: ignore[no-untyped-call]
+        results = Opaque.apply(key, *given, *state)
         assert call.result is not None
         return call.result.fill(list(results))
 
@@ -333,5 +323,6 @@ def kind_of(key: str) -> str:
     digest = hashlib.sha256(repr((module, _calls[key].inputs, _calls[key].autocast)).encode())
     for m in module.modules():
         code = getattr(getattr(type(m).forward, "__wrapped__", type(m).forward), "__code__", None)
-        digest.update(repr((type(m).__qualname__, m.training, code and (code.co_code, code.co_names))).encode())
+        what = code and (code.co_code, code.co_names)
+        digest.update(repr((type(m).__qualname__, m.training, what)).encode())
     return f"{type(module).__name__}:{digest.hexdigest()[:12]}"

@@ -1,7 +1,4 @@
-"""Which submodules run as they are: those that a user names, or those that a trace stumbles over.
-
-Uses private names of torch (what a trace says of values that it has not); tested with torch 2.13.
-"""
+"""Which submodules run as they are: those that a user names, or those that a trace stumbles over."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from unittest import mock
 
 from torch import nn
@@ -17,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.opaque import OpaqueError, traced_as_one
+from rkmate.graph.capture.state import MISSING
 from rkmate.support.warn import warn
 
 Opaque = Literal["auto"] | tuple[str, ...]
@@ -31,8 +29,21 @@ def opaque_parts(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for name in getattr(_here, "names", ()):
             module = model.get_submodule(name)
-            stack.enter_context(mock.patch.dict(module.__dict__, {"forward": traced_as_one(module, name)}))
+            stack.enter_context(_forward_is(module, traced_as_one(module, name)))
         yield
+
+
+@contextmanager
+def _forward_is(module: nn.Module, forward: Any) -> Iterator[None]:
+    before = module.__dict__.get("forward", MISSING)
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is MISSING:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
 
 
 def with_opaque(model: nn.Module, opaque: Opaque, capture: Callable[[], T]) -> T:
@@ -59,12 +70,13 @@ def with_opaque(model: nn.Module, opaque: Opaque, capture: Callable[[], T]) -> T
                 raise
             kind = type(model.get_submodule(culprit))
             alike = [n for n, m in model.named_modules() if type(m) is kind and n]
-            names = tuple(dict.fromkeys((*names, *([culprit] if kind.__module__.startswith("torch.") else alike))))
+            torchs = kind.__module__.startswith("torch.")
+            names = tuple(dict.fromkeys((*names, *([culprit] if torchs else alike))))
         names = tuple(n for n in names if not any(n.startswith(f"{m}.") for m in names))
     if names:
-        warn(f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''} of {type(model).__name__} cannot be "
-             "traced: each call runs as it is, as one operation of the plan, and once more in the backward. "
-             "What it takes was measured on the sample's values")
+        warn(f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''} of {type(model).__name__} "
+             "cannot be traced: each call runs as it is, as one operation of the plan, and once more in the "
+             "backward. The memory that it takes inside is planned as for the sample's values")
     return found
 
 
@@ -98,7 +110,7 @@ def _around(model: nn.Module, name: str) -> str:
 
 
 def at_fault(model: nn.Module, error: BaseException) -> str:
-    """The innermost submodule whose code took part in an error, or in what caused it; empty where none did."""
+    """The innermost submodule whose code took part in an error, or in its cause; empty where none did."""
     names = {id(m): n for n, m in model.named_modules()}
     found = ""
     causes: BaseException | None = error
