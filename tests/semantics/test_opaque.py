@@ -211,7 +211,7 @@ def _switch() -> tuple[nn.Module, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [_mixtral, _switch])
-@pytest.mark.parametrize("budget", [1.0, 0.7])
+@pytest.mark.parametrize("budget", [1.0, 0.9])
 def test_mixtures_of_experts_of_transformers(make: Any, budget: float) -> None:
     torch.manual_seed(0)
     original, inputs = make()
