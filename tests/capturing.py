@@ -52,12 +52,12 @@ def captured_once(kind: str | None = None) -> Iterator[None]:
             del _HERE.found, _HERE.kind
 
 
-def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opaque: Any = ()) -> Capture:
     found: dict[int, tuple[nn.Module, _Made]] | None = getattr(_HERE, "found", None)
     if found is None:
-        return capture(model, args, kwargs)
+        return capture(model, args, kwargs, opaque)
     if id(model) not in found:
-        made = _LATEST.get(_HERE.kind or "") or _Made(capture(model, args, kwargs))
+        made = _LATEST.get(_HERE.kind or "") or _Made(capture(model, args, kwargs, opaque))
         found[id(model)] = model, made
         if _HERE.kind:
             _LATEST.clear()

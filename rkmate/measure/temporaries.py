@@ -15,6 +15,7 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
 from rkmate.graph.passes.reduced_losses import torchs_operator
+from rkmate.measure.opaque_memory import opaque_bytes
 
 Tensors = Sequence[torch.Tensor]
 aten = torch.ops.aten
@@ -29,6 +30,9 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     outputs = _tensors(node.meta["val"])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
         return 0
+    inside = opaque_bytes(node)
+    if inside is not None:
+        return max(STATE_BYTES, inside)
     theirs = torchs_operator(node.target)
     rule = TABLE.get(getattr(theirs, "overloadpacket", None))
     return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))

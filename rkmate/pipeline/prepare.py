@@ -190,7 +190,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     start = time.perf_counter()
     if captured is None:
         with gc_pause(), progress.stage("capturing", None), capture_lock:
-            captured = capture(model, args, kwargs)
+            captured = capture(model, args, kwargs, settings.opaque)
     trains = trains_of(model, captured, settings.trains)
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.blocks.cut import CutSettings
+from rkmate.graph.capture.opaque_parts import Opaque
 from rkmate.ilp import settings as ilp_settings
 from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.settings import MeasureSettings
@@ -56,6 +57,10 @@ class Settings:
     kept_plans_bytes: int = 1 << 30
     """About how much host memory the plans of one wrapped module may take: one is made for each signature
     (shapes, flags), and the least recently used go first. The latest always stays."""
+    opaque: Opaque = ()
+    """Submodules that run as they are inside of the plan: names, or patterns (``"layers.*.experts"``);
+    ``"auto"``: those that cannot be traced. A call of one is one operation, which keeps what goes in and runs
+    again in the backward; its temporary memory is that of the sample's values."""
     split_head: InitVar[When | None] = None
     """The old name of `chunked_loss`, understood for one more version."""
 

@@ -11,6 +11,7 @@ from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
 
 
 def block_text(program: Program, block: Block) -> str:
@@ -30,7 +31,11 @@ def block_text(program: Program, block: Block) -> str:
         lines.append(f"{naming.value(j)}: {graph.d[k].kind} {graph.d[k].size} bytes, {shape}")
     for i in block.c:
         left = ", ".join(naming.value(j) for j in program.cd.c[i].outputs)
-        lines.append(f"{left} = {expressions.call(program.operation[i])}")
+        node = program.operation[i]
+        call = expressions.call(node)
+        if node.target in (FORWARD, BACKWARD):
+            call = call.replace(repr(node.args[0]), kind_of(str(node.args[0])), 1)
+        lines.append(f"{left} = {call}")
     first = {s: n for n, s in reversed(program.joint.sources.items())}
     for source, name in naming.sources.items():
         value = first[source].meta["val"]

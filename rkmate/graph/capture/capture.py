@@ -26,6 +26,7 @@ from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.closed_over import ClosedOverError
 from rkmate.graph.capture.inner_gradients import OwnBackwardError, noting_inner_gradients
+from rkmate.graph.capture.opaque_parts import Opaque, with_opaque
 from rkmate.graph.capture.pieces import piece_name
 from rkmate.graph.capture.quiet import quiet
 from rkmate.graph.capture.refusals import explained, has_generator, is_data_dependent
@@ -120,13 +121,19 @@ def flat_module(model: nn.Module, inputs: Structure, before: PythonState) -> _Fl
     return flat
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+            opaque: Opaque = ()) -> Capture:
     """The joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
 
-    The model is left as it was: parameters, buffers, gradients, train flags, random state and
-    Python attributes. Only the attributes of the objects that it holds (a configuration, which a
-    library completes in the first forward) are as a forward leaves them.
+    `opaque`: submodules that run as they are, each call as one operation. The model is left as it was:
+    parameters, buffers, gradients, train flags, random state and Python attributes. Only the attributes of
+    the objects that it holds (a configuration, which a library completes in the first forward) are as a
+    forward leaves them.
     """
+    return with_opaque(model, opaque, lambda: _whole(model, args, kwargs))
+
+
+def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     before = PythonState(model)
     draws = HostDraws()
     kept: list[Assigned] = []

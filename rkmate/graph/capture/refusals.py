@@ -123,6 +123,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return ArgumentError(f"the sample inputs do not fit {type(model).__name__}.forward: {mismatch}")
     text = str(error).strip()
     reason = text.split("\n")[0] or type(error).__name__
+    place = _place(error, program)
     data_dependent = is_data_dependent(error)
     if data_dependent and _through(error, _DISTRIBUTIONS):
         reason = "a distribution with validate_args=True checks its arguments' values, which a trace has not"
@@ -133,13 +134,13 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                 "models as they are")
     elif data_dependent:
         hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
-                f"so no static plan exists: {_static_form(model, error)}rkmate.dtr runs such models.")
+                f"so no static plan exists: {_static_form(model, error)}{_opaque(model, place)}"
+                "rkmate.dtr runs such models.")
     elif "fake tensor in the exported program constant" in text:
         reason = "the forward reads .data or .grad of a tensor, which a trace cannot follow"
         hint = ": use .detach()"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
-    place = _place(error, program)
     return CaptureError(f"{type(model).__name__} cannot be captured{place}: {reason}{hint}"
                         f"{way_out(model, place, f'{text} {hint}')}")
 
@@ -157,6 +158,17 @@ def _static_form(model: nn.Module, error: Exception) -> str:
     if "nonzero" in str(error) or "(Size-like symbols: u" in str(error):
         return ("the number of elements that a mask or nonzero() picks is such a value. Compute all rows and "
                 "weigh with zeros those that are not picked ('Routing' in docs/recipes.md); else, ")
+    return ""
+
+
+def _opaque(model: nn.Module, place: str) -> str:
+    """The setting, where the line stands in the forward of a submodule."""
+    found = re.match(r" at (.+?):(\d+): ", place)
+    for module in model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if found and code and module is not model and type(module) is not type(model) and \
+                code.co_filename == found[1] and int(found[2]) in {line for *_, line in code.co_lines()}:
+            return 'rkmate.Settings(opaque="auto") runs such a submodule as it is, inside of the plan; '
     return ""
 
 

@@ -27,7 +27,9 @@ from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.capture.eager_kernels import as_eager_computes
 from rkmate.graph.capture.layouts import as_kernels_return_them
 from rkmate.graph.capture.library_paths import paths, without_value_checks
+from rkmate.graph.capture.moves import standing_modules_stay
 from rkmate.graph.capture.nested import traced_node_by_node
+from rkmate.graph.capture.opaque_parts import opaque_parts
 from rkmate.graph.capture.recurrent import (
     as_eager_runs_them,
     gates_as_eager_computes,
@@ -118,6 +120,14 @@ REPAIRS = (
     Pass("value checks", "trace",
          "Distributions check the values of their arguments by default, and a trace has none.",
          _of_any_model(without_value_checks)),
+    Pass("moves to where a module is", "trace",
+         "A module that is moved gets its parameters anew, which a trace cannot follow; most such calls in a "
+         "forward (a router's, to its type) move nothing.",
+         _of_any_model(standing_modules_stay)),
+    Pass("opaque submodules", "trace",
+         "A submodule whose inner shapes depend on values has no static graph: a call of one that was chosen "
+         "(`Settings.opaque`) is one operation, which runs again in the backward.",
+         opaque_parts, ()),
     Pass("new buffers", "forward",
          "A trace sees what is written to a tensor, not which tensor a buffer is afterwards: a buffer "
          "that the forward makes anew becomes a write.",

@@ -40,6 +40,8 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
                          "torch._subclasses.fake_tensor.unset_fake_temporarily"),
     "meta_kernels.py": ("torch.utils._python_dispatch._disable_current_modes",),
     "modes.py": ("torch._C._functorch.peek_interpreter_stack", "torch._guards.detect_fake_mode"),
+    "moves.py": ("torch._C._nn._parse_to",),
+    "opaque.py": ("torch._C.DisableTorchFunction", "torch.utils._python_dispatch._disable_current_modes"),
     "operations.py": ("torch._ops.OpOverload",),
     "quiet.py": ("torch.export._trace",),
     "resized.py": ("torch._subclasses.fake_tensor.FakeTensor",
