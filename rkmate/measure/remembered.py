@@ -73,5 +73,5 @@ def _numbers(content: Any, count: int) -> Numbers | None:
     except (ValueError, TypeError):
         return None
     good = len(numbers) == count and all(
-        k.time >= 0 and k.overhead >= 0 for c in numbers for k in (c, c.unchunked) if k is not None)
+        k.time >= 0 and k.overhead >= 0 for c in numbers for k in (c, *c.alternatives))
     return numbers if good else None

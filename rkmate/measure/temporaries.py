@@ -14,10 +14,13 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
+from rkmate.graph.passes.chunked_loss import temporaries
 from rkmate.graph.passes.reduced_losses import torchs_operator
 
 Tensors = Sequence[torch.Tensor]
 aten = torch.ops.aten
+_OF_PARTS = {torch.ops.rkmate.linear_cross_entropy.default,
+             torch.ops.rkmate.linear_cross_entropy_backward.default}
 _NUMBER = 16
 """A number that is made a tensor, or the intermediate result of a mean."""
 
@@ -29,6 +32,8 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     outputs = _tensors(node.meta["val"])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
         return 0
+    if node.target in _OF_PARTS:
+        return temporaries(node)
     theirs = torchs_operator(node.target)
     rule = TABLE.get(getattr(theirs, "overloadpacket", None))
     return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))

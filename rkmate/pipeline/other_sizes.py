@@ -141,8 +141,11 @@ def _scaled(known: Sequence[tuple[int, float, Cost]], moved: int) -> Cost:
         return Kernel(seconds, overhead)
 
     plain = one([(m, r, Kernel(c.time, c.overhead)) for m, r, c in known])
-    unchunked = [(m, r, c.unchunked) for m, r, c in known if c.unchunked is not None]
-    return Cost(plain.time, plain.overhead, one(unchunked) if len(unchunked) == len(known) else None)
+    # Where the sizes have other numbers of them, their parts are not the same.
+    count = {len(c.alternatives) for _, _, c in known}
+    return Cost(plain.time, plain.overhead, tuple(
+        one([(m, r, c.alternatives[k]) for m, r, c in known])
+        for k in range(count.pop() if len(count) == 1 else 0)))
 
 
 def _up(size: int, ratio: float) -> int:

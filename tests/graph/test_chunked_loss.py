@@ -56,13 +56,13 @@ def test_operators(biased: bool, dtype: torch.dtype, reduction: str, ignore: int
     found, total = own.cross_entropy(given, target, kind, ignore, loss.dtype)
     assert torch.equal(found, loss)
     assert torch.equal(given, logits)
-    again, _ = own.linear_cross_entropy(x.detach(), w, b, target, kind, ignore, loss.dtype)
+    again, _ = own.linear_cross_entropy(x.detach(), w, b, target, kind, ignore, loss.dtype, 5)
     torch.testing.assert_close(again, loss)
     mask = [True, True, biased]
     for known in (given, None):
         for by_columns in (False, True):
             dx, dw, db = own.linear_cross_entropy_backward(
-                grad, known, x.detach(), w, b, target, kind, ignore, total, loss.dtype, by_columns, mask)
+                grad, known, x.detach(), w, b, target, kind, ignore, total, loss.dtype, by_columns, mask, 7)
             dw = dw.t() if by_columns else dw
             for mine, theirs in zip((dx, dw, db.view(-1)), expected, strict=False):
                 assert mine.dtype == theirs.dtype
@@ -70,7 +70,7 @@ def test_operators(biased: bool, dtype: torch.dtype, reduction: str, ignore: int
                     {"rtol": 1e-4, "atol": 1e-5}
                 torch.testing.assert_close(mine, theirs, **near)
     empty = own.linear_cross_entropy_backward(grad, given, x.detach(), w, b, target, kind, ignore, total,
-                                              loss.dtype, False, [True, False, False])
+                                              loss.dtype, False, [True, False, False], 3)
     assert empty[1].numel() == empty[2].numel() == 0
 
 
@@ -80,9 +80,9 @@ def test_a_part_of_the_logits_at_a_time() -> None:
     whole = 1024 * 2048 * 4
     one = torch.ones(())
     forward = measure_peak(lambda: own.linear_cross_entropy(
-        x, w, None, target, 1, -100, torch.float32)).peak
+        x, w, None, target, 1, -100, torch.float32, 16)).peak
     backward = measure_peak(lambda: own.linear_cross_entropy_backward(
-        one, None, x, w, None, target, 1, -100, one, torch.float32, False, [True, True, False])).peak
+        one, None, x, w, None, target, 1, -100, one, torch.float32, False, [True, True, False], 16)).peak
     assert forward < whole / 8
     assert backward < whole / 4
 
