@@ -34,6 +34,8 @@ TRIED = 3
 """Known schedules that are judged, the nearest in size first."""
 ROUND = 512
 """Temporary memory that was scaled is rounded up to so many bytes."""
+_REASON = "as for another size of these inputs", "keeps its bits, where there is room for it"
+"""Why a variant is taken that the known plan runs over."""
 _NOTE = "a schedule of another size of the inputs, judged at this one"
 _CHAIN_NOTE = "the chain's dynamic program over the options of another size of the inputs"
 
@@ -74,7 +76,7 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
         attempt = attempted(prepared, None, method, limit)
         if attempt.plan is None:
             return None
-        warn_of(prepared)
+        warn_of(prepared, _REASON)
         return Planned(attempt.plan, prepared, orders)
     sizes = {id(k): abs(sum(d.size for d in k.plan.graph.cd.d) - sum(d.size for d in cd.d)) for k in alike}
     schedules = dict.fromkeys(k.plan.schedule for k in sorted(alike, key=lambda k: sizes[id(k)]))
@@ -84,7 +86,7 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
         found = _best(prepared, [] if chained is None else [chained], limit, _CHAIN_NOTE)
     if found is None:
         return None
-    warn_of(prepared)
+    warn_of(prepared, _REASON)
     outcome = Outcome(found.schedule, "ok", found.seconds, note=found.note)
     plan = plan_of(prepared, None, method.name, limit, outcome)
     plan = replace(plan, stage_seconds={**plan.stage_seconds, "search": time.perf_counter() - start})

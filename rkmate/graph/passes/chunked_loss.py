@@ -212,10 +212,11 @@ def fewer_parts(node: fx.Node) -> tuple[Alternative, ...]:
     return tuple(found)
 
 
-def temporaries(node: fx.Node, parts: Any = None) -> int:
+def temporaries(node: fx.Node, parts: int | None = None) -> int:
     """Bytes that such an operation takes beside its results, at most; in as many parts as it says unless
     given."""
     backward = node.target is own.linear_cross_entropy_backward.default
-    x, weight, dtype = (node.args[k] for k in ((2, 3, 9) if backward else (0, 1, 6)))
-    return part_temporaries(x.meta["val"], weight.meta["val"].shape[1], dtype,  # type: ignore[union-attr, arg-type]
-                            node.args[-1] if parts is None else parts, backward=backward)
+    args: tuple[Any, ...] = node.args
+    x, weight, dtype = (args[k] for k in ((2, 3, 9) if backward else (0, 1, 6)))
+    return part_temporaries(x.meta["val"], weight.meta["val"].shape[1], dtype,
+                            args[-1] if parts is None else parts, backward=backward)
