@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,9 @@ from torch import nn
 
 import rkmate
 from rkmate.budget import Budget
+from rkmate.device import cpu
 from rkmate.ilp import OptionSettings
+from rkmate.ir.cd import Kernel
 from rkmate.pipeline import planning, variants
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.planning import make_curve, make_plan, smallest_peak_of
@@ -25,13 +28,14 @@ from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
 
 OPTIONS = OptionSettings(grid=(3, 3), time_limit=0.2, block_limit=1.0)
+PLANNER = PlannerSettings(first_seconds=0, smallest_seconds=0.5)
 WORDS = 4096
 
 
 class _Model(nn.Module):
     """Layers before a head whose logits are as large as what a few of the layers keep."""
 
-    def __init__(self, layers: int = 6) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
                                     for _ in range(layers))
@@ -46,7 +50,7 @@ class _Model(nn.Module):
 @functools.cache
 def traced(when: Any = "auto") -> Traced:
     torch.manual_seed(0)
-    settings = Settings(costs="analytic", options=OPTIONS, chunked_loss=when)
+    settings = Settings(costs="analytic", options=OPTIONS, chunked_loss=when, planner=PLANNER)
     inputs = torch.randn(512, 64), torch.randint(0, WORDS, (512,))
     return trace(_Model(), inputs, {}, settings, Progress(False))
 
@@ -145,10 +149,14 @@ def test_plans_are_followed_on_their_variant() -> None:
     assert found is not None and found.plan is plan
 
 
-def test_kernels_of_the_loss_are_chosen_where_there_is_room() -> None:
+def test_the_chunked_loss_has_kernels_of_fewer_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "PART_BYTES", 2**17)
     graph = prepare(traced(), CHUNKED_LOSS).graph
     (node,) = (c for c in graph.c if c.alternatives and c.phase == "backward")
-    assert all(k.time < node.time and k.overhead > node.overhead for k in node.alternatives)
+    kernels = [Kernel(node.time, node.overhead), *node.alternatives]
+    assert len(kernels) == 3                         # 64 parts, 16, 4
+    for lean, fast in itertools.pairwise(kernels):
+        assert fast.time < lean.time and fast.overhead > lean.overhead
 
 
 def test_a_budget_that_is_clearly_too_small_solves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
