@@ -32,11 +32,16 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     outputs = _tensors(node.meta["val"])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
         return 0
-    if node.target in _OF_PARTS:
-        return temporaries(node)
     theirs = torchs_operator(node.target)
     rule = TABLE.get(getattr(theirs, "overloadpacket", None))
-    return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
+    own = bytes_of_parts(node)
+    return max(STATE_BYTES * random, own, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
+
+
+def bytes_of_parts(node: fx.Node) -> int:
+    """Bytes beside results that an operation takes at most for one of the parts that it works on; 0 for what
+    is measured where it runs."""
+    return temporaries(node) if node.target in _OF_PARTS else 0
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

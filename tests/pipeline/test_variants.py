@@ -20,6 +20,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.ir.cd import Kernel
 from rkmate.pipeline import planning, variants
 from rkmate.pipeline.following import follow, follow_any
+from rkmate.pipeline.other_sizes import bounded_costs
 from rkmate.pipeline.planning import make_curve, make_plan, smallest_peak_of
 from rkmate.pipeline.prepare import Traced, prepare, trace
 from rkmate.pipeline.settings import Settings
@@ -186,3 +187,17 @@ def test_variants_that_combine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named("chunked-loss+tiles") == both and named("chunked-loss+unknown") is PLAIN
     assert both.notes(concerned).endswith("at a time; tiles of a, b")
     assert both.when(Settings(chunked_loss="never")) == "never"
+
+
+def test_kernels_at_another_size_are_bounded_by_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "PART_BYTES", 2**17)
+    prepared = prepare(traced(), CHUNKED_LOSS)
+    program = prepared.partition.program
+    known = [prepared.costs[i] for i in range(len(prepared.graph.c))]
+    assert bounded_costs(known, program) == known
+    (k,) = (i for i, c in enumerate(prepared.graph.c) if c.alternatives and c.phase == "backward")
+    less = [c._replace(overhead=1, alternatives=tuple(o._replace(overhead=1) for o in c.alternatives))
+            for c in known]
+    assert bounded_costs(less, program)[k] == known[k]
+    fewer = [c._replace(alternatives=c.alternatives[:1]) for c in known]
+    assert bounded_costs(fewer, program)[k].alternatives == ()
