@@ -17,6 +17,7 @@ from rkmate.budget import Budget
 from rkmate.errors import ArgumentError
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.ir.plan import Run
+from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
 from rkmate.pipeline.prepare import Prepared, Traced, prepare
@@ -98,7 +99,7 @@ def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
             if taken is not None and not _may_win(taken.plan, prepared, limit, variant):
                 continue
             here = prepare(traced, variant)
-        if taken is None or may_be_faster(taken.plan.step_seconds, here.graph, variant):
+        if taken is None or _is_worth_solving(taken.plan, here, method, limit):
             found = _whole_or_searched(here, method, limit)
             if isinstance(found, Refused):
                 refused.append(found)
@@ -120,6 +121,13 @@ def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
     """Whether another variant is worth preparing, beside a plan of the first one or of another."""
     return prepared.baseline_peak > limit and may_be_faster(plan.step_seconds, prepared.graph, variant)
+
+
+def _is_worth_solving(plan: Plan, prepared: Prepared, method: Planner, limit: int) -> bool:
+    """Whether a variant that is prepared can be faster than a plan, by what no schedule of it does better."""
+    variant, seconds = prepared.blocked.variant, plan.step_seconds
+    return may_be_faster(seconds, prepared.graph, variant) and (
+        _fits(prepared, method, limit) or is_faster(seconds_of_any(prepared, limit), seconds, variant))
 
 
 def _wins(plan: Plan, taken: Plan, before: Plan | None, variant: Variant) -> bool:

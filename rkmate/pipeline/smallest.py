@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
 from rkmate.ilp.grid import lean_options
+from rkmate.pipeline.bounds import bytes_of_any
 from rkmate.pipeline.chains import Solved, class_graphs, solve_with
 from rkmate.pipeline.prepare import Prepared
 from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Composed, Outcome, Planner, Problem
-from rkmate.planners.save_set_program import SaveSetProgram
 from rkmate.planners.several_calls import smallest_steps
 from rkmate.planners.smallest import smallest_budget
 
@@ -42,15 +42,10 @@ def lean_problem(prepared: Prepared) -> Problem:
 
 def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:
     """That a budget is too small, where it is known without the options of blocks; None where it is not."""
-    if not _is_quick(prepared, method) or limit >= least_of_any(prepared):
+    if not _is_quick(prepared, method) or limit >= bytes_of_any(prepared):
         return None
     least = smallest_budget(method, lean_problem(prepared), limit)
     return None if least is None or least <= limit else Refused(prepared, limit, least=least)
-
-
-def least_of_any(prepared: Prepared) -> int:
-    """Bytes that some backward computation needs by itself: nothing fits in less."""
-    return SaveSetProgram(prepared.graph, prepared.pinned, prepared.reserve_at_loss).least_bytes
 
 
 def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | None:
@@ -109,9 +104,9 @@ def error_of(refused: Refused, method: Planner) -> Exception:
 def error_of_all(refused: list[Refused], method: Planner) -> Exception:
     """The error of the variant that comes furthest down. Those that cannot are not looked at closely."""
     found: list[Exception] = []
-    for one in sorted(refused, key=lambda r: least_of_any(r.prepared)):
+    for one in sorted(refused, key=lambda r: bytes_of_any(r.prepared)):
         named = [e.minimum_bytes for e in found if isinstance(e, InfeasibleBudget)]
-        if not named or least_of_any(one.prepared) < min(named):
+        if not named or bytes_of_any(one.prepared) < min(named):
             found.append(error_of(one, method))
     met = [e for e in found if isinstance(e, InfeasibleBudget)]
     return min(met, key=lambda e: e.minimum_bytes) if met else found[0]

@@ -19,12 +19,23 @@ from rkmate.device import cpu
 from rkmate.ilp import OptionSettings
 from rkmate.ir.cd import Kernel
 from rkmate.pipeline import planning, variants
+from rkmate.pipeline.bounds import seconds_of_any
+from rkmate.pipeline.chains import solve
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.other_sizes import bounded_costs
 from rkmate.pipeline.planning import make_curve, make_plan, smallest_peak_of
 from rkmate.pipeline.prepare import Traced, prepare, trace
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.variants import CHUNKED_LOSS, FASTER_BY, PLAIN, Variant, named, others, together
+from rkmate.pipeline.variants import (
+    CHUNKED_LOSS,
+    FASTER_BY,
+    PLAIN,
+    Variant,
+    named,
+    others,
+    seconds_once,
+    together,
+)
 from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
 
@@ -117,6 +128,18 @@ def test_what_can_gain_nothing_is_not_prepared(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(planning, "prepare", lambda *a: prepared.append(a) or prepare(*a))
     plan = make_plan(traced(), Budget(bytes=own_peak() - 1), "rockmate").plan
     assert plan.overhead < FASTER_BY and plan.variant == "plain" and len(prepared) == 1
+
+
+def test_what_is_slower_by_its_bound_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that computes as much again as the plain graph does is prepared, and no more."""
+    low, solved = least("always"), list[Any]()
+    here = prepare(traced(), CHUNKED_LOSS)
+    always = make_plan(traced("always"), Budget(bytes=low), "rockmate").plan
+    assert seconds_once(here.graph) < seconds_of_any(here, low) <= always.step_seconds
+    monkeypatch.setattr(planning, "seconds_of_any", lambda *_: 1.0)
+    monkeypatch.setattr(planning, "solve", lambda p: solved.append(p) or solve(p))
+    plan = make_plan(traced(), Budget(bytes=middle()), "rockmate").plan
+    assert plan.variant == "plain" and len(solved) == 1
 
 
 def test_budgets_that_nothing_else_meets(heard: Any) -> None:
