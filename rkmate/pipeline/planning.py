@@ -111,7 +111,7 @@ def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
     if taken is None:
         raise error_of_all(refused, method)
     rest = sum(seconds for variant, seconds in spent.items() if variant is not taken.prepared.blocked.variant)
-    plan = _against(taken.plan, before)
+    plan = _against(taken.plan, before, prepared)
     if len(spent) > 1:
         plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": rest})
     warn_of(taken.prepared, _reason(taken.plan, before))
@@ -136,8 +136,10 @@ def _wins(plan: Plan, taken: Plan, before: Plan | None, variant: Variant) -> boo
         before is None or is_faster(plan.step_seconds, before.step_seconds, variant))
 
 
-def _against(plan: Plan, before: Plan | None) -> Plan:
-    """A plan with what the first variant's has to say about it."""
+def _against(plan: Plan, before: Plan | None, prepared: Prepared) -> Plan:
+    """A plan beside the first variant's, and the first variant's step without rematerialization."""
+    plan = replace(plan, baseline_peak_bytes=prepared.baseline_peak,
+                   baseline_seconds=prepared.baseline.seconds)
     if before is None or plan.variant == before.variant:
         return plan
     known = [p.minimum_bytes for p in (plan, before) if p.minimum_bytes is not None]
@@ -219,7 +221,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
         for limit in sorted(n for n, plan in plans.items() if plan.variant == variant.name)[:1]:
             here = prepared if variant is blocked.variant else solved_of(variant).prepared
             warn_of(here, _reason(plans[limit], before.get(limit)))
-    return [_against(plans[limit], before.get(limit)) for limit in limits]
+    return [_against(plans[limit], before.get(limit), prepared) for limit in limits]
 
 
 def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: Sequence[int],

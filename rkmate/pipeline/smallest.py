@@ -78,8 +78,8 @@ def smallest_of(solved: Solved, method: Planner, above: int) -> int | None:
     return min((c.peak for c in smallest_steps(method, solved.problem, calls)), default=None)
 
 
-def error_of(refused: Refused, method: Planner) -> Exception:
-    """What a user hears where a planner has no schedule."""
+def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
+    """What a user hears where a planner has no schedule. `whole`: the peak of the model's own step."""
     name, limit, solved = method.name, refused.limit, refused.solved
     if refused.timeout and not isinstance(method, Composed):
         return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
@@ -89,7 +89,6 @@ def error_of(refused: Refused, method: Planner) -> Exception:
         least = smallest_of(solved, method, limit)
     if isinstance(method, Composed):
         assert least is not None
-        whole = refused.prepared.baseline_peak
         return InfeasibleBudget(
             f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
             f"{least:,} bytes ({least / whole:.0%} of its own peak of {whole:,} bytes)", least)
@@ -102,11 +101,13 @@ def error_of(refused: Refused, method: Planner) -> Exception:
 
 
 def error_of_all(refused: list[Refused], method: Planner) -> Exception:
-    """The error of the variant that comes furthest down. Those that cannot are not looked at closely."""
+    """The error of the variant that comes furthest down. Those that cannot are not looked at closely.
+    `refused`: of the first variant, then of the others."""
+    whole = refused[0].prepared.baseline_peak
     found: list[Exception] = []
     for one in sorted(refused, key=lambda r: bytes_of_any(r.prepared)):
         named = [e.minimum_bytes for e in found if isinstance(e, InfeasibleBudget)]
         if not named or bytes_of_any(one.prepared) < min(named):
-            found.append(error_of(one, method))
+            found.append(error_of(one, method, whole))
     met = [e for e in found if isinstance(e, InfeasibleBudget)]
     return min(met, key=lambda e: e.minimum_bytes) if met else found[0]

@@ -40,7 +40,9 @@ from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
 
 OPTIONS = OptionSettings(grid=(3, 3), time_limit=0.2, block_limit=1.0)
-PLANNER = PlannerSettings(first_seconds=0, smallest_seconds=0.5)
+AMPLE = 1e4
+"""Seconds that no search takes: nothing depends on a clock."""
+PLANNER = PlannerSettings(first_seconds=AMPLE, smallest_seconds=AMPLE)
 WORDS = 4096
 
 
@@ -146,12 +148,15 @@ def test_budgets_that_nothing_else_meets(heard: Any) -> None:
     assert least("auto") == least("always") < least("never")
     plan = make_plan(traced(), Budget(bytes=least("auto")), "rockmate").plan
     assert plan.variant == "chunked-loss" and plan.peak_bytes <= least("auto")
+    plain = prepare(traced())
+    assert plan.baseline_peak_bytes == own_peak() and plan.baseline_seconds == plain.baseline.seconds
     (warning,) = heard
     assert "nothing fits in this budget" in str(warning.message)
     assert "refuses such budgets" in str(warning.message)
     with pytest.raises(rkmate.InfeasibleBudget) as error:
         make_plan(traced(), Budget(bytes=least("auto") - 1), "rockmate")
     assert error.value.minimum_bytes == least("auto")
+    assert f"of its own peak of {own_peak():,} bytes" in str(error.value)
     assert smallest_peak_of(prepare(traced()), 1) == least("auto")
 
 
