@@ -158,8 +158,8 @@ class _Maker:
         c = do.step.c
         node = self.program.operation[c]
         naming.used.clear()
-        if do.step.unchunked:
-            call = expressions.call_unchunked(node)
+        if do.step.kernel:
+            call = expressions.call_alternative(node, do.step.kernel - 1)
         elif do.donor is not None:
             call = expressions.call_in_place(node, do.donor)
         else:

@@ -45,7 +45,8 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     """Every planner on one model at equal budgets.
 
     The model is captured once, its operations are measured once, and the options of its blocks are
-    solved once. One simulator predicts the peak and the time of each schedule.
+    solved once. One simulator predicts the peak and the time of each schedule. All of them work on one graph:
+    that of the settings' first variant (with ``chunked_loss="always"``, the one with a chunked loss).
 
     Args:
         model: planned in train mode, where it is in eval mode.

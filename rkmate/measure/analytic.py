@@ -1,8 +1,7 @@
 """Costs without running: bytes moved and floating-point operations against machine rates.
 
 Deterministic: for tests, and for models that do not fit on the machine that plans. Of temporary memory
-inside operations, what `temporaries` knows is counted, and the one tensor that an unchunked kernel takes
-beside its result.
+inside operations, what `temporaries` knows is counted, and what an alternative kernel takes at most.
 """
 
 from __future__ import annotations
@@ -25,15 +24,25 @@ SECONDS_PER_CALL = 5e-6
 
 def analytic_costs(partition: Partition) -> dict[int, Cost]:
     """C node -> its cost: the greater of arithmetic and memory traffic, plus a call."""
-    unchunked = partition.program.unchunked
+    alternatives = partition.program.alternatives
     costs: dict[int, Cost] = {}
     for i, node in enumerate(partition.program.operation):
-        seconds = _seconds(node)
-        whole = unchunked.get(node)
-        # Both kernels move the same bytes once; that parts are called one by one is left out.
-        costs[i] = Cost(seconds, temporary_bytes(node, random=partition.program.cd.c[i].random),
-                        None if whole is None else Kernel(seconds, whole.overhead))
+        once = _seconds(node)
+        # All kernels move the same bytes once, but for what is added up part by part.
+        costs[i] = Cost(once + _of_parts(node, node.target, node.args),
+                        temporary_bytes(node, random=partition.program.cd.c[i].random),
+                        tuple(Kernel(once + _of_parts(node, other.target, other.args), other.overhead)
+                              for other in alternatives.get(node, ())))
     return costs
+
+
+def _of_parts(node: fx.Node, target: Any, args: Any) -> float:
+    """Seconds that an operation with an argument ``parts`` takes more than one that does all at once: each
+    further part is called, and adds to the results."""
+    schema = getattr(target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema is not None else []
+    parts = args[names.index("parts")] if "parts" in names else 1
+    return float(parts - 1) * (SECONDS_PER_CALL + _bytes(node.meta["val"]) / BYTES_PER_SECOND)
 
 
 def _seconds(node: fx.Node) -> float:

@@ -14,11 +14,14 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
+from rkmate.graph.passes.chunked_loss import temporaries
 from rkmate.graph.passes.reduced_losses import torchs_operator
 from rkmate.measure.opaque_memory import opaque_bytes
 
 Tensors = Sequence[torch.Tensor]
 aten = torch.ops.aten
+_OF_PARTS = {torch.ops.rkmate.linear_cross_entropy.default,
+             torch.ops.rkmate.linear_cross_entropy_backward.default}
 _NUMBER = 16
 """A number that is made a tensor, or the intermediate result of a mean."""
 
@@ -35,7 +38,14 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
         return max(STATE_BYTES, inside)
     theirs = torchs_operator(node.target)
     rule = TABLE.get(getattr(theirs, "overloadpacket", None))
-    return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
+    own = bytes_of_parts(node)
+    return max(STATE_BYTES * random, own, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
+
+
+def bytes_of_parts(node: fx.Node) -> int:
+    """Bytes beside results that an operation takes at most for one of the parts that it works on; 0 for what
+    is measured where it runs."""
+    return temporaries(node) if node.target in _OF_PARTS else 0
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

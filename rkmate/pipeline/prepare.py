@@ -45,7 +45,7 @@ from rkmate.pipeline.loss_inside import traceable, trains_of
 from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.trained_outputs import trained_outputs
-from rkmate.pipeline.variants import Variant, first
+from rkmate.pipeline.variants import Concerned, Variant, first
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.progress import Progress
@@ -94,6 +94,11 @@ class Blocked:
     def linear_losses(self) -> tuple[str, ...]:
         """Names of the weights whose products end in a cross entropy."""
         return self.partition.program.joint.linear_losses
+
+    @property
+    def concerned(self) -> Concerned:
+        """Per name of a variant, the weights that it concerns in this model."""
+        return {"chunked-loss": self.linear_losses}
 
 
 class AsCheckpointed(NamedTuple):

@@ -47,8 +47,9 @@ class Settings:
     planning_seconds: float | None = None
     """Limit of a planner that can stop early; None: its own."""
     chunked_loss: When = "auto"
-    """Compute the last product and its cross entropy a few rows at a time: where nothing else meets the
-    budget, always, or never. The last bits of that weight's gradient then differ."""
+    """Compute the last product and its cross entropy a few rows at a time: where the step does not fit whole,
+    and that is faster by more than a percent of it or nothing else meets the budget; always; or never. The
+    last bits of that weight's gradient then differ."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"

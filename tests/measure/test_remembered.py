@@ -17,7 +17,7 @@ from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
 
 CPU, SETTINGS = device.of("cpu"), MeasureSettings()
-NUMBERS = (Cost(0.5, 0), Cost(0.25, 64, Kernel(0.125, 128)))
+NUMBERS = (Cost(0.5, 0), Cost(0.25, 64, (Kernel(0.125, 128), Kernel(0.0625, 256))))
 
 
 def test_another_process_finds_them(tmp_path: Path) -> None:

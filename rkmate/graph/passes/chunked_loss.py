@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes import chunked_loss_operators  # noqa: F401 - defines operators of torch.ops.rkmate
-from rkmate.graph.passes.chunked_kernels import is_wide
+from rkmate.graph.passes.chunked_kernels import Alternative, is_wide
+from rkmate.graph.passes.chunked_loss_operators import FEWER_PARTS, part_temporaries, parts_of
 from rkmate.graph.passes.joint import Rewriting
 
 aten = torch.ops.aten
@@ -173,6 +173,7 @@ def _rewrite(work: Rewriting, found: LinearLoss, *, seen: bool) -> None:
     x, weight, bias = found.arguments
     grad, log_probs, target, _, reduction, ignore, total, _ = found.gradient.args
     dtype = log_probs.meta["val"].dtype  # type: ignore[union-attr]
+    parts = parts_of(len(x.meta["val"]), weight.meta["val"].shape[1], x.meta["val"])
     logits: fx.Node | None = None
     with graph.inserting_before(found.loss):
         if seen:
@@ -181,14 +182,14 @@ def _rewrite(work: Rewriting, found: LinearLoss, *, seen: bool) -> None:
                                           (logits, target, reduction, ignore, dtype))
         else:
             forward = graph.call_function(own.linear_cross_entropy.default,
-                                          (x, weight, bias, target, reduction, ignore, dtype))
+                                          (x, weight, bias, target, reduction, ignore, dtype, parts))
     forward.meta = dict(found.loss.meta)
     work.replace(found.loss, forward)
     gradients = (found.of_x, found.of_weight, found.of_bias)
     with graph.inserting_before(found.gradient):
         backward = graph.call_function(own.linear_cross_entropy_backward.default, (
             grad, logits, x, weight, bias, target, reduction, ignore, total, dtype, found.by_columns,
-            [n is not None for n in gradients]))
+            [n is not None for n in gradients], parts))
         empty = x.meta["val"].new_empty
         with x.meta["val"].fake_mode:
             values = tuple(empty(0) if n is None else torch.empty_like(n.meta["val"]) for n in gradients)
@@ -198,3 +199,24 @@ def _rewrite(work: Rewriting, found: LinearLoss, *, seen: bool) -> None:
                 new = graph.call_function(operator.getitem, (backward, k))
                 new.meta = dict(old.meta) | {"val": values[k]}
                 work.replace(old, new)
+
+
+def fewer_parts(node: fx.Node) -> tuple[Alternative, ...]:
+    """The same operation in fewer parts, of which each is at least twice as large as the one before."""
+    found: list[Alternative] = []
+    least: Any = node.args[-1]
+    for parts in FEWER_PARTS:
+        if 2 * parts <= least:
+            found.append(Alternative(node.target, (*node.args[:-1], parts), temporaries(node, parts)))
+            least = parts
+    return tuple(found)
+
+
+def temporaries(node: fx.Node, parts: int | None = None) -> int:
+    """Bytes that such an operation takes beside its results, at most; in as many parts as it says unless
+    given."""
+    backward = node.target is own.linear_cross_entropy_backward.default
+    args: tuple[Any, ...] = node.args
+    x, weight, dtype = (args[k] for k in ((2, 3, 9) if backward else (0, 1, 6)))
+    return part_temporaries(x.meta["val"], weight.meta["val"].shape[1], dtype,
+                            args[-1] if parts is None else parts, backward=backward)

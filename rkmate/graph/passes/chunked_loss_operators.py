@@ -15,16 +15,34 @@ from torch.utils.flop_counter import register_flop_formula
 
 from rkmate.graph.passes.operators import part_bytes, stretches
 
-MOST_PARTS = 16
+MOST_PARTS = 64
 """More would make the products of a part small, and the sum of the weight's gradient long."""
+FEWER_PARTS = (16, 4)
+"""What may take their place where there is room."""
 
 aten = torch.ops.aten
 _library = torch.library.Library("rkmate", "FRAGMENT")
 
 
-def _rows(count: int, columns: int, like: torch.Tensor) -> Iterator[slice]:
+def parts_of(count: int, columns: int, like: torch.Tensor) -> int:
+    """Into how many parts rows of so many columns are cut where memory is short."""
     total = count * columns * like.element_size()
-    return stretches(count, total, max(part_bytes(like, total), total // MOST_PARTS))
+    return min(count, MOST_PARTS, -(-total // max(1, part_bytes(like, total)))) or 1
+
+
+def part_temporaries(x: torch.Tensor, columns: int, dtype: torch.dtype, parts: int, *, backward: bool) -> int:
+    """Bytes beside the results that either operator takes at most, in so many parts."""
+    count, width = x.shape
+    rows, size, wide = -(-count // parts), x.element_size(), max(dtype.itemsize, x.element_size())
+    other = dtype != x.dtype
+    if not backward:
+        return rows * columns * (wide + size * other) + count * (2 * dtype.itemsize + 32)
+    weights = columns * (width + 1) * (4 + size) if size < 4 else columns * size
+    return rows * columns * (2 * wide + size * other) + rows * width * size + weights + count * 16
+
+
+def _rows(count: int, parts: int) -> Iterator[slice]:
+    return stretches(count, count, -(-count // max(1, parts)))
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -44,17 +62,17 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, reduction: int, ig
                   dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of logits [N, V] for classes [N], in `dtype`, and how many rows count: as
     ``nll_loss_forward`` returns them."""
-    parts = ((rows, logits[rows], False) for rows in _rows(len(logits), logits.shape[1], logits))
+    count, columns = logits.shape
+    parts = ((rows, logits[rows], False) for rows in _rows(count, parts_of(count, columns, logits)))
     return _loss(parts, len(logits), target, reduction, ignore_index, dtype)
 
 
 def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                          target: torch.Tensor, reduction: int, ignore_index: int,
-                         dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of the logits ``x @ weight + bias``: x [N, d], weight [d, V], bias [V]."""
-    parts = ((rows, _product(x[rows], weight, bias), True)
-             for rows in _rows(len(x), weight.shape[1], x))
-    return _loss(parts, len(x), target, reduction, ignore_index, dtype)
+                         dtype: torch.dtype, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of the logits ``x @ weight + bias``, in so many parts: x [N, d], weight [d, V], bias [V]."""
+    logits = ((rows, _product(x[rows], weight, bias), True) for rows in _rows(len(x), parts))
+    return _loss(logits, len(x), target, reduction, ignore_index, dtype)
 
 
 def _loss(parts: Iterator[tuple[slice, torch.Tensor, bool]], count: int, target: torch.Tensor,
@@ -78,14 +96,15 @@ def linear_cross_entropy_backward(
         grad_output: torch.Tensor, logits: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor,
         bias: torch.Tensor | None, target: torch.Tensor, reduction: int, ignore_index: int,
         total_weight: torch.Tensor, dtype: torch.dtype, by_columns: bool,
-        mask: list[bool]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x [N, d], of the weight as [V, d] (`by_columns`: [d, V]), of the bias as [1, V].
+        mask: list[bool], parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x [N, d], of the weight as [V, d] (`by_columns`: [d, V]), of the bias as [1, V], in so
+    many parts.
 
     `logits`: where they are in memory; else they are computed again. What `mask` does not ask for
     is empty. Sums over the parts are kept in single precision at least.
     """
     dx, dw, db = _gradients(x, weight, by_columns, mask)
-    for rows in _rows(len(x), weight.shape[1], x):
+    for rows in _rows(len(x), parts):
         part = _log_probs(_product(x[rows], weight, bias) if logits is None else logits[rows], dtype,
                           ours=logits is None)
         grad = aten.nll_loss_backward(grad_output if reduction else grad_output[rows], part,
@@ -119,13 +138,15 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += torch.mm(a, b)
 
 
-_LOSS = "Tensor target, int reduction, SymInt ignore_index, ScalarType dtype) -> (Tensor, Tensor)"
+_LOSS = "Tensor target, int reduction, SymInt ignore_index, ScalarType dtype"
+_RESULTS = "-> (Tensor, Tensor)"
 for _schema, _function in {
-    f"cross_entropy(Tensor logits, {_LOSS}": cross_entropy,
-    f"linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, {_LOSS}": linear_cross_entropy,
+    f"cross_entropy(Tensor logits, {_LOSS}) {_RESULTS}": cross_entropy,
+    f"linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, {_LOSS}, int parts) {_RESULTS}":
+        linear_cross_entropy,
     "linear_cross_entropy_backward(Tensor grad_output, Tensor? logits, Tensor x, Tensor weight, "
     "Tensor? bias, Tensor target, int reduction, SymInt ignore_index, Tensor total_weight, "
-    "ScalarType dtype, bool by_columns, bool[] mask) -> (Tensor, Tensor, Tensor)":
+    "ScalarType dtype, bool by_columns, bool[] mask, int parts) -> (Tensor, Tensor, Tensor)":
         linear_cross_entropy_backward,
 }.items():
     _library.define(_schema)
@@ -140,5 +161,5 @@ def _flops(x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
 @register_flop_formula(torch.ops.rkmate.linear_cross_entropy_backward)
 def _flops_backward(grad_output: Any, logits: Any, x: Any, weight: Any, *args: Any,
                     **kwargs: Any) -> int:
-    products = int(sum(args[-1][:2])) + (logits is None)
+    products = int(sum(args[-2][:2])) + (logits is None)
     return products * 2 * int(x[0]) * int(x[1]) * int(weight[1])

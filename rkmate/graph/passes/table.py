@@ -11,6 +11,7 @@ import functools
 
 from rkmate.graph.capture.repairs import REPAIRS, Pass
 from rkmate.graph.passes import chunked_kernels, in_place
+from rkmate.graph.passes.alternatives import alternatives
 from rkmate.graph.passes.chunked_loss import chunk_linear_losses
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
@@ -101,10 +102,10 @@ EMISSION = (
          "A trace has no operations in place, and eager mode has them: one that may write its result over "
          "an input that dies there takes a tensor less. Which input dies is the schedule's business.",
          in_place.in_place_ways),
-    Pass("unchunked kernels", "emission",
-         "An operation that works part by part takes a little longer than torch's own kernel, which may "
-         "take its place where memory leaves room.",
-         chunked_kernels.unchunked),
+    Pass("alternative kernels", "emission",
+         "An operation that works part by part takes longer the smaller its parts are. Larger ones, or "
+         "torch's own kernel, may take their place where memory leaves room.",
+         alternatives),
     Pass("views as methods", "emission",
          "A kernel may lay its result out otherwise than the trace says, and a view of it then has to "
          "copy: `view` is written as `reshape`, the other everyday views as methods, which are faster "
