@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes import operators  # noqa: F401 - defines torch.ops.rkmate
+from rkmate.graph.passes import embedding_sums, operators  # noqa: F401 - define torch.ops.rkmate
 
 aten = torch.ops.aten
 
@@ -61,6 +61,7 @@ _INTO_INPUT_BY_ROWS = {aten._log_softmax.default: aten._log_softmax.out,
 _CHUNKED: dict[Any, tuple[Any, int]] = {
     torch.ops.rkmate.cross_entropy_backward.default: (torch.ops.rkmate.cross_entropy_backward.out, 1),
     torch.ops.rkmate.batch_norm_backward.default: (torch.ops.rkmate.batch_norm_backward.over, 0),
+    torch.ops.rkmate.add_embedding_rows.default: (torch.ops.rkmate.add_embedding_rows.out, 0),
 }
 
 
