@@ -122,7 +122,7 @@ def _gradient_bytes(graph: CDGraph) -> tuple[dict[int, int], dict[int, int], int
     taking: set[int] = set()
     for b, alive, dying in zip(graph.backward, memory.during, memory.dying, strict=True):
         node = graph.c[b]
-        useless = not dying.isdisjoint(node.outputs)
+        useless = any(j in dying and j not in graph.releases for j in node.outputs)
         # Of several places, the smallest: which one is taken may depend on what is carried.
         places = [] if useless else [graph.d[j].size for j in node.donors if j in dying]
         if places or useless:

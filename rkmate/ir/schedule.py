@@ -83,7 +83,7 @@ def in_place_donor(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
     """The D node whose storage the computation at step `k` takes for its output, if any.
 
     It does where an input that may be overwritten is freed right after it, and the output is
-    not. A kernel that is not the C node's own overwrites nothing.
+    not, or leaves for autograd. A kernel that is not the C node's own overwrites nothing.
     """
     step = steps[k]
     assert isinstance(step, Compute)
@@ -91,7 +91,7 @@ def in_place_donor(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
     if not node.donors or step.kernel:
         return None
     gone = freed_after(steps, k)
-    if node.outputs[0] in gone:
+    if node.outputs[0] in gone and node.outputs[0] not in graph.releases:
         return None
     return next((j for j in node.donors if j in gone), None)
 

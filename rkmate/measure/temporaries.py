@@ -15,6 +15,7 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
 from rkmate.graph.passes.chunked_loss import temporaries
+from rkmate.graph.passes.embedding_sums import bytes_of_rows
 from rkmate.graph.passes.reduced_losses import torchs_operator
 from rkmate.measure.opaque_memory import opaque_bytes
 
@@ -102,6 +103,7 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten._prelu_kernel_backward: _largest(1),
     aten.embedding: lambda inputs, outputs: _copies(inputs),
     aten.embedding_dense_backward: lambda inputs, outputs: _copies(inputs),
+    torch.ops.rkmate.add_embedding_rows: lambda inputs, outputs: bytes_of_rows(*inputs[1:3]),
     aten.add: _promoted, aten.sub: _promoted, aten.mul: _promoted, aten.div: _promoted, aten.sum: _promoted,
     aten.abs: _promoted,
     aten.logsumexp: _all(1), aten.sort: _largest(2), aten.median: _largest(1), aten.kthvalue: _largest(3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import rkmate
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample, weighted_mean
+from tests.semantics.steps import planned
 
 
 class _Block(nn.Module):
@@ -41,3 +43,28 @@ def test_the_sum_of_two_memory_formats(pixels: int) -> None:
     peak = measured_peak(module, sample)
     assert peak <= module.plan.budget_bytes
     assert abs(module.plan.peak_bytes - peak) <= 0.02 * peak
+
+
+@pytest.mark.parametrize(("name", "read"), [
+    ("index_put", lambda table, i: table[i]),
+    ("index_add", lambda table, i: table.index_select(0, i.flatten()).view(*i.shape, -1)),
+    ("scatter_add", lambda table, i: table.gather(0, i.flatten()[:, None].expand(-1, 16)).view(*i.shape, -1)),
+])
+def test_the_gradient_of_a_table_that_is_indexed(
+        name: str, read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """It is written over the zeros that it begins from: one matrix of that size, as in eager mode."""
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Parameter(torch.randn(4000, 16)), nn.Linear(16, 16)
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.tanh(read(self.table, i))).square().mean()
+
+    torch.manual_seed(0)
+    model = Table()
+    sample = Sample(model, (torch.randint(0, 9, (4, 6)),), {}, lambda loss: loss)
+    module = planned(copy.deepcopy(model), *sample.args)
+    assert f"aten.{name}_." in module.source
+    assert_same_step(model, module, sample)
+    assert measured_peak(module, sample) <= module.plan.peak_bytes < 1.2 * model.table.nbytes

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.errors import ScheduleError
-from rkmate.ir.cd import CDGraph, Cost
+from rkmate.ir.cd import CDGraph, CNode, Cost, DNode
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, Step, from_order, save_all
 from rkmate.ir.simulate import LOSS_SCALARS, simulate
 from tests.ir.graphs import line, orders
@@ -41,6 +41,21 @@ def test_an_output_takes_its_donors_bytes() -> None:
     order = [0, 1, 0, 2, 3]
     assert simulate(plain, from_order(plain, order, 2)).timeline[:3] == (10, 20, 10)
     assert simulate(graph, from_order(graph, order, 2)).timeline[:3] == (10, 10, 10)
+
+
+def test_a_gradient_that_leaves_when_it_is_made_takes_its_donors_bytes() -> None:
+    """Nobody here needs it, but it is made, and handed over; what nobody needs at all takes no place."""
+    plain = line(1)
+    d = (*plain.d, DNode("part", 10, "grad"), DNode("sum", 10, "grad"))
+    part, total = len(plain.d), len(plain.d) + 1
+    c = (*plain.c, CNode("make", "backward", (), (part,)),
+         CNode("add", "backward", (part,), (total,), donors=(part,)))
+    peaks = []
+    for releases in ({}, {total: len(c) - 1}):
+        graph = replace(plain, d=d, c=c, releases=releases).verify()
+        timeline = simulate(graph, save_all(graph)).timeline
+        peaks.append(max(timeline[-4:]) - timeline[-1])
+    assert peaks == [20, 10]
 
 
 @pytest.mark.parametrize("reserve", [0, 100, LOSS_SCALARS, 2000])

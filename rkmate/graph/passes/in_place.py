@@ -1,8 +1,9 @@
 """Operations that may write their result over an input that dies with them.
 
-Pointwise operations have in-place variants with the same arithmetic; some kernels, and the operators
-that work part by part, take their result's place as an argument. Which of the inputs dies is the
-schedule's business; here it only stands which could be overwritten, and how the call is then written.
+Pointwise operations, and those that write to some places of a tensor, have in-place variants with the same
+arithmetic; some kernels, and the operators that work part by part, take their result's place as an argument.
+Which of the inputs dies is the schedule's business; here it only stands which could be overwritten, and how
+the call is then written.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes import operators  # noqa: F401 - defines torch.ops.rkmate
+from rkmate.graph.passes import embedding_sums, operators  # noqa: F401 - define torch.ops.rkmate
 
 aten = torch.ops.aten
 
@@ -31,6 +32,12 @@ _FIRST |= {
     aten.pow.Tensor_Scalar: aten.pow_.Scalar, aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
     aten.addcmul.default: aten.addcmul_.default, aten.addcdiv.default: aten.addcdiv_.default,
+}
+# Without an underscore they copy their first argument, and write to the copy.
+_FIRST |= {
+    aten.index_put.default: aten.index_put_.default, aten.index_add.default: aten.index_add_.default,
+    aten.scatter.src: aten.scatter_.src, aten.scatter.value: aten.scatter_.value,
+    aten.scatter_add.default: aten.scatter_add_.default,
 }
 _COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
 # Each element (or row) of the result depends on the same element (or row) of the gradient only.
@@ -54,6 +61,7 @@ _INTO_INPUT_BY_ROWS = {aten._log_softmax.default: aten._log_softmax.out,
 _CHUNKED: dict[Any, tuple[Any, int]] = {
     torch.ops.rkmate.cross_entropy_backward.default: (torch.ops.rkmate.cross_entropy_backward.out, 1),
     torch.ops.rkmate.batch_norm_backward.default: (torch.ops.rkmate.batch_norm_backward.over, 0),
+    torch.ops.rkmate.add_embedding_rows.default: (torch.ops.rkmate.add_embedding_rows.out, 0),
 }
 
 

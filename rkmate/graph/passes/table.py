@@ -17,6 +17,7 @@ from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
 from rkmate.graph.passes.dead_code import drop_dead
 from rkmate.graph.passes.decisions import find_decisions
+from rkmate.graph.passes.embedding_sums import add_rows_of_embeddings
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
@@ -74,6 +75,11 @@ REWRITINGS = (
          "product and its cross entropy are computed a few rows at a time; the last bits of the "
          "weight's gradient differ.",
          chunk_linear_losses),
+    Pass("rows of embeddings", "simplify",
+         "Torch makes an embedding's gradient as large as its table, mostly zeros. Where the table has "
+         "another gradient, of a head that it is tied to, that would be a second matrix of this size beside "
+         "it: the rows are added to the first one where it stands.",
+         add_rows_of_embeddings),
     Pass("sums of gradients", "simplify",
          "A parameter used in several places has a gradient from each. Autograd adds them itself, in the "
          "same order, and each leaves as soon as it is made.",
