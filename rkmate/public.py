@@ -105,6 +105,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains, calls)
     ahead = checked_lengths(model, lengths, pad)
+    if pad is not None:         # every call of another length reads its outputs, to cut them back
+        planning = replace(planning, settings=replace(planning.settings, deferred_outputs="never"))
     with flags_to_plan(model, training):
         module = PlannedModule(model, planning, verify, _checked(on_new_shape))
         module.plan_for(args, kwargs, plan)

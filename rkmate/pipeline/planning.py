@@ -17,6 +17,7 @@ from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError, PlanningTimeout, ScheduleError
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.ir.plan import Run
+from rkmate.pipeline import deferred_outputs
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare, with_operation_costs
@@ -186,7 +187,7 @@ def follow(traced: Traced, plan: Plan) -> Planned:
     it does not belong to this model."""
     others = [v for v in VARIANTS if v.when(traced.settings) != "never"]
     for variant in dict.fromkeys([*_variants_of(traced, [plan]), *others]):
-        found = _followed(block(traced, variant), [plan])
+        found = _followed(block(deferred_outputs.as_planned(traced, [plan])[0], variant), [plan])
         if found is not None:
             return found
     raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
@@ -195,9 +196,10 @@ def follow(traced: Traced, plan: Plan) -> Planned:
 
 def follow_any(traced: Traced, plans: Sequence[Plan]) -> Planned | None:
     """The first of some plans that belongs to a captured model; None where none does."""
-    for variant in _variants_of(traced, plans):
+    for variant, as_then in itertools.product(_variants_of(traced, plans),
+                                              deferred_outputs.as_planned(traced, plans)):
         try:
-            found = _followed(block(traced, variant), plans)
+            found = _followed(block(as_then, variant), plans)
         except PlanError:
             continue
         if found is not None:
@@ -342,6 +344,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
         graph=solved.summary if solved else summarise(prepared),
         note=_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
+        deferred=deferred_outputs.names_of(blocked),
         stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
         origin=blocked.traced.origin)
 
@@ -350,7 +353,8 @@ def _note(prepared: Prepared, note: str) -> str:
     blocked = prepared.blocked
     names = ", ".join(blocked.linear_losses)
     variant = blocked.variant.note.format(names=names) if names else ""
-    return "; ".join(part for part in (note, variant, note_of(prepared)) if part)
+    return "; ".join(part for part in (note, variant, deferred_outputs.note_of(blocked), note_of(prepared))
+                     if part)
 
 
 def warn_of(prepared: Prepared) -> None:
