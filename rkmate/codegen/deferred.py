@@ -38,10 +38,12 @@ def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Fu
             body.append(Free(tuple(naming.local[j] for j in gone), sum(cd.d[j].size for j in gone)))
     assert isinstance(result, int)
     key = cd.d[result].name
-    part = Slice(f"{name}_values", (), (), tuple(naming.sources.values()), tuple(body), (naming.local[result],))
+    part = Slice(f"{name}_values", (), (), tuple(naming.sources.values()), tuple(body),
+                 (naming.local[result],))
     return Function(name, f"output {deferred.output}, when it is read",
                     (Call(part, (), (), tuple(map(source_key, naming.sources)), (key,), ()),),
-                    (Expressions(program, InEnvironment(cd, aliases, (result,))).value(deferred.result),), (key,))
+                    (Expressions(program, InEnvironment(cd, aliases, (result,))).value(deferred.result),),
+                    (key,))
 
 
 class _Names:

@@ -37,4 +37,5 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
     later = tuple(function_of(d, f"output_{d.output}", aliases) for d in partition.program.joint.deferred)
     listing = replace(listing, functions=(*listing.functions, *later))
     return Generated(print_listing(listing.verify()), segments,
-                     tuple(int(s.key) for s, _ in partition.program.input_grads), tuple(f.name for f in later))
+                     tuple(int(s.key) for s, _ in partition.program.input_grads),
+                     tuple(f.name for f in later))

@@ -265,7 +265,7 @@ class _Locals:
 
 
 def source_name(source: Source) -> str:
-    """What a value is called that comes from outside: ``blocks_weight`` for ``blocks.0.weight``; inputs are numbered."""
+    """What a value from outside is called: ``blocks_weight`` for ``blocks.0.weight``; inputs are numbered."""
     if source.kind == "input":
         return "input"
     parts = [p for p in str(source.key).split(".") if not p.isdigit()]

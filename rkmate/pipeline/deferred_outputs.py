@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from rkmate.graph.blocks.lower import storage_bytes
 from rkmate.graph.capture.structure import Structure
@@ -49,6 +50,7 @@ def undeferred(traced: Traced) -> Traced:
 def as_planned(traced: Traced, plans: Sequence[PlanData]) -> list[Traced]:
     """A captured model with its outputs deferred, or not, as plans have them."""
     settings = traced.settings
-    wanted = dict.fromkeys("auto" if plan.deferred else "never" for plan in plans)
+    wanted: dict[Literal["auto", "never"], None] = dict.fromkeys(
+        "auto" if plan.deferred else "never" for plan in plans)
     return [traced if settings.deferred_outputs == w else
             replace(traced, settings=replace(settings, deferred_outputs=w)) for w in wanted]

@@ -6,6 +6,7 @@ tensor that it computes then, and keeps: every function of torch gets that one i
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 class Unread:
     """Values that are computed once, by whoever reads them first."""
 
-    __slots__ = ("_compute", "_lock", "_values")
+    __slots__ = ("__weakref__", "_compute", "_lock", "_values")
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         self._compute: Callable[[], torch.Tensor] | None = compute
@@ -83,7 +84,8 @@ class DeferredTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What reaches the values by a way around the above: a library's own calls of operators."""
         args, kwargs = _in_their_place((args, kwargs or {}), lambda t: t.read().detach())
         return func(*args, **kwargs)
@@ -92,11 +94,18 @@ class DeferredTensor(torch.Tensor):
 def deferred_tensor(form: torch.Tensor, device: torch.device, unread: Unread) -> DeferredTensor:
     """A tensor with the form of another one, and these values when they are read."""
     with torch._C.DisableTorchFunctionSubclass():
-        made: DeferredTensor = _T._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: DeferredTensor = _T._make_wrapper_subclass(
             DeferredTensor, form.size(), strides=form.stride(), dtype=form.dtype, device=device)
     made._unread = unread
     made._plain = None
     return made
+
+
+@functools.cache
+def leave_alone() -> None:
+    """Let compiled functions call the above as it stands. Loads Dynamo, which a capture has loaded before."""
+    run = torch.compiler.disable(DeferredTensor.__dict__["__torch_function__"].__func__)
+    setattr(DeferredTensor, "__torch_function__", classmethod(run))  # noqa: B010 - a method, for mypy
 
 
 def _then(unread: Unread, function: Callable[[torch.Tensor], torch.Tensor]) -> Unread:
@@ -152,10 +161,10 @@ _LATER = {_T.float, _T.double, _T.half, _T.bfloat16, _T.narrow}
 """What libraries do to every output that they pass on; done when the result is read."""
 _WITHOUT_VALUES: set[Any] = {
     _T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.storage_offset,
-    _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference, _T.is_conj, _T.is_neg,
-    _T.get_device, _T.is_same_size, _T.__len__, _T.__hash__, _T.__dir__, _T.requires_grad_, _T.retain_grad,
-    _T.register_hook, _T.is_shared, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference,
-    torch.is_same_size, torch.is_conj, torch.is_neg,
+    _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference, _T.is_conj,
+    _T.is_neg, _T.get_device, _T.is_same_size, _T.__len__, _T.__hash__, _T.__dir__, _T.requires_grad_,
+    _T.retain_grad, _T.register_hook, _T.is_shared, torch.numel, torch.is_floating_point, torch.is_complex,
+    torch.is_inference, torch.is_same_size, torch.is_conj, torch.is_neg,
 } | _getters(
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "retains_grad",
     "output_nr", "grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized",

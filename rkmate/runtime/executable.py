@@ -70,7 +70,8 @@ class PlannedStep:
         weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
         self._forward = namespace["forward"]
         self._backward = [namespace[s.function] for s in generated.segments]
-        self._deferred = DeferredOutputs(joint, [namespace[name] for name in generated.deferred], device)
+        self._deferred = DeferredOutputs(joint, capture.result,
+                                         [namespace[name] for name in generated.deferred], device)
         self._slots: dict[str, TensorSlot] = {}
         self._inputs: dict[str, int] = {}
         self._fixed: dict[str, torch.Tensor] = {}
@@ -108,10 +109,11 @@ class PlannedStep:
 
     def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo,
                  finished: Callable[[], None] | None = None,
-                 opened: Callable[[Call], None] | None = None, read: Callable[[], None] | None = None) -> Any:
+                 opened: Callable[[Call], None] | None = None,
+                 read: Callable[[str], None] | None = None) -> Any:
         """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
-        told of the call when its forward has run; `read`: called when an output is read that the step leaves
-        out."""
+        told of the call when its forward has run; `read`: told the name of an output that is
+        read and that the step leaves out."""
         sources: dict[str, torch.Tensor] = {k: s.get() for k, s in self._slots.items()}
         sources.update(self._fixed)
         for key, i in self._inputs.items():
@@ -132,7 +134,7 @@ class PlannedStep:
         inputs = [tensors[i] for i in self.generated.input_grads]
         # Fresh aliases: what the user gets refers to the environment, and must not stand in it.
         count = len(self._meta)
-        outputs = [o if o is None else o.detach() for o in results[:count]]
+        outputs: list[Any] = [o if o is None else o.detach() for o in results[:count]]
         self._deferred.fill(outputs, results[count:], sources, read)
         del results
 

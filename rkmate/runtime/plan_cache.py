@@ -243,19 +243,20 @@ class PlanCache:
                                tensors: Sequence[torch.Tensor]) -> Executable:
         """A plan whose steps compute the outputs that are read all the time; the one before, where that takes
         more than the budget."""
-        mask, names = found.compiled.wanted, found.plan.deferred
+        mask = found.compiled.wanted
         with planning_lock:
             latest = known.executables[mask]
             if latest is not found or not self.reads.often:
                 return latest               # another thread was here meanwhile
-            traced = replace(known.traced, wanted=mask, tensors=held_tensors(known.capture, self.model, tensors))
+            held = held_tensors(known.capture, self.model, tensors)
+            traced = replace(known.traced, wanted=mask, tensors=held)
             try:
                 made = self._executable(undeferred(traced), self.planning.budget)
             except InfeasibleBudget as error:
-                self.reads.stay(names, error.minimum_bytes)
+                self.reads.stay(error.minimum_bytes)
                 return found
             known.executables[mask] = made
-        self.reads.tell(names, made.plan.peak_bytes)
+        self.reads.tell(made.plan.peak_bytes)
         return made
 
     def again(self, known: Specialization, planned: TangentMask, kept: RerunState,

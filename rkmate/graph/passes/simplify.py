@@ -26,8 +26,8 @@ def simplify(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool =
 
     `wanted`: per output, whether its gradient will come. `chunked_loss`: compute linear losses a few
     rows at a time, where there are any. `deferring`: leave wide outputs without a gradient out of the step
-    where that saves memory, to be computed when they are read. `verify`: whether to check the graph after each pass (None: as
-    `VERIFY` says); raises `GraphError` that names the pass.
+    where that saves memory, to be computed when they are read. `verify`: whether to check the graph after
+    each pass (None: as `VERIFY` says); raises `GraphError` that names the pass.
     """
     work = rewriting(capture, wanted, chunked_loss=chunked_loss, deferring=deferring)
     rewrite(work, REWRITINGS, verify=VERIFY if verify is None else verify)
