@@ -2,6 +2,8 @@
 
 It knows its shape, dtype, device and strides at once. Whatever else it is asked for, it answers as the plain
 tensor that it computes then, and keeps: every function of torch gets that one in its place.
+
+Uses private names of torch (tensors without memory, and calls without their own answer); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class DeferredTensor(torch.Tensor):
 def deferred_tensor(form: torch.Tensor, device: torch.device, unread: Unread) -> DeferredTensor:
     """A tensor with the form of another one, and these values when they are read."""
     with torch._C.DisableTorchFunctionSubclass():
-        made: DeferredTensor = _T._make_wrapper_subclass(
+        made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
             DeferredTensor, form.size(), strides=form.stride(), dtype=form.dtype, device=device)
     made._unread = unread
     made._plain = None
