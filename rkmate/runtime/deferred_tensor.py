@@ -3,7 +3,8 @@
 It knows its shape, dtype, device and strides at once. Whatever else it is asked for, it answers as the plain
 tensor that it computes then, and keeps: every function of torch gets that one in its place.
 
-Uses private names of torch (tensors without memory, and calls without their own answer); tested with torch 2.13.
+Uses private names of torch (tensors without memory, and calls without their own answer); tested with
+torch 2.13.
 """
 
 from __future__ import annotations
