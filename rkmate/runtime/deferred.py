@@ -45,7 +45,7 @@ class DeferredOutputs:
         place = {node: k for k, node in enumerate(joint.kept)}
         self._device = device
         self._outputs = [_Output(
-            d.output, name_of(result, d.output), d.result.meta["val"], function,
+            d.output, name_of(result, d.output), _form(d.result.meta["val"]), function,
             {source_key(d.sources[mine]): place[theirs] for mine, theirs in d.kept.items()},
             tuple(source_key(s) for s in d.sources.values() if s.kind != "kept"))
             for d, function in zip(joint.deferred, functions, strict=True)]
@@ -61,6 +61,10 @@ class DeferredOutputs:
             held |= {k: sources[k] for k in output.sources}
             outputs[output.number] = deferred_tensor(output.form, self._device,
                                                      Unread(_Reading(output, held, self._device, read)))
+
+
+def _form(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 class _Reading:

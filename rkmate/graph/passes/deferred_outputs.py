@@ -80,7 +80,7 @@ class _Recipe:
         self._kept: dict[fx.Node, None] = {}
         self._products = 0
         self.found = output.op == "call_function" and self._grow(output) and self._products > 0 \
-            and sum(map(_bytes, self._kept)) * SMALLER <= _bytes(output)
+            and sum(_bytes(owner_of(n)) for n in self._kept) * SMALLER <= _bytes(output)
 
     def _grow(self, node: fx.Node) -> bool:
         """Take a wide value in, with what it is computed from."""
@@ -99,10 +99,10 @@ class _Recipe:
         return True
 
     def _keep(self, node: fx.Node) -> bool:
-        """Keep a small value of the forward."""
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or owner_of(node).op != "call_function" \
-                or _bytes(node) * SMALLER > _bytes(self._output):
+        """Keep a small value of the forward, with the storage that it stands in."""
+        owner = owner_of(node)
+        if not isinstance(node.meta.get("val"), torch.Tensor) or owner.op != "call_function" \
+                or _bytes(owner) * SMALLER > _bytes(self._output):
             return False
         self._kept[node] = None
         return True

@@ -118,3 +118,13 @@ def test_a_draw_is_never_repeated_for_an_output() -> None:
     work = made.work([x, made.call(aten.add.Tensor, product, noisy)], wanted=(False, False))
     work.deferring = True
     assert not run("deferred outputs", work).deferred
+
+
+def test_a_small_part_of_something_large_is_not_kept() -> None:
+    made = Made()
+    x, w = made.source("input", 0, ROWS, WIDTH), made.source("param", "w", WIDTH, CLASSES)
+    large = made.call(aten.cat.default, [made.call(aten.relu.default, x)] * 8)
+    product = made.call(aten.mm.default, made.call(aten.slice.Tensor, large, 0, 0, ROWS), w)
+    work = made.work([x, product], wanted=(False, False))
+    work.deferring = True
+    assert not run("deferred outputs", work).deferred
