@@ -53,6 +53,11 @@ class BackwardError(RkmateError, RuntimeError):
     """A backward that cannot be done: twice through one forward, or a double backward."""
 
 
+class DeferredOutputError(RkmateError, RuntimeError):
+    """An output that was left to be computed at its first read cannot be computed any more: the message says
+    what has changed since the forward."""
+
+
 class MissingExtra(RkmateError, ImportError):
     """An optional package is not installed: the message names the extra that brings it."""
 

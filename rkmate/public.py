@@ -80,8 +80,10 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             ``measure``, how long operations are measured; ``options``, the integer programs of the
             blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
             the last product and its cross entropy are computed a few rows at a time (``"auto"``: where
-            nothing else meets the budget, ``"always"``, ``"never"``); ``planner``, how long the default
-            planner looks (`rkmate.PlannerSettings`); ``kept_plans_bytes``, how much memory plans may take.
+            nothing else meets the budget, ``"always"``, ``"never"``); ``deferred_outputs``, whether logits
+            beside such a loss are computed when they are read (``"auto"``, ``"never"``); ``planner``, how
+            long the default planner looks (`rkmate.PlannerSettings`); ``kept_plans_bytes``, how much memory
+            plans may take.
         loss: a function or module that gets the model's output; ``wrap(model, args, kwargs, loss=fn,
             loss_args=(y,))`` is ``wrap(with_loss(model, fn), args, {**kwargs, "loss_args": (y,)})``: a module
             that returns the loss (`rkmate.with_loss`), and plans it with the model.
@@ -105,6 +107,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains, calls)
     ahead = checked_lengths(model, lengths, pad)
+    if pad is not None:         # every call of another length reads its outputs, to cut them back
+        planning = replace(planning, settings=replace(planning.settings, deferred_outputs="never"))
     with flags_to_plan(model, training):
         module = PlannedModule(model, planning, verify, _checked(on_new_shape))
         module.plan_for(args, kwargs, plan)

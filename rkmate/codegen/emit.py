@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rkmate.codegen.deferred import function_of
 from rkmate.codegen.from_schedule import Segment, listing_of
 from rkmate.codegen.printer import print_listing
 from rkmate.graph.blocks.partition import Partition
@@ -22,6 +23,9 @@ class Generated:
     """In the order of the backward."""
     input_grads: tuple[int, ...]
     """Inputs (tensor numbers) whose gradients the last segment returns."""
+    deferred: tuple[str, ...] = ()
+    """Functions of the outputs that are computed when they are read, in the order of `Joint.deferred`. They
+    take an environment of their own."""
 
 
 @gc_pause()
@@ -29,5 +33,9 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
          summary: str = "", graph: CDGraph | None = None) -> Generated:
     """The source of a schedule that the simulator has accepted; arguments as of `listing_of`."""
     listing, segments = listing_of(partition, schedule, labels, summary, graph)
+    aliases = {space: alias for alias, space in listing.namespaces.items()}
+    later = tuple(function_of(d, f"output_{d.output}", aliases) for d in partition.program.joint.deferred)
+    listing = replace(listing, functions=(*listing.functions, *later))
     return Generated(print_listing(listing.verify()), segments,
-                     tuple(int(s.key) for s, _ in partition.program.input_grads))
+                     tuple(int(s.key) for s, _ in partition.program.input_grads),
+                     tuple(f.name for f in later))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -67,7 +67,9 @@ class _Maker:
         self.ran: set[int] = set()
         self.stored: set[int] = set()
         """D nodes in the environment."""
-        spaces = {"aten", *map(operator_namespace, self.program.joint.graph.nodes)} - {""}
+        joint = self.program.joint
+        graphs = [joint.graph, *(d.graph for d in joint.deferred)]
+        spaces = {"aten", *(operator_namespace(n) for g in graphs for n in g.nodes)} - {""}
         table = NameTable({*RESERVED, "forward"})
         self.aliases = {space: table.fresh(space) for space in sorted(spaces)}
         self.functions = table
@@ -190,10 +192,11 @@ class _Maker:
     # -- what leaves the functions --------------------------------------------------------
 
     def _expression(self, node: fx.Node, pops: Collection[int] = ()) -> str:
-        return Expressions(self.program, _InEnvironment(self, pops)).value(node)
+        return Expressions(self.program, InEnvironment(self.cd, self.aliases, pops)).value(node)
 
     def _forward_end(self, body: list[Call | Drop | Write], at_loss: Sequence[int]) -> Function:
-        """The forward: writes what it overwrites, and returns the outputs."""
+        """The forward: writes what it overwrites, and returns the outputs, then what is kept for those that
+        are computed later."""
         written = {self.program.d_of(n) for _, n in self.program.overwritten}
         gone = [j for j in at_loss if j in self.stored and j not in self.program.pinned]
         early = self._keys([j for j in gone if j not in written])
@@ -203,7 +206,8 @@ class _Maker:
         body += [Drop(late)] if late else []
         self.stored.difference_update(gone)
         return Function("forward", "the forward, up to the loss", tuple(body), tuple(
-            "None" if n is None else self._expression(n) for n in self.program.joint.outputs))
+            "None" if n is None else self._expression(n)
+            for n in (*self.program.joint.outputs, *self.program.joint.kept)))
 
     def _gradients(self, end: int, last: bool) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Of the segment that ends with C node `end`: the parameters, what it returns, and the keys that
@@ -252,7 +256,7 @@ class _Locals:
 
     def source(self, source: Source) -> str:
         if source not in self.sources:
-            self.sources[source] = self.table.fresh(_source_name(source))
+            self.sources[source] = self.table.fresh(source_name(source))
         self.used[self.sources[source]] = None
         return self.sources[source]
 
@@ -260,8 +264,8 @@ class _Locals:
         return self.aliases[name]
 
 
-def _source_name(source: Source) -> str:
-    """``blocks_weight`` for ``blocks.0.weight``; inputs are numbered."""
+def source_name(source: Source) -> str:
+    """What a value from outside is called: ``blocks_weight`` for ``blocks.0.weight``; inputs are numbered."""
     if source.kind == "input":
         return "input"
     parts = [p for p in str(source.key).split(".") if not p.isdigit()]
@@ -271,19 +275,20 @@ def _source_name(source: Source) -> str:
     return f"p{base}" if base[0].isdigit() else base
 
 
-class _InEnvironment:
+class InEnvironment:
     """Outside the slices everything comes from the environment."""
 
-    def __init__(self, maker: _Maker, pops: Collection[int]) -> None:
-        self.maker = maker
+    def __init__(self, cd: CDGraph, aliases: Mapping[str, str], pops: Collection[int]) -> None:
+        self.cd = cd
+        self.aliases = aliases
         self.pops = pops
 
     def value(self, j: int) -> str:
-        key = self.maker.cd.d[j].name
+        key = self.cd.d[j].name
         return f"env.pop({key!r})" if j in self.pops else f"env[{key!r}]"
 
     def source(self, source: Source) -> str:
         return f"env.source({source_key(source)!r})"
 
     def namespace(self, name: str) -> str:
-        return self.maker.aliases[name]
+        return self.aliases[name]

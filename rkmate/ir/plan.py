@@ -83,6 +83,8 @@ class PlanData:
     note: str = ""
     variant: str = "plain"
     """Which variant of the model's graph it runs over."""
+    deferred: tuple[str, ...] = ()
+    """Outputs that no step computes, but who reads them; by name, or number."""
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each stage of planning took."""
     nodes: Mapping[str, int] = field(default_factory=dict)
@@ -155,6 +157,7 @@ class PlanData:
             "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
             "source": self.source, "origin": None if self.origin is None else self.origin.content(),
             **({"calls": self.calls} if self.calls != 1 else {}),
+            **({"deferred": list(self.deferred)} if self.deferred else {}),
         }
 
 
@@ -174,6 +177,7 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         fingerprint=str(content["fingerprint"]),
         costs=costs, graph=read_summary(content["graph"], costs), source=str(content["source"]),
         note=str(content["note"]), variant=str(content.get("variant", "plain")),
+        deferred=tuple(map(str, content.get("deferred", ()))),
         calls=int(content.get("calls", 1)), stage_seconds=dict(content["stage_seconds"]),
         nodes=dict(content["nodes"]), origin=read_origin(content.get("origin")))
 

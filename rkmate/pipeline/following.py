@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rkmate.errors import PlanError, ScheduleError
+from rkmate.pipeline import deferred_outputs
 from rkmate.pipeline.planning import Planned
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, with_operation_costs
 from rkmate.pipeline.variants import Variant, first, named, possible
@@ -15,7 +17,7 @@ def follow(traced: Traced, plan: Plan) -> Planned:
     """A plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError` where
     it does not belong to this model."""
     for variant in dict.fromkeys([*_variants_of(traced, [plan]), *possible(traced.settings)]):
-        found = _followed(block(traced, variant), [plan])
+        found = _followed(block(deferred_outputs.as_planned(traced, [plan])[0], variant), [plan])
         if found is not None:
             return found
     raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
@@ -24,9 +26,10 @@ def follow(traced: Traced, plan: Plan) -> Planned:
 
 def follow_any(traced: Traced, plans: Sequence[Plan]) -> Planned | None:
     """The first of some plans that belongs to a captured model; None where none does."""
-    for variant in _variants_of(traced, plans):
+    for variant, as_then in itertools.product(_variants_of(traced, plans),
+                                              deferred_outputs.as_planned(traced, plans)):
         try:
-            found = _followed(block(traced, variant), plans)
+            found = _followed(block(as_then, variant), plans)
         except PlanError:
             continue
         if found is not None:

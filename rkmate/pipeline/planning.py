@@ -17,6 +17,7 @@ from rkmate.budget import Budget
 from rkmate.errors import ArgumentError
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.ir.plan import Run
+from rkmate.pipeline import deferred_outputs
 from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
@@ -343,6 +344,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
         graph=solved.summary if solved else summarise(prepared),
         note=_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
+        deferred=deferred_outputs.names_of(blocked),
         stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
         origin=blocked.traced.origin)
 
@@ -350,7 +352,8 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
 def _note(prepared: Prepared, note: str) -> str:
     blocked = prepared.blocked
     variant = blocked.variant.notes(blocked.concerned)
-    return "; ".join(part for part in (note, variant, note_of(prepared)) if part)
+    return "; ".join(part for part in (note, variant, deferred_outputs.note_of(blocked), note_of(prepared))
+                     if part)
 
 
 def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:

@@ -213,7 +213,8 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     start = time.perf_counter()
     variant = variant or first(traced.settings)
     with gc_pause():
-        joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss)
+        joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss,
+                         deferring=variant.chunked_loss and traced.settings.deferred_outputs != "never")
         program = lower(joint)
         middle = time.perf_counter()
         parts = partition(program, traced.settings.cut)

@@ -50,6 +50,10 @@ class Settings:
     """Compute the last product and its cross entropy a few rows at a time: where the step does not fit whole,
     and that is faster by more than a percent of it or nothing else meets the budget; always; or never. The
     last bits of that weight's gradient then differ."""
+    deferred_outputs: Literal["auto", "never"] = "auto"
+    """Where the loss is computed a few rows at a time, a wide output that it is not computed from (the logits
+    that are returned beside it) is computed when somebody reads it. ``"never"``: it is computed in the step,
+    and counted in the budget."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"
@@ -75,6 +79,7 @@ class Settings:
                                 "before the backward: 1, 2, ...")
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
+                                     ("deferred_outputs", self.deferred_outputs, ("auto", "never")),
                                      ("fraction_of", self.fraction_of, ("plain", "checkpointed"))):
             if value not in allowed:
                 raise ArgumentError(f"{name} is {value!r}; it should be "

@@ -17,6 +17,7 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.pieces import owner_name, piece_of
+from rkmate.runtime.deferred import DeferredOutputs
 from rkmate.runtime.environment import (
     Environment,
     RerunState,
@@ -69,6 +70,8 @@ class PlannedStep:
         weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
         self._forward = namespace["forward"]
         self._backward = [namespace[s.function] for s in generated.segments]
+        self._deferred = DeferredOutputs(joint, capture.result,
+                                         [namespace[name] for name in generated.deferred], device)
         self._slots: dict[str, TensorSlot] = {}
         self._inputs: dict[str, int] = {}
         self._fixed: dict[str, torch.Tensor] = {}
@@ -106,9 +109,11 @@ class PlannedStep:
 
     def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo,
                  finished: Callable[[], None] | None = None,
-                 opened: Callable[[Call], None] | None = None) -> Any:
+                 opened: Callable[[Call], None] | None = None,
+                 read: Callable[[str], None] | None = None) -> Any:
         """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
-        told of the call when its forward has run."""
+        told of the call when its forward has run; `read`: told the name of an output that is
+        read and that the step leaves out."""
         sources: dict[str, torch.Tensor] = {k: s.get() for k, s in self._slots.items()}
         sources.update(self._fixed)
         for key, i in self._inputs.items():
@@ -128,7 +133,9 @@ class PlannedStep:
         params = [[s.get() for s in slots] for slots in self._params]
         inputs = [tensors[i] for i in self.generated.input_grads]
         # Fresh aliases: what the user gets refers to the environment, and must not stand in it.
-        outputs = [o.detach() for o in results]
+        count = len(self._meta)
+        outputs: list[Any] = [o if o is None else o.detach() for o in results[:count]]
+        self._deferred.fill(outputs, results[count:], sources, read)
         del results
 
         def receive(call: Call, grads: list[torch.Tensor | None]) -> None:

@@ -143,7 +143,7 @@ class PlannedModule(StandIn):
         opened.check(latest.plan, forward=True)
         first = self._first_step(latest)
         result = latest.compiled(tensors, redo, first.finish if first is not None else None,
-                                 lambda call: opened.add(call, latest.plan))
+                                 lambda call: opened.add(call, latest.plan), self._plans.reads.call())
         return result if cut is None else cut(result)
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

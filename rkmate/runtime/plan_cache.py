@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.family import known_call
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
+from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss_inside import traceable
 from rkmate.pipeline.other_sizes import KnownPlan, plan_at_other_size
@@ -28,6 +30,7 @@ from rkmate.pipeline.planning import make_plan
 from rkmate.pipeline.prepare import Traced, held_tensors, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.runtime.changes import changing, differing
+from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards
@@ -115,6 +118,7 @@ class PlanCache:
         self._warned = False
         self.open_calls = OpenCalls()
         self.new_sizes = NewSizes()
+        self.reads = Reads()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -233,7 +237,29 @@ class PlanCache:
                     raise InfeasibleBudget(f"a loss that leads to {_names(mask)}: {error}",
                                            error.minimum_bytes) from error
                 known.executables[mask] = found
+        if found.plan.deferred and self.reads.often:
+            found = self._with_ordinary_outputs(known, found, tensors)
         return found
+
+    def _with_ordinary_outputs(self, known: Specialization, found: Executable,
+                               tensors: Sequence[torch.Tensor]) -> Executable:
+        """A plan whose steps compute the outputs that are read all the time; the one before, where that takes
+        more than the budget."""
+        mask = found.compiled.wanted
+        with planning_lock:
+            latest = known.executables[mask]
+            if latest is not found or not self.reads.often:
+                return latest               # another thread was here meanwhile
+            held = held_tensors(known.capture, self.model, tensors)
+            traced = replace(known.traced, wanted=mask, tensors=held)
+            try:
+                made = self._executable(undeferred(traced), self.planning.budget)
+            except InfeasibleBudget as error:
+                self.reads.stay(error.minimum_bytes)
+                return found
+            known.executables[mask] = made
+        self.reads.tell(made.plan.peak_bytes)
+        return made
 
     def again(self, known: Specialization, planned: TangentMask, kept: RerunState,
               given: Mapping[int, torch.Tensor]) -> Gradients:
@@ -272,8 +298,12 @@ class PlanCache:
                     known: Sequence[KnownPlan] = (), *, derived: bool = False) -> Executable:
         """The plan to follow, a saved one, or a new one, and the code of it. `known`: of other sizes;
         `derived`: from them, and not measured."""
+        if plan is None and self.reads.often and traced.settings.deferred_outputs != "never":
+            with contextlib.suppress(InfeasibleBudget):
+                return self._executable(undeferred(traced), budget, None, known, derived=derived)
+        saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
         planned = follow(traced, plan) if plan is not None else \
-            (follow_any(traced, self._saved) if self._saved else None) or \
+            (follow_any(traced, saved) if saved else None) or \
             (plan_at_other_size(traced, budget, self.planning.planner, known, measured=not derived)
              if known else None)
         derived = derived and planned is not None

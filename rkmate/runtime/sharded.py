@@ -67,6 +67,7 @@ def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> lis
         budget = planning.budget
         if budget.bytes is not None:
             budget = Budget(bytes=max(1, budget.bytes * weights[kind] // whole))
-        own = replace(planning, budget=budget, settings=replace(planning.settings, calls=len(alike)))
+        own = replace(planning, budget=budget, settings=replace(
+            planning.settings, calls=len(alike), deferred_outputs="never"))     # the parameters go again
         found.update((layer, Share(layer, own)) for layer in alike)
     return [found[layer] for layer in layers]

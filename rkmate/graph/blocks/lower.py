@@ -109,7 +109,7 @@ class _Builder:
         self.tangents: list[int] = []
         self.in_place: dict[fx.Node, dict[int, InPlace]] = {}
         self.results = {n for n in joint.outputs if n is not None} \
-            | {n for _, n in joint.mutations} | {n for _, n in joint.grads}
+            | {n for _, n in joint.mutations} | {n for _, n in joint.grads} | set(joint.kept)
         for node, source in joint.sources.items():
             if source.kind == "tangent":
                 if (node.users or node in self.results) and joint.wanted[int(source.key)]:
@@ -193,7 +193,7 @@ class _Builder:
 
         param_grads.sort(key=lambda g: made_at(g[1]))
         read_in_forward = {j for c in self.c[:loss] for j in c.inputs}
-        outputs = [n for n in joint.outputs if n is not None]
+        outputs = [n for n in (*joint.outputs, *joint.kept) if n is not None]
         # A copy of what the forward overwrites can be made only once: it stays, as outputs do.
         targets = {s for s, _ in joint.mutations}
         overwritten = {n for n, s in joint.sources.items() if s in targets}

@@ -35,7 +35,7 @@ from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_tra
 from rkmate.graph.capture.structure import Structure, take_apart, tensors_in
 from rkmate.support.warn import warn
 
-SourceKind = Literal["param", "buffer", "input", "constant", "tangent"]
+SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Source:
     key: str | int
     """Parameter, buffer, a piece of one (`pieces`), or constant: its name.
     Input: index of the tensor among the arguments.
-    Tangent: index of the output whose gradient it is."""
+    Tangent: index of the output whose gradient it is.
+    Kept: name of a value that the forward leaves for an output that is computed later."""
 
 
 @dataclass(frozen=True)

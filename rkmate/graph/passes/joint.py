@@ -10,6 +10,7 @@ from rkmate.graph.capture.backward_tags import is_backward
 from rkmate.graph.capture.capture import Capture, Source
 from rkmate.graph.capture.nodes import copied
 from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.passes.deferred import Deferred
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,18 @@ class Joint:
     """Weights of products, followed by a cross entropy, that can be computed a few rows at a time."""
     decisions: frozenset[fx.Node] = frozenset()
     """Operations of the forward whose outcome must stand: they run once."""
+    deferred: tuple[Deferred, ...] = ()
+    """Outputs that are computed when they are read. Among `outputs`, None stands for them."""
+
+    @property
+    def kept(self) -> tuple[fx.Node, ...]:
+        """What deferred outputs are computed from: the forward leaves it."""
+        return tuple(dict.fromkeys(n for d in self.deferred for n in d.kept.values()))
 
     def results(self) -> set[fx.Node]:
         """Nodes whose value leaves the graph."""
         return {n for n in self.outputs if n is not None} | {n for _, n in self.mutations} \
-            | {n for _, n in self.grads}
+            | {n for _, n in self.grads} | set(self.kept)
 
 
 @dataclass
@@ -59,6 +67,10 @@ class Rewriting:
     """As `Joint.linear_losses`, once they are known."""
     decisions: frozenset[fx.Node] = frozenset()
     """As `Joint.decisions`, once they are known."""
+    deferring: bool = False
+    """Whether wide outputs are to be computed when they are read."""
+    deferred: list[Deferred] = field(default_factory=list)
+    """As `Joint.deferred`."""
 
     def __post_init__(self) -> None:
         self.nodes_before = sum(n.op == "call_function" for n in self.graph.nodes)
@@ -69,6 +81,8 @@ class Rewriting:
         self.outputs = [new if n is node else n for n in self.outputs]
         self.mutations = [(s, new if n is node else n) for s, n in self.mutations]
         self.grads = [(s, new if n is node else n) for s, n in self.grads]
+        for deferred in self.deferred:
+            deferred.replace(node, new)
 
     def name(self, node: fx.Node) -> str:
         """The caller's name of a value, where it has one."""
@@ -97,10 +111,11 @@ class Rewriting:
         """The graph as it stands."""
         return Joint(self.graph, self.sources, tuple(self.outputs), tuple(self.mutations),
                      tuple(self.grads), self.constant, self.wanted, self.nodes_before, self.linear_losses,
-                     self.decisions)
+                     self.decisions, tuple(self.deferred))
 
 
-def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False) -> Rewriting:
+def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
+              deferring: bool = False) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -111,7 +126,7 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss)
+        wanted, chunked_loss, deferring=deferring)
 
 
 def owner_of(node: fx.Node) -> fx.Node:

@@ -57,6 +57,9 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "dtr/runtime/sizes.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/wrapping.py": (("torch._C._will_engine_execute_node",),
                         "whether a backward adds to a parameter's gradient, which its engine alone knows"),
+    "runtime/deferred_tensor.py": (("torch.Tensor._make_wrapper_subclass",
+                                    "torch._C.DisableTorchFunctionSubclass"),
+                                   "a tensor that has a form and no memory, and answers for itself"),
     "runtime/segments.py": (("torch._C._autograd._get_current_graph_task_keep_graph",),
                             "whether a backward keeps its graph, which its engine alone knows"),
 }

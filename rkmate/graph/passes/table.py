@@ -17,6 +17,7 @@ from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
 from rkmate.graph.passes.dead_code import drop_dead
 from rkmate.graph.passes.decisions import find_decisions
+from rkmate.graph.passes.deferred_outputs import put_outputs_back, take_outputs_off
 from rkmate.graph.passes.embedding_sums import add_rows_of_embeddings
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
@@ -70,6 +71,10 @@ REWRITINGS = (
          "Torch's gradients of a wide cross entropy and of a wide batch norm allocate two or three tensors "
          "of that size. Our operators have the same bits, and overwrite one.",
          _split_wide),
+    Pass("deferred outputs", "simplify",
+         "Logits that are returned beside the loss are held by the caller, and most callers never read them. "
+         "Where the loss needs no whole logits, what they are computed from is kept in their place.",
+         take_outputs_off, ()),
     Pass("chunked loss", "simplify",
          "The logits of a language model are often its largest tensors. Where a budget needs it, the "
          "product and its cross entropy are computed a few rows at a time; the last bits of the "
@@ -80,6 +85,9 @@ REWRITINGS = (
          "another gradient, of a head that it is tied to, that would be a second matrix of this size beside "
          "it: the rows are added to the first one where it stands.",
          add_rows_of_embeddings),
+    Pass("outputs that stay", "simplify",
+         "An output that was taken off, and whose values the step computes all the same, is an ordinary one.",
+         put_outputs_back, ()),
     Pass("sums of gradients", "simplify",
          "A parameter used in several places has a gradient from each. Autograd adds them itself, in the "
          "same order, and each leaves as soon as it is made.",

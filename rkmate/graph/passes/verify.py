@@ -70,6 +70,13 @@ def form_of(node: fx.Node) -> Form:
     return _form(node.meta.get("val"))
 
 
+def _output_forms(joint: Joint) -> list[Form]:
+    """Of the outputs, those that are computed later included."""
+    later = {d.output: d.result for d in joint.deferred}
+    return [None if node is None else form_of(node)
+            for node in (later.get(i, n) for i, n in enumerate(joint.outputs))]
+
+
 def _form(value: Any) -> Form:
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
 
@@ -102,14 +109,14 @@ class Verifier:
         self._note(joint)
 
     def _note(self, joint: Joint) -> None:
-        self._outputs = [n and form_of(n) for n in joint.outputs]
+        self._outputs = _output_forms(joint)
         self._calls = {n: _Call.of(n) for n in joint.graph.nodes}
 
     def check(self, joint: Joint, name: str) -> None:
         """Verify the graph that a pass has left. Raises `GraphError`, which names the pass."""
         try:
             verify(joint)
-            if [n and form_of(n) for n in joint.outputs] != self._outputs:
+            if _output_forms(joint) != self._outputs:
                 raise GraphError("an output has another form")
             for node in joint.graph.nodes:
                 if node in self._calls:

@@ -1,0 +1,70 @@
+"""The functions that compute deferred outputs from what the forward has kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rkmate.codegen.from_schedule import InEnvironment, source_name
+from rkmate.codegen.slices import RESERVED, Call, Free, Function, Run, Slice
+from rkmate.graph.blocks.expressions import Expressions, local_names, source_key
+from rkmate.graph.blocks.lower import lower
+from rkmate.graph.blocks.names import NameTable
+from rkmate.graph.capture.capture import Source
+from rkmate.graph.passes.deferred import Deferred
+from rkmate.graph.passes.joint import Joint
+
+
+def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Function:
+    """The function of one output: operations as a plain forward has them, each once. `aliases`: of the
+    namespaces of operators."""
+    program = lower(Joint(deferred.graph, deferred.sources, (deferred.result,), (), (), frozenset(), (False,),
+                          0))
+    cd, result = program.cd, program.storage[deferred.result]
+    naming = _Names(aliases)
+    naming.local = local_names(program, None, tuple(range(len(cd.c))), naming.table)
+    expressions = Expressions(program, naming)
+    last = {j: i for i, c in enumerate(cd.c) for j in (*c.inputs, *c.outputs)}
+    body: list[Run | Free] = []
+    for i, node in enumerate(program.operation):
+        naming.used.clear()
+        call = expressions.call(node)
+        several = isinstance(node.meta["val"], (tuple, list))
+        makes: list[str | None] = [None] * (len(node.meta["val"]) if several else 1)
+        for j in cd.c[i].outputs:
+            makes[program.position[j] or 0] = naming.local[j]
+        body.append(Run(call, tuple(naming.used), tuple(makes), several))
+        gone = [j for j in last if last[j] == i and j != result]
+        if gone:
+            body.append(Free(tuple(naming.local[j] for j in gone), sum(cd.d[j].size for j in gone)))
+    assert isinstance(result, int)
+    key = cd.d[result].name
+    part = Slice(f"{name}_values", (), (), tuple(naming.sources.values()), tuple(body),
+                 (naming.local[result],))
+    return Function(name, f"output {deferred.output}, when it is read",
+                    (Call(part, (), (), tuple(map(source_key, naming.sources)), (key,), ()),),
+                    (Expressions(program, InEnvironment(cd, aliases, (result,))).value(deferred.result),),
+                    (key,))
+
+
+class _Names:
+    """Names inside the function."""
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        self.table = NameTable({*RESERVED, *aliases.values()})
+        self.local: dict[int, str] = {}
+        self.sources: dict[Source, str] = {}
+        self.used: dict[str, None] = {}
+        self._aliases = aliases
+
+    def value(self, j: int) -> str:
+        self.used[self.local[j]] = None
+        return self.local[j]
+
+    def source(self, source: Source) -> str:
+        if source not in self.sources:
+            self.sources[source] = self.table.fresh(source_name(source))
+        self.used[self.sources[source]] = None
+        return self.sources[source]
+
+    def namespace(self, name: str) -> str:
+        return self._aliases[name]

@@ -1,0 +1,154 @@
+"""Rewriting passes: wide outputs that no loss is computed from are left out of the step.
+
+The logits that a language model returns beside its loss are as large as those that the loss is computed
+from, and the caller holds them: where the loss takes them a few rows at a time, they are all that is left
+of their size. What they are computed from is small: it is kept, and they are computed from it when somebody
+reads them.
+
+One pass takes such outputs off before losses are rewritten, which then see that nobody else reads the
+logits; a second one puts back what the step computes all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.nodes import copied
+from rkmate.graph.capture.operations import OpOverload
+from rkmate.graph.passes.chunked_kernels import is_wide
+from rkmate.graph.passes.deferred import Deferred
+from rkmate.graph.passes.joint import Rewriting, is_backward, is_random, is_view, owner_of
+
+aten = torch.ops.aten
+
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+_CASTS = {aten._to_copy.default, aten.clone.default}
+SMALLER = 2
+"""What is kept is smaller than the output by this factor at least."""
+
+
+def take_outputs_off(work: Rewriting) -> None:
+    """Take wide outputs without a gradient off, where they come from a product of small values through
+    views and operations element by element."""
+    if not work.deferring:
+        return
+    for number, node in enumerate(work.outputs):
+        if node is None or work.wanted[number] or not is_wide(node.meta.get("val"), 0):
+            continue
+        recipe = _Recipe(work, node)
+        if recipe.found:
+            work.deferred.append(recipe.written(number))
+            work.outputs[number] = None
+
+
+def put_outputs_back(work: Rewriting) -> None:
+    """Put the outputs back whose wide values are still computed in the step."""
+    there = set(work.graph.nodes)
+    for deferred in list(work.deferred):
+        if any(old in there and _computes(old) and _bytes(old) * SMALLER > _bytes(deferred.result)
+               for old in deferred.origin.values()):
+            work.deferred.remove(deferred)
+            work.outputs[deferred.output] = _copied_back(work, deferred, there)
+
+
+def _copied_back(work: Rewriting, deferred: Deferred, there: set[fx.Node]) -> fx.Node:
+    """The output in the joint graph; what is gone from there is made again at the end of the forward."""
+    first = next(n for n in work.graph.nodes if n.op == "call_function" and is_backward(n))
+    values = dict(deferred.kept)
+    with work.graph.inserting_before(first):
+        for node in deferred.graph.nodes:
+            if node in values:
+                continue
+            old = deferred.origin[node]
+            values[node] = old if old in there else copied(work.graph, node, values)
+    return values[deferred.result]
+
+
+class _Recipe:
+    """What an output is computed from, as far as it has to be computed when it is read."""
+
+    def __init__(self, work: Rewriting, output: fx.Node) -> None:
+        self._overwritten = work.overwritten()
+        self._sources = work.sources
+        self._output = output
+        self._nodes: dict[fx.Node, None] = {}
+        """Those of the recipe, each after what it reads."""
+        self._kept: dict[fx.Node, None] = {}
+        self._products = 0
+        self.found = output.op == "call_function" and self._grow(output) and self._products > 0 \
+            and sum(_bytes(owner_of(n)) for n in self._kept) * SMALLER <= _bytes(output)
+
+    def _grow(self, node: fx.Node) -> bool:
+        """Take a wide value in, with what it is computed from."""
+        if node in self._nodes:
+            return True
+        if node.op != "call_function" or is_random(node):
+            return False
+        product = node.target in _PRODUCTS
+        if not (product or is_view(node) or _is_by_elements(node)):
+            return False
+        self._products += product
+        for n in node.all_input_nodes:
+            if not (self._from_sources(n) or self._keep(n) or (not product and self._grow(n))):
+                return False
+        self._nodes[node] = None
+        return True
+
+    def _keep(self, node: fx.Node) -> bool:
+        """Keep a small value of the forward, with the storage that it stands in."""
+        owner = owner_of(node)
+        if not isinstance(node.meta.get("val"), torch.Tensor) or owner.op != "call_function" \
+                or _bytes(owner) * SMALLER > _bytes(self._output):
+            return False
+        self._kept[node] = None
+        return True
+
+    def _from_sources(self, node: fx.Node) -> bool:
+        """Take in what is a view or a cast of what the caller holds."""
+        chain: list[fx.Node] = []
+        while node not in self._sources:
+            if node.op != "call_function" or len(node.all_input_nodes) != 1 \
+                    or not (is_view(node) or node.target in _CASTS):
+                return False
+            chain.append(node)
+            node = node.all_input_nodes[0]
+        if node in self._overwritten or self._sources[node].kind == "tangent":
+            return False
+        self._nodes.update(dict.fromkeys([node, *reversed(chain)]))
+        return True
+
+    def written(self, number: int) -> Deferred:
+        """The recipe as a graph of its own."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        sources: dict[fx.Node, Source] = {}
+        kept: dict[fx.Node, fx.Node] = {}
+        for node in self._kept:
+            made = copies[node] = graph.placeholder(node.name)
+            made.meta["val"] = node.meta["val"]
+            sources[made], kept[made] = Source("kept", made.name), node
+        for node in sorted(self._nodes, key=lambda n: n not in self._sources):
+            copies[node] = copied(graph, node, copies)
+            if node in self._sources:
+                sources[copies[node]] = self._sources[node]
+        return Deferred(number, graph, sources, kept, copies[self._output],
+                        {copies[n]: n for n in self._nodes})
+
+
+def _is_by_elements(node: fx.Node) -> bool:
+    target = node.target
+    return target in _CASTS or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_view(node)
+
+
+def _bytes(node: fx.Node) -> int:
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
