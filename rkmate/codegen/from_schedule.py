@@ -11,10 +11,11 @@ from torch import fx
 from rkmate.codegen import slices
 from rkmate.codegen.liveness import Computed, Freed, flow
 from rkmate.codegen.slices import RESERVED, Call, Draws, Drop, Function, Listing, Run, Slice, Write
-from rkmate.graph.blocks.expressions import Expressions, local_names, operator_namespace, source_key
+from rkmate.graph.blocks.expressions import Expressions, local_names, operator_namespaces, source_key
 from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Source
+from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, kernel_of
 
@@ -67,9 +68,12 @@ class _Maker:
         self.ran: set[int] = set()
         self.stored: set[int] = set()
         """D nodes in the environment."""
-        spaces = {"aten", *map(operator_namespace, self.program.joint.graph.nodes)} - {""}
+        spaces = {"aten"}.union(*map(operator_namespaces, self.program.joint.graph.nodes))
         table = NameTable({*RESERVED, "forward"})
         self.aliases = {space: table.fresh(space) for space in sorted(spaces)}
+        self.tiled = {t: table.fresh(f"tiled_{t.name}") for n in self.program.operation
+                      if isinstance(t := n.target, Tiled)}
+        """Tiled computations, by the names of their functions."""
         self.functions = table
         self.handed = {j: (s, n) for s, n in self.program.param_grads
                        if (j := self.program.d_of(n)) is not None}
@@ -90,7 +94,8 @@ class _Maker:
             segments.append(Segment(name, params))
         arriving = tuple(self._key(j) for j in self.cd.output_grads)
         spaces = {alias: space for space, alias in self.aliases.items()}
-        return Listing(summary, spaces, tuple(made), arriving), tuple(segments)
+        tiled = {name: t.function(name) for t, name in self.tiled.items()}
+        return Listing(summary, spaces, tuple(made), arriving, tiled), tuple(segments)
 
     # -- stretches ------------------------------------------------------------------------
 
@@ -229,7 +234,8 @@ class _Locals:
 
     def __init__(self, maker: _Maker, block: int) -> None:
         self.aliases = maker.aliases
-        self.table = NameTable({*RESERVED, *maker.aliases.values()})
+        self.tiled = maker.tiled
+        self.table = NameTable({*RESERVED, *maker.aliases.values(), *maker.tiled.values()})
         parts = maker.partition
         if block == HOISTED:
             c = tuple(i for i, b in enumerate(parts.block_of) if b == HOISTED)
@@ -259,6 +265,9 @@ class _Locals:
     def namespace(self, name: str) -> str:
         return self.aliases[name]
 
+    def function(self, tiled: Tiled) -> str:
+        return self.tiled[tiled]
+
 
 def _source_name(source: Source) -> str:
     """``blocks_weight`` for ``blocks.0.weight``; inputs are numbered."""
@@ -287,3 +296,6 @@ class _InEnvironment:
 
     def namespace(self, name: str) -> str:
         return self.maker.aliases[name]
+
+    def function(self, tiled: Tiled) -> str:
+        return self.maker.tiled[tiled]

@@ -8,6 +8,7 @@ beside its result.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from rkmate.graph.blocks.partition import Partition
+from rkmate.graph.capture.operations import is_view
+from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.cd import Cost, Kernel
 from rkmate.measure.temporaries import temporary_bytes
 
@@ -37,10 +40,19 @@ def analytic_costs(partition: Partition) -> dict[int, Cost]:
 
 
 def _seconds(node: fx.Node) -> float:
+    if isinstance(node.target, Tiled):
+        return _seconds_of_tiles(node.target)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     moved = sum(_bytes(n.meta["val"]) for n in node.all_input_nodes) + _bytes(node.meta["val"])
     return SECONDS_PER_CALL + max(_flops(node, args, kwargs) / FLOPS_PER_SECOND,
                                   moved / BYTES_PER_SECOND)
+
+
+def _seconds_of_tiles(tiled: Tiled) -> float:
+    """Of all tiles; each adds to the sums where they stand, and so reads them."""
+    each = sum(_seconds(n) for n in tiled.graph.nodes if n.op == "call_function" and not is_view(n)
+               and n.target is not operator.getitem)
+    return tiled.parts * (each + tiled.sum_bytes() / BYTES_PER_SECOND)
 
 
 def _flops(node: fx.Node, args: Any, kwargs: Any) -> float:

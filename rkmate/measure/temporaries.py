@@ -15,6 +15,7 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
 from rkmate.graph.passes.reduced_losses import torchs_operator
+from rkmate.graph.passes.tiles.tiled import Tiled
 
 Tensors = Sequence[torch.Tensor]
 aten = torch.ops.aten
@@ -25,7 +26,9 @@ _NUMBER = 16
 def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     """Bytes beside results that an operation takes while it runs, of what the table knows; none on other
     devices than the CPU. `random`: whether it draws random numbers."""
-    inputs = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
+    if isinstance(node.target, Tiled):
+        return node.target.tile_bytes(lambda n: temporary_bytes(n, random=False))
+    inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta["val"], torch.Tensor)]
     outputs = _tensors(node.meta["val"])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
         return 0

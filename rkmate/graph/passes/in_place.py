@@ -31,6 +31,7 @@ _FIRST |= {
     aten.pow.Tensor_Scalar: aten.pow_.Scalar, aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
     aten.addcmul.default: aten.addcmul_.default, aten.addcdiv.default: aten.addcdiv_.default,
+    torch.ops.rkmate.scale.default: torch.ops.rkmate.scale_.default,
 }
 _COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
 # Each element (or row) of the result depends on the same element (or row) of the gradient only.

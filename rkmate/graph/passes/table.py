@@ -11,7 +11,6 @@ import functools
 
 from rkmate.graph.capture.repairs import REPAIRS, Pass
 from rkmate.graph.passes import chunked_kernels, in_place
-from rkmate.graph.passes.chunked_loss import chunk_linear_losses
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
 from rkmate.graph.passes.dead_code import drop_dead
@@ -20,6 +19,7 @@ from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
 from rkmate.graph.passes.running_statistics import drop_unread_statistics, protect_overwritten
+from rkmate.graph.passes.tiles.heads import tile_heads
 from rkmate.graph.passes.unwanted_gradients import drop_unwanted_gradients
 from rkmate.graph.passes.view_chains import shorten_views
 from rkmate.graph.passes.view_methods import view_method
@@ -69,10 +69,10 @@ REWRITINGS = (
          "of that size. Our operators have the same bits, and overwrite one.",
          _split_wide),
     Pass("chunked loss", "simplify",
-         "The logits of a language model are often its largest tensors. Where a budget needs it, the "
-         "product and its cross entropy are computed a few rows at a time; the last bits of the "
+         "The logits of a language model are often its largest tensors. Where a budget needs it, a wide "
+         "product, its losses and their gradients are computed a few rows at a time; the last bits of the "
          "weight's gradient differ.",
-         chunk_linear_losses),
+         tile_heads),
     Pass("sums of gradients", "simplify",
          "A parameter used in several places has a gradient from each. Autograd adds them itself, in the "
          "same order, and each leaves as soon as it is made.",
