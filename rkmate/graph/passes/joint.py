@@ -8,7 +8,7 @@ from torch import fx
 
 from rkmate.graph.capture.backward_tags import is_backward
 from rkmate.graph.capture.capture import Capture, Source
-from rkmate.graph.capture.nodes import copied
+from rkmate.graph.capture.nodes import copied as copied_node
 from rkmate.graph.capture.operations import is_random, is_view
 
 
@@ -106,12 +106,25 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
     copies: dict[fx.Node, fx.Node] = {}
     for node in capture.graph.nodes:
         if node.op != "output":
-            copies[node] = copied(graph, node, copies)
+            copies[node] = copied_node(graph, node, copies)
     return Rewriting(
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
         wanted, chunked_loss)
+
+
+def copied(work: Rewriting) -> Rewriting:
+    """The same, to be rewritten apart."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in work.graph.nodes:
+        copies[node] = copied_node(graph, node, copies)
+    return Rewriting(
+        graph, {copies[n]: s for n, s in work.sources.items()},
+        [None if n is None else copies[n] for n in work.outputs],
+        [(s, copies[n]) for s, n in work.mutations], [(s, copies[n]) for s, n in work.grads],
+        work.wanted, work.chunked_loss)
 
 
 def owner_of(node: fx.Node) -> fx.Node:

@@ -16,14 +16,17 @@ from rkmate.graph.passes.tiles.rules import Tile, emit, emit_sum
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.tiled import Tiled, propagate
 
-MOST_PARTS = 16
-"""More would make the products of a part small, and the sums of weights' gradients long."""
+MOST_PARTS = 8
+LEAST_ROWS = 32
+"""In more parts, or of fewer rows, a region is slower than the whole: each tile reads and writes the sums of
+the weights' gradients."""
 
 
 def default_parts(region: Region, like: torch.Tensor) -> int:
     """In how many parts a region runs unless somebody chooses otherwise."""
     total = region.rows * region.width * like.element_size()
-    return min(region.rows, max(1, min(MOST_PARTS, -(-total // part_bytes(like, total)))))
+    parts = min(MOST_PARTS, region.rows // LEAST_ROWS, -(-total // part_bytes(like, total)))
+    return max(1, parts)
 
 
 def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node], name: str,

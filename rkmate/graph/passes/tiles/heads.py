@@ -6,7 +6,7 @@ gradients are exact, but the weight's is added up in another order, so that its 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from torch import fx
 
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.chunked_kernels import is_wide
-from rkmate.graph.passes.joint import Rewriting, is_backward
+from rkmate.graph.passes.dead_code import drop_dead
+from rkmate.graph.passes.joint import Rewriting, copied, is_backward
 from rkmate.graph.passes.tiles.build import default_parts
 from rkmate.graph.passes.tiles.forms import WHOLE
 from rkmate.graph.passes.tiles.losses import by_rows
 from rkmate.graph.passes.tiles.region import Region, grow, makers_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes, tile
+from rkmate.graph.passes.tiles.shifts import Shift, leave_out, shift_of
 
 aten = torch.ops.aten
 
@@ -34,8 +36,14 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
     `keep_outputs`: logits that leave the graph, or that something else reads, are an argument of the head;
     else it computes its own, and the whole ones only serve their other readers.
     """
+    asked = work
+    if any(True for _ in _shifts(work)):
+        work = work if work.chunked_loss else copied(work)
+        while (shift := next(_shifts(work), None)) is not None:
+            leave_out(work, shift, late_nodes(work), work.results())
+            drop_dead(work)
     found = find_heads(work, keep_outputs=keep_outputs)
-    work.linear_losses = tuple(dict.fromkeys(work.name(_weight(seed)) for seed in found))
+    asked.linear_losses = tuple(dict.fromkeys(work.name(_weight(seed)) for seed in found))
     if work.chunked_loss:
         for seed in found:
             for node in list(grow(seed).forms):
@@ -45,6 +53,14 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
             if region is not None:
                 tile(work, region, "head", default_parts(region, seed.meta["val"]),
                      apart=_with_bases(_seen(work, region)))
+
+
+def _shifts(work: Rewriting) -> Iterator[Shift]:
+    """What leaves out rows of wide products."""
+    late, leaving = late_nodes(work), work.results()
+    for node in work.graph.nodes:
+        if _is_seed(node) and (shift := shift_of(node, late, leaving)) is not None:
+            yield shift
 
 
 def find_heads(work: Rewriting, *, keep_outputs: bool = True) -> list[fx.Node]:

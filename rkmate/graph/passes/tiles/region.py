@@ -62,14 +62,14 @@ class Region:
         return [n for n in self.forms if n in leaving or any(u not in self.forms for u in n.users)]
 
 
-def grow(seed: fx.Node) -> Region:
+def grow(seed: fx.Node, entering: Iterable[fx.Node] = ()) -> Region:
     """The region around a wide product: its readers until they are narrow, and what makes their other wide
-    operands."""
+    operands. `entering`: values whose readers belong to it, too."""
     shape = shape_of(seed)
     assert shape is not None
     region = Region(shape[0], shape[1])
     region.forms[seed] = 1
-    todo = [seed]
+    todo = [seed, *(u for n in entering for u in n.users if region.fit(u))]
     while todo:
         node = todo.pop()
         if isinstance(node.meta.get("val"), (tuple, list)) or region.wide(node):

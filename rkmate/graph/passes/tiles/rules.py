@@ -33,7 +33,7 @@ class Tile:
     """One tile while it is written."""
 
     graph: fx.Graph
-    n: fx.Node
+    n: fx.Node | int
     """How many rows it has."""
     value: Mapping[fx.Node, fx.Node]
     """The tile's value of each operand."""
@@ -129,6 +129,13 @@ def _emit_pointwise(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 
 
 POINTWISE = Rule(_pointwise, _emit_pointwise)
+
+
+def _emit_clone(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+    """No copy of what has the copy's layout."""
+    base = _args(node)[0]
+    kept = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
+    return tile.value[base] if form > 0 and kept else _emit_pointwise(node, form, tile)
 
 
 # -- along other dimensions -------------------------------------------------------------
@@ -336,7 +343,7 @@ RULES: dict[Any, Rule] = {
     aten.mm.default: Rule(_mm, _emit_same),
     aten.addmm.default: Rule(_addmm, _emit_addmm),
     aten.bmm.default: Rule(_bmm, _emit_same),
-    aten.clone.default: POINTWISE, aten._to_copy.default: POINTWISE,
+    aten.clone.default: Rule(_pointwise, _emit_clone), aten._to_copy.default: POINTWISE,
     aten.view.default: _VIEW, aten._unsafe_view.default: _VIEW, aten.reshape.default: _VIEW,
     aten.expand.default: Rule(_expand, _emit_expand),
     aten.t.default: _TURN, aten.transpose.int: _TURN, aten.permute.default: _TURN,

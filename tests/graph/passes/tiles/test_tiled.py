@@ -96,4 +96,7 @@ def test_what_has_rows_has_no_first_value() -> None:
 
 def test_the_default_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rkmate.device.cpu.PART_BYTES", 2**12)
-    assert default_parts(_entropy()[1], torch.empty(0)) == 2
+    wide = Region(rows=1024, width=64)
+    assert [default_parts(r, torch.empty(0)) for r in (_entropy()[1], wide, Region(128, 64))] == [1, 8, 4]
+    monkeypatch.setattr("rkmate.device.cpu.PART_BYTES", 2**17)
+    assert default_parts(wide, torch.empty(0)) == 2
