@@ -43,7 +43,7 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
             leave_out(work, shift, late_nodes(work), work.results())
             drop_dead(work)
     found = find_heads(work, keep_outputs=keep_outputs)
-    asked.linear_losses = tuple(dict.fromkeys(work.name(_weight(seed)) for seed in found))
+    asked.linear_losses = tuple(dict.fromkeys(work.name(weight_of(seed)) for seed in found))
     if work.chunked_loss:
         for seed in found:
             for node in list(grow(seed).forms):
@@ -129,7 +129,7 @@ def _without(region: Region, kept: Collection[fx.Node]) -> Region:
     return region
 
 
-def _weight(product: fx.Node) -> fx.Node:
+def weight_of(product: fx.Node) -> fx.Node:
     """The value whose storage a product's second operand is, through conversions."""
     node: Any = product.args[-1]
     while node.op == "call_function" and (is_view(node) or node.target is aten._to_copy.default):
