@@ -12,7 +12,7 @@ from torch import nn
 import rkmate
 from rkmate.pipeline import prepare
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.variants import CHUNKED_LOSS, PLAIN, VARIANTS, fallbacks, first, named
+from rkmate.pipeline.variants import CHUNKED_LOSS, PLAIN, VARIANTS, first, named, others
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.settings import PlannerSettings
 
@@ -67,12 +67,13 @@ def test_the_old_name_of_a_planner() -> None:
 
 
 def test_variants_in_their_order() -> None:
+    head = {"chunked-loss": ("head",)}
     assert [v.name for v in VARIANTS] == ["plain", "chunked-loss"]
-    assert first(Settings()) is PLAIN and fallbacks(Settings(), ("head",)) == (CHUNKED_LOSS,)
-    assert fallbacks(Settings(), ()) == ()                          # nothing to rewrite
-    assert fallbacks(Settings(chunked_loss="never"), ("head",)) == ()
+    assert first(Settings()) is PLAIN and others(Settings(), head) == (CHUNKED_LOSS,)
+    assert others(Settings(), {"chunked-loss": ()}) == ()           # nothing to rewrite
+    assert others(Settings(chunked_loss="never"), head) == ()
     always = Settings(chunked_loss="always")
-    assert first(always) is CHUNKED_LOSS and fallbacks(always, ("head",)) == ()
+    assert first(always) is CHUNKED_LOSS and others(always, head) == ()
     assert named("chunked-loss") is CHUNKED_LOSS and named("of another version") is PLAIN
 
 

@@ -71,9 +71,12 @@ class _Maker:
         spaces = {"aten"}.union(*map(operator_namespaces, self.program.joint.graph.nodes))
         table = NameTable({*RESERVED, "forward"})
         self.aliases = {space: table.fresh(space) for space in sorted(spaces)}
-        self.tiled = {t: table.fresh(f"tiled_{t.name}") for n in self.program.operation
-                      if isinstance(t := n.target, Tiled)}
-        """Tiled computations, by the names of their functions."""
+        kernels = [k for n in self.program.operation for k in (
+            n.target, *(other.target for other in self.program.alternatives.get(n, ())))]
+        self.tiled = {t: table.fresh(f"tiled_{t.name}") for t in kernels if isinstance(t, Tiled)}
+        """Names of the functions of tiled computations, in each of their kernels."""
+        self.called: set[str] = set()
+        """Those that a statement calls."""
         self.functions = table
         self.handed = {j: (s, n) for s, n in self.program.param_grads
                        if (j := self.program.d_of(n)) is not None}
@@ -94,7 +97,7 @@ class _Maker:
             segments.append(Segment(name, params))
         arriving = tuple(self._key(j) for j in self.cd.output_grads)
         spaces = {alias: space for space, alias in self.aliases.items()}
-        tiled = {name: t.function(name) for t, name in self.tiled.items()}
+        tiled = {name: t.function(name) for t, name in self.tiled.items() if name in self.called}
         return Listing(summary, spaces, tuple(made), arriving, tiled), tuple(segments)
 
     # -- stretches ------------------------------------------------------------------------
@@ -163,8 +166,8 @@ class _Maker:
         c = do.step.c
         node = self.program.operation[c]
         naming.used.clear()
-        if do.step.unchunked:
-            call = expressions.call_unchunked(node)
+        if do.step.kernel:
+            call = expressions.call_alternative(node, do.step.kernel - 1)
         elif do.donor is not None:
             call = expressions.call_in_place(node, do.donor)
         else:
@@ -234,7 +237,7 @@ class _Locals:
 
     def __init__(self, maker: _Maker, block: int) -> None:
         self.aliases = maker.aliases
-        self.tiled = maker.tiled
+        self.tiled, self.called = maker.tiled, maker.called
         self.table = NameTable({*RESERVED, *maker.aliases.values(), *maker.tiled.values()})
         parts = maker.partition
         if block == HOISTED:
@@ -266,6 +269,7 @@ class _Locals:
         return self.aliases[name]
 
     def function(self, tiled: Tiled) -> str:
+        self.called.add(self.tiled[tiled])
         return self.tiled[tiled]
 
 
@@ -298,4 +302,5 @@ class _InEnvironment:
         return self.maker.aliases[name]
 
     def function(self, tiled: Tiled) -> str:
+        self.maker.called.add(self.maker.tiled[tiled])
         return self.maker.tiled[tiled]

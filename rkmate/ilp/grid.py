@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rkmate.ilp.evaluate_option import evaluate_option, without_waste
 from rkmate.ilp.eviction import candidates
-from rkmate.ilp.heuristic import keep_nothing
+from rkmate.ilp.heuristic import keep_nothing, recompute_missing
 from rkmate.ilp.highs import Status
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
 from rkmate.ilp.pareto_front import ParetoFront, peak, seconds, undominated
@@ -170,6 +170,17 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
                 min(pareto.options, key=lambda o: (peak(o), seconds(o)))]
     return OptionSet(undominated([*extremes, *(o for o in answers if o is not None)]), solves,
                      timed_out, time.perf_counter() - begin)
+
+
+def lean_options(graph: CDGraph) -> OptionSet:
+    """Options that need no solver and no time: all is kept, or nothing, and what is made again goes at
+    once or stays until its last use."""
+    stages = split_stages(graph)
+    orders = [graph.backward] if not stages.stages else [
+        graph.backward, keep_nothing(stages),
+        recompute_missing(stages, stages.outputs, free_after_stage=True)]
+    found = [evaluate_option(graph, without_waste(graph, order)) for order in orders]
+    return OptionSet(undominated(found), 0, 0, 0.0)
 
 
 def _gained(solution: BlockSolution, known: Option | None, tolerance: float) -> bool:

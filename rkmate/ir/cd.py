@@ -47,21 +47,18 @@ class Cost(NamedTuple):
     """Seconds."""
     overhead: int
     """Bytes allocated and freed again while it runs, beyond inputs and outputs."""
-    unchunked: Kernel | None = None
-    """Of torch's own kernel, where the computation works part by part otherwise."""
+    alternatives: tuple[Kernel, ...] = ()
+    """Of its other kernels (`CNode.alternatives`)."""
 
     def row(self) -> list[Any]:
         """As JSON takes it."""
-        return [self.time, self.overhead, *([list(self.unchunked)] if self.unchunked else ())]
+        return [self.time, self.overhead, *map(list, self.alternatives)]
 
 
 def read_cost(row: Any) -> Cost:
     """The opposite of `Cost.row`. Raises `TypeError` or `ValueError` for what is none."""
-    time, overhead, *other = row
-    if not other:
-        return Cost(float(time), int(overhead))
-    (own_time, own_overhead), = other
-    return Cost(float(time), int(overhead), Kernel(float(own_time), int(own_overhead)))
+    time, overhead, *alternatives = row
+    return Cost(float(time), int(overhead), tuple(Kernel(float(t), int(o)) for t, o in alternatives))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +79,9 @@ class CNode:
     donors: tuple[int, ...] = ()
     """Inputs that may take the (only) output's place when they die here: no bytes are allocated
     then."""
-    unchunked: Kernel | None = None
-    """The other kernel of a computation that works part by part: it does all at once, takes more
-    memory, and overwrites no donor."""
+    alternatives: tuple[Kernel, ...] = ()
+    """Other kernels of a computation that works part by part: each has fewer and larger parts, takes more
+    memory than `overhead` says, and overwrites no donor."""
     decides: bool = False
     """What it makes is a choice (of a router, say) that must stand: it runs once, and its outputs stay in
     memory from then on."""
@@ -157,7 +154,7 @@ class CDGraph:
     def with_costs(self, costs: Iterable[Cost]) -> CDGraph:
         """The same graph with the costs of each C node, in order."""
         return replace(self, c=tuple(
-            replace(c, time=cost.time, overhead=cost.overhead, unchunked=cost.unchunked)
+            replace(c, time=cost.time, overhead=cost.overhead, alternatives=cost.alternatives)
             for c, cost in zip(self.c, costs, strict=True)))
 
     def verify(self) -> CDGraph:

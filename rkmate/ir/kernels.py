@@ -1,36 +1,38 @@
-"""Which computations of a schedule run by torch's own kernel, and not part by part.
+"""Which kernel each computation of a schedule runs by: in small parts, in larger ones, or at once.
 
-Working on parts spares a tensor or two where memory is short and takes a little longer. Most of a
-step is far below its peak: there, torch's own kernel may take what it likes.
+Working on small parts spares memory where it is short and takes longer. Most of a step is far below its
+peak: there, a faster kernel may take what it likes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rkmate.ir.cd import CDGraph
+from rkmate.ir.cd import CDGraph, CNode
 from rkmate.ir.schedule import Compute, Schedule, Step, in_place_donor
 from rkmate.ir.simulate import simulate
 
 
 def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] = (),
                    reserve_at_loss: int = 0) -> Schedule:
-    """The schedule with the unchunked kernel where it is no slower and leaves the peak as it is.
+    """The schedule with, at each step, the fastest kernel that leaves the peak as it is.
 
-    Its choices do not touch one another: what such a kernel takes more is freed right after it.
+    Its choices do not touch one another: what such a kernel takes more is freed right after it. A step that
+    has another kernel than its computation's own keeps it.
     """
-    if all(node.unchunked is None for node in graph.c):
+    if not any(node.alternatives for node in graph.c):
         return schedule
     simulation = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss)
     steps: list[Step] = []
     for k, step in enumerate(schedule.steps):
-        other = graph.c[step.c].unchunked if isinstance(step, Compute) else None
-        if isinstance(step, Compute) and other is not None and not step.unchunked:
+        if isinstance(step, Compute) and graph.c[step.c].alternatives and not step.kernel:
             node, donor = graph.c[step.c], in_place_donor(graph, schedule.steps, k)
-            needed = simulation.timeline[k] - node.overhead + other.overhead \
-                + (graph.d[donor].size if donor is not None else 0)
-            if other.time <= node.time and needed <= simulation.peak:
-                step = Compute(step.c, unchunked=True)
+            beside = simulation.timeline[k] - node.overhead + (0 if donor is None else graph.d[donor].size)
+            # Its own only where it is the fastest alone.
+            _, _, kernel = min([(node.time, 0, 0), *(
+                (other.time, -1, n) for n, other in enumerate(node.alternatives, 1)
+                if beside + other.overhead <= simulation.peak)])
+            step = Compute(step.c, kernel)
         steps.append(step)
     return Schedule(tuple(steps))
 
@@ -38,4 +40,9 @@ def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] 
 def seconds_to_save(graph: CDGraph) -> float:
     """How much faster a schedule that runs each backward computation once can get by its kernels: what
     bounds the time of such schedules without them bounds it with them when this is taken off."""
-    return sum(max(0.0, node.time - node.unchunked.time) for node in graph.c if node.unchunked is not None)
+    return sum(node.time - fastest(node) for node in graph.c)
+
+
+def fastest(node: CNode) -> float:
+    """Seconds of a computation's fastest kernel."""
+    return min((node.time, *(other.time for other in node.alternatives)))

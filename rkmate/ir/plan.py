@@ -17,7 +17,9 @@ from rkmate.ir.summary import GraphSummary, read_summary
 from rkmate.support.json_store import write_json
 
 _FORMAT = 4
+_KERNEL = "kernel"
 _UNCHUNKED = "unchunked"
+"""What older files say of a computation that runs by its first other kernel."""
 Saved = TypeVar("Saved", bound="PlanData")
 
 
@@ -177,9 +179,10 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step(step: Step) -> int | str:
-    """``3``: compute node 3, ``"3 unchunked"`` by its other kernel; ``-4``: free storage 3; ``"loss"``."""
+    """``3``: compute node 3, ``"3 kernel 1"`` by the first of its other kernels; ``-4``: free storage 3;
+    ``"loss"``."""
     if isinstance(step, Compute):
-        return f"{step.c} {_UNCHUNKED}" if step.unchunked else step.c
+        return f"{step.c} {_KERNEL} {step.kernel}" if step.kernel else step.c
     return -step.d - 1 if isinstance(step, Free) else "loss"
 
 
@@ -187,10 +190,10 @@ def _read_step(value: Any) -> Step:
     if value == "loss":
         return Loss()
     if isinstance(value, str):
-        number, kernel = value.split()
-        if kernel != _UNCHUNKED:
-            raise ValueError(f"no kernel is called {kernel!r}")
-        return Compute(int(number), unchunked=True)
+        number, word, *which = value.split()
+        if [word, len(which)] not in ([_KERNEL, 1], [_UNCHUNKED, 0]):
+            raise ValueError(f"no kernel is called {value!r}")
+        return Compute(int(number), int(which[0]) if which else 1)
     return Compute(int(value)) if int(value) >= 0 else Free(-int(value) - 1)
 
 

@@ -19,8 +19,8 @@ class Compute(NamedTuple):
     """Run a C node. Outputs that nobody needs (again) are dropped at once."""
 
     c: int
-    unchunked: bool = False
-    """By the kernel that does at once what the C node does part by part."""
+    kernel: int = 0
+    """By which kernel: 0 is the C node's own, k is ``alternatives[k - 1]``."""
 
 
 class Free(NamedTuple):
@@ -72,23 +72,23 @@ class Schedule:
 def kernel_of(graph: CDGraph, step: Compute) -> Kernel:
     """The kernel that a step runs. Raises `ScheduleError` when its C node has no such kernel."""
     node = graph.c[step.c]
-    if not step.unchunked:
+    if not step.kernel:
         return Kernel(node.time, node.overhead)
-    if node.unchunked is None:
-        raise ScheduleError(f"{node.name} has no unchunked kernel")
-    return node.unchunked
+    if not 0 < step.kernel <= len(node.alternatives):
+        raise ScheduleError(f"{node.name} has no kernel {step.kernel}")
+    return node.alternatives[step.kernel - 1]
 
 
 def in_place_donor(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
     """The D node whose storage the computation at step `k` takes for its output, if any.
 
     It does where an input that may be overwritten is freed right after it, and the output is
-    not. An unchunked kernel overwrites nothing.
+    not. A kernel that is not the C node's own overwrites nothing.
     """
     step = steps[k]
     assert isinstance(step, Compute)
     node = graph.c[step.c]
-    if not node.donors or step.unchunked:
+    if not node.donors or step.kernel:
         return None
     gone = freed_after(steps, k)
     if node.outputs[0] in gone:

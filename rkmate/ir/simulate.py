@@ -75,7 +75,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 else:
                     alive.add(j)
                     live += graph.d[j].size
-            kernel: CNode | Kernel = kernel_of(graph, step) if step.unchunked else node
+            kernel: CNode | Kernel = kernel_of(graph, step) if step.kernel else node
             now = live + remade + kernel.overhead
             seconds += kernel.time
             ran.add(step.c)

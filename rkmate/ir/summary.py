@@ -39,8 +39,8 @@ class Computation:
     """Depends on no trained value."""
     donors: tuple[int, ...] = ()
     """Inputs that may take the output's place when they die here."""
-    unchunked: Kernel | None = None
-    """What it costs done at once, where it works part by part."""
+    alternatives: tuple[Kernel, ...] = ()
+    """What its other kernels cost, where it works part by part."""
     decides: bool = False
     """Runs once: what it chooses must stand."""
 
@@ -99,7 +99,7 @@ class GraphSummary:
         return CDGraph(
             tuple(DNode(s.name, s.size, s.kind) for s in self.storages),
             tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random,
-                        c.donors, c.unchunked, c.decides)
+                        c.donors, c.alternatives, c.decides)
                   for c in self.computations),
             self.loss, (), self.outputs, self.output_grads, self.input_grads, self.releases)
 
@@ -144,7 +144,7 @@ def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSumm
         computations.append(Computation(
             str(name), str(operation), str(path), "forward" if i < loss else "backward", int(block),
             tuple(map(int, inputs)), tuple(map(int, outputs)), cost.time, cost.overhead, bool(random),
-            bool(constant), tuple(map(int, places)), cost.unchunked, i in decisions))
+            bool(constant), tuple(map(int, places)), cost.alternatives, i in decisions))
     result = GraphSummary(
         tuple(computations),
         tuple(Storage(str(n), int(s), k, str(shape)) for n, s, k, shape in content["storages"]),

@@ -1,8 +1,7 @@
 """Costs without running: bytes moved and floating-point operations against machine rates.
 
 Deterministic: for tests, and for models that do not fit on the machine that plans. Of temporary memory
-inside operations, what `temporaries` knows is counted, and the one tensor that an unchunked kernel takes
-beside its result.
+inside operations, what `temporaries` knows is counted, and what an alternative kernel takes at most.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.cd import Cost, Kernel
-from rkmate.measure.temporaries import temporary_bytes
+from rkmate.measure.temporaries import temporary_bytes, tile_bytes
 
 FLOPS_PER_SECOND = 1e11
 BYTES_PER_SECOND = 2e10
@@ -28,14 +27,15 @@ SECONDS_PER_CALL = 5e-6
 
 def analytic_costs(partition: Partition) -> dict[int, Cost]:
     """C node -> its cost: the greater of arithmetic and memory traffic, plus a call."""
-    unchunked = partition.program.unchunked
+    alternatives = partition.program.alternatives
     costs: dict[int, Cost] = {}
     for i, node in enumerate(partition.program.operation):
         seconds = _seconds(node)
-        whole = unchunked.get(node)
-        # Both kernels move the same bytes once; that parts are called one by one is left out.
-        costs[i] = Cost(seconds, temporary_bytes(node, random=partition.program.cd.c[i].random),
-                        None if whole is None else Kernel(seconds, whole.overhead))
+        # All kernels of an operation that is not tiled move the same bytes once.
+        costs[i] = Cost(seconds, temporary_bytes(node, random=partition.program.cd.c[i].random), tuple(
+            Kernel(_seconds_of_tiles(other.target), tile_bytes(other.target))
+            if isinstance(other.target, Tiled) else Kernel(seconds, other.overhead)
+            for other in alternatives.get(node, ())))
     return costs
 
 

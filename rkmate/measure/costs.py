@@ -197,31 +197,32 @@ class _Runner:
         longest = self._at_zero(i)
         if self.device.first_call_allocates:
             self._prepared(i)[0]()       # not a part: what is taken for good is not temporary
-        unchunked = self._unchunked(i)
-        if unchunked is not None:
+        for k, (other, _) in enumerate(self._alternatives(i), 1):
             if self.device.first_call_allocates:
-                unchunked[0]()
-            with meter.part(self._second(i)):
-                unchunked[0]()
+                other()
+            with meter.part(self._part(i, k)):
+                other()
         # Views that turn out to be copies belong to the operation that takes them.
         with meter.part(i):
-            for other in longest:
-                other()
+            for long in longest:
+                long()
             call = self._prepared(i)[0]
             self._keep(i, call())
             del call
 
     def run_timed(self, i: int) -> None:
         """Run a C node and time it, unless an equal operation has been timed in this pass; the same
-        for its unchunked kernel, whose results go at once."""
-        unchunked = self._unchunked(i)
-        if unchunked is not None and unchunked[1] not in self.timed:
-            self._time(*unchunked)
+        for its other kernels, whose results go at once."""
+        others = self._alternatives(i)
+        for other in others:
+            if other[1] not in self.timed:
+                self._time(*other)
         call, key = self._prepared(i)
         result = call() if key in self.timed else self._time(call, key)
         self._keep(i, result)
-        self.costs[i] = Cost(self.known[key], self.overhead.get(i, 0), None if unchunked is None
-                             else Kernel(self.known[unchunked[1]], self.overhead.get(self._second(i), 0)))
+        self.costs[i] = Cost(self.known[key], self.overhead.get(i, 0), tuple(
+            Kernel(self.known[other], self.overhead.get(self._part(i, k), 0))
+            for k, (_, other) in enumerate(others, 1)))
 
     def _time(self, call: Callable[[], Any], key: Any) -> Any:
         seconds, result = self._seconds(call)
@@ -233,14 +234,14 @@ class _Runner:
         node = self.program.operation[i]
         return self._bound(node.target, node.args, node.kwargs)
 
-    def _unchunked(self, i: int) -> tuple[Callable[[], Any], Any] | None:
-        """The other kernel of a C node that works part by part."""
-        whole = self.program.unchunked.get(self.program.operation[i])
-        return self._bound(whole.target, whole.args, {}) if whole is not None else None
+    def _alternatives(self, i: int) -> list[tuple[Callable[[], Any], Any]]:
+        """The other kernels of a C node that works part by part."""
+        others = self.program.alternatives.get(self.program.operation[i], ())
+        return [self._bound(other.target, other.args, {}) for other in others]
 
-    def _second(self, i: int) -> int:
-        """The meter's part for the other kernel."""
-        return len(self.cd.c) + i
+    def _part(self, i: int, kernel: int) -> int:
+        """The meter's part for one of them."""
+        return kernel * len(self.cd.c) + i
 
     def _bound(self, target: Any, args: Any, kwargs: Any) -> tuple[Callable[[], Any], Any]:
         args, kwargs = fx.node.map_arg((args, kwargs), self.value)

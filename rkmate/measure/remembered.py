@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rkmate.device import Device
-from rkmate.ir.cd import Cost, read_cost
+from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.settings import MeasureSettings
 from rkmate.support.json_store import read_json, write_json
 
@@ -72,6 +72,6 @@ def _numbers(content: Any, count: int) -> Numbers | None:
         numbers = tuple(read_cost(c) for c in content)
     except (ValueError, TypeError):
         return None
-    good = len(numbers) == count and all(
-        k.time >= 0 and k.overhead >= 0 for c in numbers for k in (c, c.unchunked) if k is not None)
+    kernels = [k for c in numbers for k in (Kernel(c.time, c.overhead), *c.alternatives)]
+    good = len(numbers) == count and all(k.time >= 0 and k.overhead >= 0 for k in kernels)
     return numbers if good else None

@@ -27,7 +27,7 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     """Bytes beside results that an operation takes while it runs, of what the table knows; none on other
     devices than the CPU. `random`: whether it draws random numbers."""
     if isinstance(node.target, Tiled):
-        return node.target.tile_bytes(lambda n: temporary_bytes(n, random=False))
+        return tile_bytes(node.target)
     inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta["val"], torch.Tensor)]
     outputs = _tensors(node.meta["val"])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
@@ -35,6 +35,17 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     theirs = torchs_operator(node.target)
     rule = TABLE.get(getattr(theirs, "overloadpacket", None))
     return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
+
+
+def bytes_of_parts(node: fx.Node) -> int:
+    """Bytes beside results that an operation takes at most for one of the parts that it works on; 0 for what
+    is measured where it runs."""
+    return tile_bytes(node.target) if isinstance(node.target, Tiled) else 0
+
+
+def tile_bytes(tiled: Tiled) -> int:
+    """Bytes beside results of one tile, with the temporary memory of its operations."""
+    return tiled.tile_bytes(lambda n: temporary_bytes(n, random=False))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

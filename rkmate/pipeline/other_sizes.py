@@ -12,18 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rkmate.budget import Budget
+from rkmate.graph.blocks.lower import Program
 from rkmate.ilp import OptionSet
 from rkmate.ilp.evaluate_option import evaluate_option
 from rkmate.ir.cd import CDGraph, Cost, Kernel
 from rkmate.ir.schedule import Schedule, from_order
+from rkmate.measure.temporaries import bytes_of_parts
 from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of, warn_of
 from rkmate.pipeline.prepare import Prepared, Traced, block, with_operation_costs
-from rkmate.pipeline.variants import named
+from rkmate.pipeline.variants import Variant, first, is_faster, named
 from rkmate.planners.chain_search import ChainSearch
 from rkmate.planners.finish import finish
-from rkmate.planners.protocol import Candidate, Composed, Outcome
+from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner
 from rkmate.planners.registry import planner as find_planner
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
@@ -34,6 +36,8 @@ TRIED = 3
 """Known schedules that are judged, the nearest in size first."""
 ROUND = 512
 """Temporary memory that was scaled is rounded up to so many bytes."""
+_REASON = "as for another size of these inputs", "keeps its bits, where there is room for it"
+"""Why a variant is taken that the known plan runs over."""
 _NOTE = "a schedule of another size of the inputs, judged at this one"
 _CHAIN_NOTE = "the chain's dynamic program over the options of another size of the inputs"
 
@@ -55,26 +59,46 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
     """A plan within the budget; None where the known plans lead to none, and one has to be searched for.
 
     `traced`: the new size. `measured`: measure its costs, and scale none. Only the default way of planning
-    is short-cut: what a planner of another name is asked for is that planner's.
+    is short-cut: what a planner of another name is asked for is that planner's. Of variants of the graph,
+    those that known plans run over are compared; the first alone where that fits whole.
     """
-    start = time.perf_counter()
     method = find_planner(planner, traced.settings.of_planner)
     if not isinstance(method, Composed) or not known or traced.settings.calls != 1:
         return None
-    blocked = block(traced, named(known[0].plan.variant))
+    plain = first(traced.settings)
+    taken: Planned | None = None
+    for variant in sorted({named(k.plan.variant) for k in known}, key=lambda v: (v != plain, v.name)):
+        found = _of_variant(traced, variant, budget, method, known, measured=measured)
+        if variant == plain:
+            if found is None or found.plan.baseline_peak_bytes <= found.plan.budget_bytes:
+                return found
+            budget = Budget(bytes=found.plan.budget_bytes)
+        if found is not None and (taken is None or is_faster(found.plan.step_seconds,
+                                                             taken.plan.step_seconds, variant)):
+            taken = found
+    if taken is not None:
+        warn_of(taken.prepared, _REASON)
+    return taken
+
+
+def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planner,
+                known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
+    """The same on one variant of the graph."""
+    start = time.perf_counter()
+    blocked = block(traced, variant)
     cd = blocked.partition.program.cd
     alike = [k for k in known if k.plan.variant == blocked.variant.name and _alike(k.plan.graph.cd, cd)]
     sources = [k.plan for k in alike if k.measured]
     if not sources:
         return None
-    prepared = with_operation_costs(blocked, None if measured else scaled_costs(sources, cd))
+    prepared = with_operation_costs(blocked, None if measured else bounded_costs(
+        scaled_costs(sources, cd), blocked.partition.program))
     limit = limit_of(prepared, budget)
     orders = next((k.orders for k in alike if k.orders), ())
     if prepared.baseline.peak <= limit:
         attempt = attempted(prepared, None, method, limit)
         if attempt.plan is None:
             return None
-        warn_of(prepared)
         return Planned(attempt.plan, prepared, orders)
     sizes = {id(k): abs(sum(d.size for d in k.plan.graph.cd.d) - sum(d.size for d in cd.d)) for k in alike}
     schedules = dict.fromkeys(k.plan.schedule for k in sorted(alike, key=lambda k: sizes[id(k)]))
@@ -84,7 +108,6 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
         found = _best(prepared, [] if chained is None else [chained], limit, _CHAIN_NOTE)
     if found is None:
         return None
-    warn_of(prepared)
     outcome = Outcome(found.schedule, "ok", found.seconds, note=found.note)
     plan = plan_of(prepared, None, method.name, limit, outcome)
     plan = replace(plan, stage_seconds={**plan.stage_seconds, "search": time.perf_counter() - start})
@@ -110,6 +133,18 @@ def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
     return [_scaled([(_moved(g, i), max(_ratios(g, new, i), most if most > 1 else 0), costs[i])
                      for (g, costs), most in zip(rows, whole, strict=True)], _moved(new, i))
             for i in range(len(new.c))]
+
+
+def bounded_costs(costs: Sequence[Cost], program: Program) -> list[Cost]:
+    """Scaled costs of what works part by part, with the temporary memory that its parts take at most: at
+    another size there may be more of them, or fewer, or other kernels."""
+    result: list[Cost] = []
+    for node, cost in zip(program.operation, costs, strict=True):
+        others = program.alternatives.get(node, ())
+        known = cost.alternatives if len(cost.alternatives) == len(others) else ()
+        result.append(Cost(cost.time, max(cost.overhead, bytes_of_parts(node)), tuple(
+            Kernel(k.time, max(k.overhead, o.overhead)) for k, o in zip(known, others, strict=False))))
+    return result
 
 
 def _moved(graph: CDGraph, i: int) -> int:
@@ -141,8 +176,11 @@ def _scaled(known: Sequence[tuple[int, float, Cost]], moved: int) -> Cost:
         return Kernel(seconds, overhead)
 
     plain = one([(m, r, Kernel(c.time, c.overhead)) for m, r, c in known])
-    unchunked = [(m, r, c.unchunked) for m, r, c in known if c.unchunked is not None]
-    return Cost(plain.time, plain.overhead, one(unchunked) if len(unchunked) == len(known) else None)
+    # Where the sizes have other numbers of them, their parts are not the same.
+    count = {len(c.alternatives) for _, _, c in known}
+    return Cost(plain.time, plain.overhead, tuple(
+        one([(m, r, c.alternatives[k]) for m, r, c in known])
+        for k in range(count.pop() if len(count) == 1 else 0)))
 
 
 def _up(size: int, ratio: float) -> int:

@@ -1,8 +1,8 @@
 """The one way to plan: a captured model and a budget in, a plan out.
 
 What every public function does, `rkmate.runtime` included: trace, block, costs, and for a budget below the
-model's own peak options, chain and a planner's search; where that finds nothing, the next variant of the
-graph.
+model's own peak options, chain and a planner's search; then the same of each other variant of the graph that
+may be faster.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rkmate.budget import Budget
-from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError, PlanningTimeout, ScheduleError
+from rkmate.errors import ArgumentError
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.ir.plan import Run
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
-from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare, with_operation_costs
+from rkmate.pipeline.prepare import Prepared, Traced, prepare
 from rkmate.pipeline.runs import runs_of, runs_of_operations
+from rkmate.pipeline.smallest import Refused, error_of_all, lean_schedule, refused_at_once, smallest_of
 from rkmate.pipeline.summarise import summarise
-from rkmate.pipeline.variants import VARIANTS, Variant, fallbacks, first, named
+from rkmate.pipeline.variants import Variant, first, is_faster, may_be_faster, others
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, best, found_in
 from rkmate.planners.registry import planner as find_planner
-from rkmate.planners.several_calls import ask_for_calls, smallest_steps
-from rkmate.planners.smallest import smallest_budget
+from rkmate.planners.several_calls import ask_for_calls
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.warn import warn
@@ -64,10 +64,10 @@ class Attempt:
 
 
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
-    """The fastest plan that a planner finds within a budget: of the first variant of the graph that has one.
+    """The fastest plan that a planner finds within a budget, over the variants of the graph.
 
-    A fraction is one of the peak of the first variant, which ``Settings.fraction_of`` chooses where the model
-    checkpoints.
+    Where the first variant's step fits whole, it is taken. A fraction is one of the peak of the first
+    variant, which ``Settings.fraction_of`` chooses where the model checkpoints.
 
     Raises:
         InfeasibleBudget: the planner has a schedule within a larger budget only, in every variant; it says
@@ -75,91 +75,155 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
         PlanningTimeout: its time was over before it found one.
         ArgumentError: it has no schedule for this model at any budget.
     """
-    start = time.perf_counter()
     prepared = prepare(traced)
-    limit = limit_of(prepared, budget)
     tell(prepared, budget)
-    method = find_planner(planner, traced.settings.of_planner)
-    refused: list[InfeasibleBudget] = []
-    for variant in (prepared.blocked.variant, *fallbacks(traced.settings, prepared.blocked.linear_losses)):
-        in_vain = time.perf_counter() - start
-        here = prepared if variant is prepared.blocked.variant else prepare(traced, variant)
-        try:
-            plan, orders = _whole_or_searched(here, method, limit)
-        except InfeasibleBudget as error:
-            refused.append(error)
-            continue
-        warn_of(here)
-        if refused:
-            plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": in_vain})
-        return Planned(plan, here, orders)
-    raise min(refused, key=lambda error: error.minimum_bytes)
+    return _compared(prepared, limit_of(prepared, budget), planner)
 
 
 def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Plan:
-    """The plan of one variant alone, which `make_plan` asks for each. Raises what `make_plan` raises."""
-    return _whole_or_searched(prepared, find_planner(planner, prepared.settings.of_planner), limit)[0]
+    """The same of a prepared first variant. Raises what `make_plan` raises."""
+    return _compared(prepared, limit, planner).plan
+
+
+def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
+    blocked, traced = prepared.blocked, prepared.blocked.traced
+    method = find_planner(planner, traced.settings.of_planner)
+    taken: Planned | None = None
+    before: Plan | None = None
+    refused: list[Refused] = []
+    spent = {blocked.variant: sum(prepared.stage_seconds.values()) - traced.seconds}
+    for variant in (blocked.variant, *others(traced.settings, blocked.concerned)):
+        start, here = time.perf_counter(), prepared
+        if variant is not blocked.variant:
+            if taken is not None and not _may_win(taken.plan, prepared, limit, variant):
+                continue
+            here = prepare(traced, variant)
+        if taken is None or may_be_faster(taken.plan.step_seconds, here.graph, variant):
+            found = _whole_or_searched(here, method, limit)
+            if isinstance(found, Refused):
+                refused.append(found)
+            elif taken is None or _wins(found.plan, taken.plan, before, variant):
+                taken = found
+            if variant is blocked.variant and taken is not None:
+                before = taken.plan
+        spent[variant] = spent.get(variant, 0.0) + time.perf_counter() - start
+    if taken is None:
+        raise error_of_all(refused, method)
+    rest = sum(seconds for variant, seconds in spent.items() if variant is not taken.prepared.blocked.variant)
+    plan = _against(taken.plan, before)
+    if len(spent) > 1:
+        plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": rest})
+    warn_of(taken.prepared, _reason(taken.plan, before))
+    return replace(taken, plan=plan)
+
+
+def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
+    """Whether another variant is worth preparing, beside a plan of the first one or of another."""
+    return prepared.baseline_peak > limit and may_be_faster(plan.step_seconds, prepared.graph, variant)
+
+
+def _wins(plan: Plan, taken: Plan, before: Plan | None, variant: Variant) -> bool:
+    """Whether a variant's plan is taken in the place of the fastest so far. `before`: the first variant's."""
+    return plan.step_seconds < taken.step_seconds and (
+        before is None or is_faster(plan.step_seconds, before.step_seconds, variant))
+
+
+def _against(plan: Plan, before: Plan | None) -> Plan:
+    """A plan with what the first variant's has to say about it."""
+    if before is None or plan.variant == before.variant:
+        return plan
+    known = [p.minimum_bytes for p in (plan, before) if p.minimum_bytes is not None]
+    return replace(plan, note=f"{plan.note}; {_share(plan, before)} faster than the fastest schedule of the "
+                              "original's operations", minimum_bytes=min(known, default=None))
+
+
+def _share(plan: Plan, before: Plan) -> str:
+    return f"{1 - plan.step_seconds / before.step_seconds:.1%}"
+
+
+def _reason(plan: Plan, before: Plan | None) -> tuple[str, str]:
+    """Why a variant was taken, and what the settings that forbid it lead to."""
+    if before is None:
+        return "nothing fits in this budget with the original's operations", "refuses such budgets"
+    return (f"this is {_share(plan, before)} faster than the fastest schedule of the original's operations "
+            "within this budget", "keeps its bits")
 
 
 def smallest_peak_of(prepared: Prepared, above: int) -> int:
-    """The smallest budget that the default planner meets on a variant, in bytes; `above` is one that may be
-    too small."""
+    """The smallest budget that the default planner is known to meet, in bytes, on the first variant, or where
+    that needs more than `above`, on any."""
     method = find_planner(DEFAULT, prepared.settings.of_planner)
-    least = smallest_budget(method, solve(prepared).problem, above)
-    assert least is not None
+    blocked, least = prepared.blocked, prepared.baseline_peak
+    for variant in (blocked.variant, *others(prepared.settings, blocked.concerned)):
+        here = prepared if variant is blocked.variant else prepare(blocked.traced, variant)
+        at_once = refused_at_once(here, method, above)
+        found = smallest_of(solve(here), method, above) if at_once is None else at_once.least
+        assert found is not None
+        least = min(least, found)
+        if least <= above:
+            break
     return least
 
 
 def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -> list[Plan]:
     """A plan for each budget, as `make_plan` finds them; what is found for one serves the others, too, so
-    that more memory is never slower. Without budgets: for ten between the first variant's peak and its
-    smallest. Raises what `make_plan` raises."""
+    that more memory is never slower (but for what a variant must be faster by). Without budgets: for ten
+    between the first variant's peak and the smallest of any. Raises what `make_plan` raises."""
     prepared = prepare(traced)
-    high = prepared.baseline_peak
-    method = find_planner(planner, traced.settings.of_planner)
-    solved = solve(prepared) if budgets is None else None
-    if solved is not None:
-        low = _smallest(solved, method, 0)
-        if low is None:
+    blocked, method = prepared.blocked, find_planner(planner, traced.settings.of_planner)
+    variants = (blocked.variant, *others(traced.settings, blocked.concerned))
+    made: dict[Variant, Solved] = {}
+
+    def solved_of(variant: Variant) -> Solved:
+        if variant not in made:
+            made[variant] = solve(prepared if variant is blocked.variant else prepare(traced, variant))
+        return made[variant]
+
+    if budgets is None:
+        lows = [low for v in variants if (low := smallest_of(solved_of(v), method, 0)) is not None]
+        if not lows:
             raise ArgumentError(f"planner is {method.name!r}, which has no schedule for this model at any "
                                 "budget: take another one")
+        low, high = min(lows), prepared.baseline_peak
         limits = [low + (high - low) * k // (CURVE - 1) for k in range(CURVE - 1, -1, -1)]
     else:
-        limits = [limit_of(prepared, budget) for budget in budgets or ()]
+        limits = [limit_of(prepared, budget) for budget in budgets]
+    before: dict[int, Plan] = {}
     plans: dict[int, Plan] = {}
-    rest, here = sorted(set(limits)), prepared
-    refused: dict[int, InfeasibleBudget] = {}
-    for variant in (prepared.blocked.variant, *fallbacks(traced.settings, prepared.blocked.linear_losses)):
-        if variant is not prepared.blocked.variant:
-            here, solved = prepare(traced, variant), None
-        if solved is None and not _all_fit(here, method, rest):
-            solved = solve(here)
-        made, errors = _curve(here, solved, method, rest)
-        plans |= made
-        if made:
-            warn_of(here)
-        refused |= {limit: min((e for e in (refused.get(limit), error) if e is not None),
-                               key=lambda e: e.minimum_bytes) for limit, error in errors.items()}
-        rest = sorted(errors)
-        if not rest:
-            return [plans[limit] for limit in limits]
-    raise refused[rest[0]]
+    refused: dict[int, list[Refused]] = {}
+    for variant in variants:
+        todo = sorted(set(limits) if variant is blocked.variant else {
+            n for n in limits if n not in plans or _may_win(plans[n], prepared, n, variant)})
+        if not todo:
+            continue
+        whole = variant is blocked.variant and _all_fit(prepared, method, todo)
+        solved = None if whole else solved_of(variant)
+        found, errors = _curve(prepared if solved is None else solved.prepared, solved, method, todo)
+        if variant is blocked.variant:
+            before = dict(found)
+        plans |= {n: plan for n, plan in found.items()
+                  if n not in plans or _wins(plan, plans[n], before.get(n), variant)}
+        for limit, error in errors.items():
+            refused.setdefault(limit, []).append(error)
+    for limit in sorted(set(limits) - set(plans)):
+        raise error_of_all(refused[limit], method)
+    for variant in variants:
+        for limit in sorted(n for n, plan in plans.items() if plan.variant == variant.name)[:1]:
+            here = prepared if variant is blocked.variant else solved_of(variant).prepared
+            warn_of(here, _reason(plans[limit], before.get(limit)))
+    return [_against(plans[limit], before.get(limit)) for limit in limits]
 
 
 def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: Sequence[int],
-           ) -> tuple[dict[int, Plan], dict[int, InfeasibleBudget]]:
-    """Plans for budgets from the smallest to the largest, and errors of those that cannot be met."""
+           ) -> tuple[dict[int, Plan], dict[int, Refused]]:
+    """Plans for budgets from the smallest to the largest, and those that are refused."""
     known: list[Candidate] | None = None
     attempts: dict[int, Attempt] = {}
-    errors: dict[int, InfeasibleBudget] = {}
+    refused: dict[int, Refused] = {}
     for limit in limits:
         attempt = attempts[limit] = attempted(prepared, solved, method, limit, known=known)
         if attempt.plan is None:
-            assert solved is not None
-            try:
-                raise _error(solved, method, limit, attempt)
-            except InfeasibleBudget as error:
-                errors[limit] = error
+            refused[limit] = Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
         if not _fits(prepared, method, limit):
             known = [*(known or ()), *attempt.found]
     plans = {limit: a.plan for limit, a in attempts.items() if a.plan is not None}
@@ -178,66 +242,21 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
             if plans[smaller].step_seconds < plans[limit].step_seconds:
                 plans[limit] = replace(plans[smaller], budget_bytes=limit,
                                        bound_seconds=plans[limit].bound_seconds)
-    return plans, errors
+    return plans, refused
 
 
-def follow(traced: Traced, plan: Plan) -> Planned:
-    """A plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError` where
-    it does not belong to this model."""
-    others = [v for v in VARIANTS if v.when(traced.settings) != "never"]
-    for variant in dict.fromkeys([*_variants_of(traced, [plan]), *others]):
-        found = _followed(block(traced, variant), [plan])
-        if found is not None:
-            return found
-    raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
-                    "flags or trained outputs (trains=): make a plan for this one")
-
-
-def follow_any(traced: Traced, plans: Sequence[Plan]) -> Planned | None:
-    """The first of some plans that belongs to a captured model; None where none does."""
-    for variant in _variants_of(traced, plans):
-        try:
-            found = _followed(block(traced, variant), plans)
-        except PlanError:
-            continue
-        if found is not None:
-            return found
-    return None
-
-
-def _variants_of(traced: Traced, plans: Sequence[Plan]) -> list[Variant]:
-    """The variants that plans name; and the settings' first, for plans that name none."""
-    return list(dict.fromkeys([*(named(plan.variant) for plan in plans), first(traced.settings)]))
-
-
-def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
-    for plan in plans:
-        if plan.fingerprint == blocked.fingerprint:
-            prepared = with_operation_costs(blocked, plan.costs)
-            _check(plan, prepared)
-            return Planned(plan, prepared)
-    return None
-
-
-def _check(plan: Plan, prepared: Prepared) -> None:
-    try:
-        peak = prepared.peak(plan.schedule, plan.calls)
-    except (ScheduleError, IndexError, KeyError) as error:
-        raise PlanError(f"the plan's schedule does not run on this model: {error}") from error
-    if peak != plan.peak_bytes:
-        raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
-                        f"says {peak:,}: make the plan again")
-
-
-def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> tuple[Plan, Orders]:
-    """A plan for one budget alone. Where a composed planner's budget holds the whole step, no integer
-    program is solved."""
-    solved = None if _fits(prepared, method, limit) else solve(prepared)
+def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> Planned | Refused:
+    """A plan of one variant for one budget alone. Where a composed planner's budget holds the whole step, or
+    is clearly too small, no integer program is solved."""
+    whole = _fits(prepared, method, limit)
+    at_once = None if whole else refused_at_once(prepared, method, limit)
+    if at_once is not None:
+        return at_once
+    solved = None if whole else solve(prepared)
     attempt = attempted(prepared, solved, method, limit)
-    if attempt.plan is not None:
-        return attempt.plan, () if solved is None else _orders(solved)
-    assert solved is not None
-    raise _error(solved, method, limit, attempt)
+    if attempt.plan is None:
+        return Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
+    return Planned(attempt.plan, prepared, () if solved is None else _orders(solved))
 
 
 def _orders(solved: Solved) -> Orders:
@@ -279,41 +298,13 @@ def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit:
         outcome = ask_for_calls(method, solved.problem, calls, limit, known=known, time_limit=seconds)
         found = outcome.others
     if outcome.schedule is None:
+        outcome = lean_schedule(prepared, method, limit) or outcome
+    if outcome.schedule is None:
         status: Literal["infeasible", "timeout"] = "timeout" if outcome.status == "timeout" else "infeasible"
         return Attempt(None, status, outcome.note, found)
     searched = replace(solved, stage_seconds={**solved.stage_seconds,
                                               "search": time.perf_counter() - start})
     return Attempt(plan_of(prepared, searched, method.name, limit, outcome), "ok", outcome.note, found)
-
-
-def _error(solved: Solved, method: Planner, limit: int, attempt: Attempt) -> Exception:
-    """What a user hears where a planner has no schedule."""
-    name = method.name
-    if isinstance(method, Composed):
-        least = _smallest(solved, method, limit)
-        assert least is not None
-        whole = solved.prepared.baseline_peak
-        return InfeasibleBudget(
-            f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
-            f"{least:,} bytes ({least / whole:.0%} of its own peak of {whole:,} bytes)", least)
-    if attempt.status == "timeout":
-        return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
-                               f"it had; {attempt.note or 'give it more, or another planner'}")
-    known = _smallest(solved, method, limit)
-    if known is None:
-        return ArgumentError(f"planner is {name!r}, which has no schedule for this model at "
-                             f"any budget: {attempt.note or 'take another one'}")
-    return InfeasibleBudget(
-        f"{name} has no schedule within {limit:,} bytes; the smallest budget that it meets "
-        f"is {known:,} bytes. {attempt.note}".rstrip(), known)
-
-
-def _smallest(solved: Solved, method: Planner, above: int) -> int | None:
-    """The smallest budget that a planner is known to meet, for as many calls as the settings say."""
-    calls = solved.prepared.settings.calls
-    if calls == 1:
-        return smallest_budget(method, solved.problem, above)
-    return min((c.peak for c in smallest_steps(method, solved.problem, calls)), default=None)
 
 
 def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, outcome: Outcome) -> Plan:
@@ -348,13 +339,13 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
 
 def _note(prepared: Prepared, note: str) -> str:
     blocked = prepared.blocked
-    names = ", ".join(blocked.linear_losses)
-    variant = blocked.variant.note.format(names=names) if names else ""
+    variant = blocked.variant.notes(blocked.concerned)
     return "; ".join(part for part in (note, variant, note_of(prepared)) if part)
 
 
-def warn_of(prepared: Prepared) -> None:
-    """Say which variant was taken, where the settings' first did not do."""
+def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:
+    """Say which variant was taken, where it is not the settings' first. `reason`: why, and what the settings
+    that forbid it lead to."""
     blocked = prepared.blocked
-    if blocked.variant.warning and blocked.variant is not first(blocked.traced.settings):
-        warn(blocked.variant.warning.format(names=", ".join(blocked.linear_losses)))
+    if blocked.variant.trades and blocked.variant != first(blocked.traced.settings):
+        warn(blocked.variant.warning(*reason, blocked.concerned))

@@ -43,7 +43,7 @@ from rkmate.pipeline.loss_inside import traceable, trains_of
 from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.trained_outputs import trained_outputs
-from rkmate.pipeline.variants import Variant, first
+from rkmate.pipeline.variants import Concerned, Variant, first
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.progress import Progress
@@ -92,6 +92,12 @@ class Blocked:
     def linear_losses(self) -> tuple[str, ...]:
         """Names of the weights whose products end in a cross entropy."""
         return self.partition.program.joint.linear_losses
+
+    @property
+    def concerned(self) -> Concerned:
+        """Per name of a variant, the weights that it concerns in this model."""
+        return {"chunked-loss": self.linear_losses,
+                "tiled-mlps": self.partition.program.joint.wide_mlps}
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +189,8 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     start = time.perf_counter()
     variant = variant or first(traced.settings)
     with gc_pause():
-        joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss)
+        joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss,
+                         tiled_mlps=variant.tiled_mlps)
         program = lower(joint)
         middle = time.perf_counter()
         parts = partition(program, traced.settings.cut)

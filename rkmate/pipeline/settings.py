@@ -46,8 +46,12 @@ class Settings:
     planning_seconds: float | None = None
     """Limit of a planner that can stop early; None: its own."""
     chunked_loss: When = "auto"
-    """Compute the last product and its cross entropy a few rows at a time: where nothing else meets the
-    budget, always, or never. The last bits of that weight's gradient then differ."""
+    """Compute the last product and its cross entropy a few rows at a time: where the step does not fit whole,
+    and that is faster by more than a percent of it or nothing else meets the budget; always; or never. The
+    last bits of that weight's gradient then differ."""
+    tiled_mlps: When = "auto"
+    """Run wide MLPs a few rows at a time, likewise: what they hold between their two products then does not
+    grow with the sequence. The last bits of their weights' gradients differ."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"
@@ -69,6 +73,7 @@ class Settings:
                                 "before the backward: 1, 2, ...")
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
+                                     ("tiled_mlps", self.tiled_mlps, ("auto", "always", "never")),
                                      ("fraction_of", self.fraction_of, ("plain", "checkpointed"))):
             if value not in allowed:
                 raise ArgumentError(f"{name} is {value!r}; it should be "

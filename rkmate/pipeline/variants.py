@@ -1,66 +1,153 @@
 """The variants of a model's graph: each trades something else than time for memory.
 
-A variant is asked where those before it do not meet the budget, if the settings allow it and the graph
-has what it rewrites. The pipeline prepares it when it is asked, from the same capture.
+Where the step fits whole, nothing is traded. Else every variant that the settings allow, and that the graph
+has a place for, is planned; the fastest plan counts (`rkmate.pipeline.planning`). The pipeline prepares
+a variant when its turn comes, from the same capture.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.kernels import fastest
 from rkmate.pipeline.settings import Settings, When
+
+FASTER_BY = 0.01
+"""A variant that trades something of the result is taken where its step is faster by more than this part of
+the step without: predictions are no better, and bits are worth something."""
+LISTED = 4
+"""Names that a note lists at most."""
+Concerned = Mapping[str, tuple[str, ...]]
+"""Per name of a variant, the weights that it concerns; none where the graph has no place for it."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to rewrite a captured graph before it is planned."""
+    """One way to rewrite a captured graph before it is planned, or several at once."""
 
     name: str
-    """As plans carry it."""
+    """As plans carry it; the names of several are joined by ``+``."""
     trades: str = ""
-    """What differs from the original's step."""
+    """What differs from the original's step; empty: nothing but time and memory."""
     setting: str = ""
-    """The field of `Settings` that says when it is tried: ``"auto"``, where those before do not meet the
-    budget, ``"always"``, in place of those before, or ``"never"``. Empty: always there."""
+    """The field of `Settings` that says when it is tried: ``"auto"``, where the step does not fit whole,
+    ``"always"``, at every budget, or ``"never"``. Empty: always there."""
     chunked_loss: bool = False
     """Whether the last products and their cross entropies are computed a few rows at a time."""
+    tiled_mlps: bool = False
+    """Whether wide MLPs run a few rows at a time."""
     note: str = ""
     """What its plans say, with ``{names}`` of the weights that it concerns."""
-    warning: str = ""
-    """What the user hears where it was taken because nothing else met the budget."""
+    combines: tuple[str, ...] = ()
+    """Names of the variants before it in the table with which it can be combined."""
+    of: tuple[Variant, ...] = ()
+    """The rows of the table that it combines; empty for a row itself."""
+
+    @property
+    def rows(self) -> tuple[Variant, ...]:
+        """The rows of the table that it is made of: none for the plain one."""
+        return self.of or ((self,) if self.setting else ())
 
     def when(self, settings: Settings) -> When:
         """When the settings want it."""
-        return getattr(settings, self.setting) if self.setting else "auto"
+        wanted = [getattr(settings, row.setting) for row in self.rows]
+        return "never" if "never" in wanted else "auto" if "auto" in wanted or not wanted else "always"
+
+    def notes(self, concerned: Concerned) -> str:
+        """What its plans say."""
+        return "; ".join(row.note.format(names=_listed(concerned[row.name]))
+                         for row in self.rows if concerned.get(row.name))
+
+    def warning(self, reason: str, instead: str, concerned: Concerned) -> str:
+        """What the user hears where it was taken. `reason`: why; `instead`: what the settings that forbid it
+        lead to."""
+        never = ", ".join(f'{row.setting}="never"' for row in self.rows)
+        return f"{reason}: {self.notes(concerned)}. {self.trades}. rkmate.Settings({never}) {instead}"
 
 
 PLAIN = Variant("plain")
 CHUNKED_LOSS = Variant(
     "chunked-loss",
-    trades="the order in which the additions of the last weight's gradient are done: its last bits",
+    trades="That weight's gradient is the original's but for the order of its additions: "
+           "its last bits differ",
     setting="chunked_loss",
     chunked_loss=True,
-    note="the products with {names} and their cross entropies are computed a few rows at a time",
-    warning="nothing fits in this budget with the original's operations, so the product with {names} and "
-            "its cross entropy are computed a few rows at a time. That weight's gradient is the original's "
-            "but for the order of its additions: its last bits differ. "
-            'rkmate.Settings(chunked_loss="never") refuses such budgets')
-VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS)
-"""All variants, in the order in which they are tried."""
+    note="the products with {names} and their cross entropies are computed a few rows at a time")
+TILED_MLPS = Variant(
+    "tiled-mlps",
+    trades="The gradients of these weights are the original's but for the order of their additions: "
+           "their last bits differ",
+    setting="tiled_mlps",
+    tiled_mlps=True,
+    note="the MLPs of {names} run a few rows at a time",
+    combines=("chunked-loss",))
+VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, TILED_MLPS)
+"""The rows of the table. Those that can be combined are tried alone, and together."""
+
+
+def together(rows: Sequence[Variant]) -> Variant:
+    """Several rows of the table at once; the plain one for none."""
+    if len(rows) < 2:
+        return rows[0] if rows else PLAIN
+    ways: dict[str, Any] = {f.name: any(getattr(v, f.name) for v in rows)
+                            for f in fields(Variant) if isinstance(f.default, bool)}
+    return Variant("+".join(v.name for v in rows), of=tuple(rows), **ways,
+                   trades=". ".join(v.trades for v in rows if v.trades))
 
 
 def first(settings: Settings) -> Variant:
-    """The variant that is planned unless the budget is too small for it."""
-    return [v for v in VARIANTS if v is PLAIN or v.when(settings) == "always"][-1]
+    """The variant that is taken where its step fits whole: all that the settings always want."""
+    return together([v for v in VARIANTS if v.setting and v.when(settings) == "always"])
 
 
-def fallbacks(settings: Settings, names: tuple[str, ...]) -> tuple[Variant, ...]:
-    """The variants for budgets that the first does not meet. `names`: the weights that a chunked loss
-    would concern; none where the model has no such loss."""
-    after = VARIANTS[VARIANTS.index(first(settings)) + 1:]
-    return tuple(v for v in after if v.when(settings) == "auto" and (names or not v.chunked_loss))
+def others(settings: Settings, concerned: Concerned) -> tuple[Variant, ...]:
+    """The variants that are compared with the first where that does not fit whole: those with fewest rows
+    first."""
+    always = first(settings).rows
+    more = [v for v in VARIANTS if v.setting and v.when(settings) == "auto" and concerned.get(v.name)]
+    return tuple(together([v for v in VARIANTS if v in always or v in chosen])
+                 for n in range(1, len(more) + 1) for chosen in itertools.combinations(more, n)
+                 if all(_combine(a, b) for a, b in itertools.combinations([*always, *chosen], 2)))
+
+
+def possible(settings: Settings) -> tuple[Variant, ...]:
+    """Every variant that a plan made under these settings may have."""
+    rows = {v.name: (v.name,) for v in VARIANTS}
+    return (first(settings), *others(settings, rows))
 
 
 def named(name: str) -> Variant:
     """The variant that a plan names; the plain one where this version has none of that name."""
-    return next((v for v in VARIANTS if v.name == name), PLAIN)
+    known = {v.name: v for v in VARIANTS if v.setting}
+    parts = name.split("+")
+    return together([known[p] for p in parts]) if all(p in known for p in parts) else PLAIN
+
+
+def seconds_once(graph: CDGraph) -> float:
+    """Each computation once, by its fastest kernel: no schedule takes less."""
+    return sum(fastest(node) for node in graph.c)
+
+
+def may_be_faster(seconds: float, graph: CDGraph, variant: Variant) -> bool:
+    """Whether schedules of a graph can take so much less than `seconds` that a variant is worth taking. Asked
+    with the first variant's own graph, before another is prepared: that has the same products to compute,
+    and spares at most what is computed again."""
+    return is_faster(seconds_once(graph), seconds, variant)
+
+
+def is_faster(seconds: float, than: float, variant: Variant) -> bool:
+    """Whether a variant's step is faster by enough for it to be taken."""
+    return seconds < than * (1 - FASTER_BY if variant.trades else 1)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _combine(a: Variant, b: Variant) -> bool:
+    return a.name in b.combines or b.name in a.combines

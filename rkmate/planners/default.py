@@ -168,10 +168,12 @@ class Default:
         def make() -> Candidate:
             least = replace(smallest_of_chain(problem), note=_note("rk-rotor"))
             failed = save_set_program(problem).least_bytes - 1
+            deep = len(problem.graph.c) > settings.deep_nodes
+            near = max(1, int(least.peak * settings.deep_unused)) if deep else 1
             until = time.perf_counter() + settings.smallest_seconds
             for _ in range(SMALLEST_TRIES):
                 left = until - time.perf_counter()
-                if left <= 0 or least.peak - failed <= 1:
+                if left <= 0 or least.peak - failed <= near:
                     break
                 middle = (failed + least.peak) // 2
                 outcome = self.save_set.plan(problem, middle, time_limit=left / 4)

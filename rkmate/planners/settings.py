@@ -34,7 +34,8 @@ class PlannerSettings:
     """How long the chain and the save-set program may take together for such a budget: less for the
     program, where the chain's table is made first."""
     deep_unused: float = 2e-2
-    """A schedule of the chain that leaves less than this share of such a budget unused is good enough."""
+    """A schedule of the chain that leaves less than this share of such a budget unused is good enough; so is,
+    for the smallest budget of such a graph, what is this near to what cannot be."""
     dtr_nodes: int = 1500
     """Up to how many computations dtr is asked: its time grows with the square."""
     lower_set_nodes: int = 300

@@ -20,9 +20,10 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
+from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss_inside import traceable
 from rkmate.pipeline.other_sizes import KnownPlan, plan_at_other_size
-from rkmate.pipeline.planning import follow, follow_any, make_plan
+from rkmate.pipeline.planning import make_plan
 from rkmate.pipeline.prepare import Traced, held_tensors, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.runtime.changes import changing, differing

@@ -50,8 +50,8 @@ class Moment:
     """The C node that runs; None for other steps."""
     again: bool
     """The computation has run before."""
-    unchunked: bool
-    """By the kernel that does at once what it otherwise does part by part."""
+    kernel: int
+    """By which kernel: 0 is its own, the others have fewer and larger parts."""
     bytes: tuple[int, ...]
     """By kind, in the order of `KINDS`: while a computation runs, or after another step."""
 
@@ -209,7 +209,7 @@ class _Walk:
         for kind, n in extra:
             level[kind] += n
         self.moments.append(Moment(start, self.now, step.c if step else None, again,
-                                   step is not None and step.unchunked,
+                                   step.kernel if step else 0,
                                    tuple(level[kind] for kind in KINDS)))
 
     def compute(self, k: int, step: Compute, kernel: Kernel, place: int | None) -> None:

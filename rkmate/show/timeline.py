@@ -174,7 +174,7 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
             m = replayed.moments[k]
             assert m.computation is not None
             c = g.computations[m.computation]
-            operation = f"{c.operation}, unchunked" if m.unchunked else c.operation
+            operation = f"{c.operation}, in larger parts" if m.kernel else c.operation
             names.append(shortened(label(short_path(c.path, plan.blocks[block].path), operation), 34))
             forward = c.phase == "forward"
             colours.append(styles.AGAIN_TEXT if m.again else

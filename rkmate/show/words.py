@@ -144,7 +144,7 @@ def _peak(replayed: Occupancy) -> str:
     if moment.computation is not None:
         c = replayed.graph.computations[moment.computation]
         again = "while it is recomputed, " if moment.again else ""
-        whole = ", unchunked" if moment.unchunked else ""
+        whole = ", in larger parts" if moment.kernel else ""
         where = f"in the {c.phase} of {c.path or WHOLE}, {again}at {c.operation}{whole}"
     shares = [f"{size(n)} of {KIND_NAMES[kind]}" for kind, n in zip(KINDS, moment.bytes, strict=True)
               if n]

@@ -29,8 +29,8 @@ def test_what_is_read_stays_unless_it_is_freed() -> None:
 def test_a_donor_frees_nothing() -> None:
     found = flow(GRAPH, [Compute(2), Free(1)], {1, 2})
     assert found.body == (Computed(Compute(2), (3,), 1), Freed((1,), 1))
-    graph = replace(GRAPH, c=(*GRAPH.c[:2], replace(GRAPH.c[2], unchunked=Kernel(0.0, 0)), GRAPH.c[3]))
-    at_once = Compute(2, unchunked=True)
+    graph = replace(GRAPH, c=(*GRAPH.c[:2], replace(GRAPH.c[2], alternatives=(Kernel(0.0, 0),)), GRAPH.c[3]))
+    at_once = Compute(2, kernel=1)
     assert flow(graph, [at_once, Free(1)], {1, 2}).body == (Computed(at_once, (3,), None), Freed((1,), None))
 
 

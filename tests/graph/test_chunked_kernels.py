@@ -153,7 +153,7 @@ def test_unchunked_where_there_is_room(planner: str, counts: list[int],
     # The prediction has the kernels that run.
     assert module.plan.step_seconds == module.plan.schedule.seconds(module.plan.graph.cd)
     assert replay(module.plan).seconds == pytest.approx(module.plan.step_seconds)
-    assert sum(m.unchunked for m in replay(module.plan).moments) == counts[0]
+    assert sum(m.kernel for m in replay(module.plan).moments) == counts[0]
     assert module.plan.bound_seconds is None or module.plan.bound_seconds <= module.plan.step_seconds
 
 

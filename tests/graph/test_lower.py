@@ -79,7 +79,7 @@ def test_what_may_be_overwritten() -> None:
     assert _donors(program) == {"mm": (), "tanh": ("mm",), "tanh_backward": (), "mm_1": (), "neg": ()}
     way, = program.in_place[nodes["tanh"]].values()
     assert way.target is aten.tanh_.default
-    assert not program.unchunked
+    assert not program.alternatives
 
 
 def test_a_sum_may_be_written_over_either() -> None:
@@ -101,7 +101,7 @@ def test_the_other_kernel_of_what_works_part_by_part() -> None:
     first = g.graph.call_function(operator.getitem, (node, 0))
     first.meta["val"] = node.meta["val"][0]
     program = lower(Joint(g.graph, g.sources, (first,), (), (), frozenset(), (True,), 2))
-    other = program.unchunked[node]
+    other, = program.alternatives[node]
     assert other.target is aten.native_batch_norm_backward.default
     assert other.overhead == 2 * 3 * 4 * 4
 

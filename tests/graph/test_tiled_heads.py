@@ -108,13 +108,14 @@ def test_budgets_that_nothing_else_meets(kwargs: dict[str, Any]) -> None:
 
 
 @captured_once()
-def test_off_unless_the_budget_needs_it() -> None:
+def test_off_where_the_step_fits_and_where_it_is_not_wanted() -> None:
     model, inputs = _model(), _inputs()
     plain = _least(model, NEVER)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        wrapped = rkmate.wrap(model, inputs, budget=plain, progress=False)
-    assert "tiled_head" not in wrapped.source
+        whole = rkmate.wrap(model, inputs, budget=1.0, progress=False)
+        wrapped = rkmate.wrap(model, inputs, budget=plain, settings=NEVER, progress=False)
+    assert "tiled_head" not in whole.source and "tiled_head" not in wrapped.source
     with pytest.raises(rkmate.InfeasibleBudget):
         rkmate.wrap(model, inputs, budget=plain - 1, settings=NEVER, progress=False)
     always = rkmate.wrap(model, inputs, budget=plain, settings=Settings(chunked_loss="always"),
@@ -143,14 +144,13 @@ def test_curves_reach_as_far_as_plans() -> None:
     model, inputs = _model(), _inputs()
     plain, least = _least(model, NEVER), _least(model, Settings())
     with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
-        curve = rkmate.tradeoff(model, inputs, budgets=[least, plain, plain - 1], progress=False)
-    assert [p.budget_bytes for p in curve] == [least, plain, plain - 1]
+        curve = rkmate.tradeoff(model, inputs, budgets=[least, 1.0, plain - 1], progress=False)
+    assert [p.budget_bytes for p in curve] == [least, curve[1].baseline_peak_bytes, plain - 1]
     assert ["few rows" in p.note for p in curve] == [True, False, True]
     assert all(p.peak_bytes <= p.budget_bytes for p in curve)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
         own = rkmate.tradeoff(model, inputs, progress=False)
-    assert len(own) == 10 and own[-1].peak_bytes <= plain
+    assert len(own) == 10 and own[-1].budget_bytes == least and "few rows" not in own[0].note
     with pytest.raises(rkmate.InfeasibleBudget) as info:
         rkmate.tradeoff(model, inputs, budgets=[least - 1, plain], progress=False)
     assert info.value.minimum_bytes == least

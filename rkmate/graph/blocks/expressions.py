@@ -96,10 +96,10 @@ class Expressions:
             return f"{self.value(node.args[0])}.{method}({rest})"
         return self._call(node.target, node.args, node.kwargs)
 
-    def call_unchunked(self, node: fx.Node) -> str:
-        """The call that does at once what an operation does part by part."""
-        whole = self.program.unchunked[node]
-        return self._call(whole.target, whole.args, {})
+    def call_alternative(self, node: fx.Node, which: int) -> str:
+        """The call of another kernel of an operation."""
+        other = self.program.alternatives[node][which]
+        return self._call(other.target, other.args, {})
 
     def call_in_place(self, node: fx.Node, donor: int) -> str:
         """The call of an operation that writes its result over the D node `donor`."""

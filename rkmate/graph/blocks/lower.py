@@ -17,7 +17,8 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.chunked_kernels import Unchunked, unchunked
+from rkmate.graph.passes.alternatives import alternatives
+from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
 from rkmate.graph.passes.simplify import Joint, is_backward, is_random, is_view
 from rkmate.ir.cd import CDGraph, CNode, DNode
@@ -52,8 +53,8 @@ class Program:
     once."""
     in_place: Mapping[fx.Node, Mapping[int, InPlace]]
     """Per operation with donors, how its result is written over each of them."""
-    unchunked: Mapping[fx.Node, Unchunked]
-    """The other kernel of operations that work part by part, where there is one."""
+    alternatives: Mapping[fx.Node, tuple[Alternative, ...]]
+    """The other kernels of operations that work part by part, where there are any."""
 
     def d_of(self, node: fx.Node) -> int | None:
         """The D node that a value lives in; None for what the caller holds."""
@@ -215,4 +216,4 @@ class _Builder:
         return Program(joint, graph.verify(), tuple(self.operation), tuple(self.owner),
                        tuple(self.position), self.storage, tuple(param_grads), tuple(input_grads),
                        constant, joint.mutations, tuple(pinned), self.in_place,
-                       {n: u for n in self.operation if (u := unchunked(n)) is not None})
+                       {n: others for n in self.operation if (others := alternatives(n))})

@@ -23,11 +23,11 @@ _LOSSES = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
 @dataclass(frozen=True)
-class Unchunked:
-    """The kernel that does at once what an operation does part by part."""
+class Alternative:
+    """Another kernel of an operation that works part by part: fewer and larger parts, more memory."""
 
     target: Any
-    """torch's own operator."""
+    """The operator."""
     args: tuple[Any, ...]
     overhead: int
     """Bytes of temporary memory, at most."""
@@ -83,16 +83,11 @@ def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     return own.batch_norm_backward.default, (grad, input, weight, mean, invstd, eps)
 
 
-def unchunked(node: fx.Node) -> Unchunked | None:
-    """The faster call with the same bits; None where there is none: the parts of a cross entropy are as
-    fast.
-
-    torch's kernel allocates the first gradient twice, and overwrites nothing.
-    """
-    if node.target is not own.batch_norm_backward.default:
-        return None
+def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
+    """Torch's call for the gradients of a batch norm, with the same bits: it allocates the first of them
+    twice, and overwrites nothing."""
     grad, input, weight, mean, invstd, eps = node.args
     value = input.meta["val"]  # type: ignore[union-attr]
-    return Unchunked(aten.native_batch_norm_backward.default,
-                     (grad, input, weight, None, None, mean, invstd, True, eps, [True] * 3),
-                     value.numel() * value.element_size())
+    return (Alternative(aten.native_batch_norm_backward.default,
+                        (grad, input, weight, None, None, mean, invstd, True, eps, [True] * 3),
+                        value.numel() * value.element_size()),)

@@ -11,6 +11,7 @@ import functools
 
 from rkmate.graph.capture.repairs import REPAIRS, Pass
 from rkmate.graph.passes import chunked_kernels, in_place
+from rkmate.graph.passes.alternatives import alternatives
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
 from rkmate.graph.passes.dead_code import drop_dead
@@ -20,6 +21,7 @@ from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
 from rkmate.graph.passes.running_statistics import drop_unread_statistics, protect_overwritten
 from rkmate.graph.passes.tiles.heads import tile_heads
+from rkmate.graph.passes.tiles.mlps import tile_mlps
 from rkmate.graph.passes.unwanted_gradients import drop_unwanted_gradients
 from rkmate.graph.passes.view_chains import shorten_views
 from rkmate.graph.passes.view_methods import view_method
@@ -73,6 +75,11 @@ REWRITINGS = (
          "product, its losses and their gradients are computed a few rows at a time; the last bits of the "
          "weight's gradient differ.",
          tile_heads),
+    Pass("tiled MLPs", "simplify",
+         "Between the two products of a transformer's MLP a token takes some four times what it takes "
+         "elsewhere. Where a budget needs it, MLPs run a few rows at a time; the last bits of their "
+         "weights' gradients differ.",
+         tile_mlps),
     Pass("sums of gradients", "simplify",
          "A parameter used in several places has a gradient from each. Autograd adds them itself, in the "
          "same order, and each leaves as soon as it is made.",
@@ -101,10 +108,10 @@ EMISSION = (
          "A trace has no operations in place, and eager mode has them: one that may write its result over "
          "an input that dies there takes a tensor less. Which input dies is the schedule's business.",
          in_place.in_place_ways),
-    Pass("unchunked kernels", "emission",
-         "An operation that works part by part takes a little longer than torch's own kernel, which may "
-         "take its place where memory leaves room.",
-         chunked_kernels.unchunked),
+    Pass("alternative kernels", "emission",
+         "An operation that works part by part takes longer the smaller its parts are. Larger ones, or "
+         "torch's own kernel, may take their place where memory leaves room.",
+         alternatives),
     Pass("views as methods", "emission",
          "A kernel may lay its result out otherwise than the trace says, and a view of it then has to "
          "copy: `view` is written as `reshape`, the other everyday views as methods, which are faster "

@@ -1,0 +1,43 @@
+"""An emission pass: the other kernels of operations that work part by part.
+
+The operation in the graph is the leanest. Which kernel runs is chosen at each step of a schedule, where it
+is known how much room there is (`rkmate.ir.kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.passes.chunked_kernels import Alternative, whole_batch_norm
+from rkmate.graph.passes.tiles.tiled import Tiled
+
+own = torch.ops.rkmate
+
+KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
+    own.batch_norm_backward.default: whole_batch_norm,
+}
+"""What names them, by operator. The parts of a plain cross entropy are as fast as torch's kernel."""
+FEWER = 4
+"""An alternative has so many times fewer parts than the one before, which is a useful difference."""
+
+
+def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
+    """The other kernels of an operation, the leanest first; none where it has one alone."""
+    if isinstance(node.target, Tiled):
+        return _fewer_parts(node, node.target)
+    find = KERNELS.get(node.target)
+    return () if find is None else find(node)
+
+
+def _fewer_parts(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
+    """The same in fewer tiles, two at least."""
+    found: list[Alternative] = []
+    while tiled.parts >= 2 * FEWER:
+        with node.meta["val"][0].fake_mode:
+            tiled = tiled.with_parts(tiled.parts // FEWER)
+        found.append(Alternative(tiled, node.args, tiled.tile_bytes(lambda n: 0)))
+    return tuple(found)

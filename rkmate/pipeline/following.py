@@ -1,0 +1,58 @@
+"""Plans that were made before, on the variant of the graph that each belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rkmate.errors import PlanError, ScheduleError
+from rkmate.pipeline.planning import Planned
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, with_operation_costs
+from rkmate.pipeline.variants import Variant, first, named, possible
+from rkmate.show.plan import Plan
+
+
+def follow(traced: Traced, plan: Plan) -> Planned:
+    """A plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError` where
+    it does not belong to this model."""
+    for variant in dict.fromkeys([*_variants_of(traced, [plan]), *possible(traced.settings)]):
+        found = _followed(block(traced, variant), [plan])
+        if found is not None:
+            return found
+    raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
+                    "flags or trained outputs (trains=): make a plan for this one")
+
+
+def follow_any(traced: Traced, plans: Sequence[Plan]) -> Planned | None:
+    """The first of some plans that belongs to a captured model; None where none does."""
+    for variant in _variants_of(traced, plans):
+        try:
+            found = _followed(block(traced, variant), plans)
+        except PlanError:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _variants_of(traced: Traced, plans: Sequence[Plan]) -> list[Variant]:
+    """The variants that plans name; and the settings' first, for plans that name none."""
+    return list(dict.fromkeys([*(named(plan.variant) for plan in plans), first(traced.settings)]))
+
+
+def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
+    for plan in plans:
+        if plan.fingerprint == blocked.fingerprint:
+            prepared = with_operation_costs(blocked, plan.costs)
+            _check(plan, prepared)
+            return Planned(plan, prepared)
+    return None
+
+
+def _check(plan: Plan, prepared: Prepared) -> None:
+    try:
+        peak = prepared.peak(plan.schedule, plan.calls)
+    except (ScheduleError, IndexError, KeyError) as error:
+        raise PlanError(f"the plan's schedule does not run on this model: {error}") from error
+    if peak != plan.peak_bytes:
+        raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
+                        f"says {peak:,}: make the plan again")
