@@ -47,7 +47,8 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
                 return None
             else:
                 arguments[operand, form] = None
-    after = readers_of(inside)
+    # What is computed a second time here may lead to an argument; a result may not.
+    after = readers_of(results)
     if any(n in after for n, _ in arguments) \
             or any(_form(region, n) == TURNED or is_view(n) for n in results):
         return None
