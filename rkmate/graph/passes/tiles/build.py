@@ -47,7 +47,7 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
                 return None
             else:
                 arguments[operand, form] = None
-    after = readers_of(inside)
+    after = readers_of(results)
     if any(n in after for n, _ in arguments) \
             or any(_form(region, n) == TURNED or is_view(n) for n in results):
         return None
