@@ -86,8 +86,14 @@ def _distilled(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor)
 
 def _contrastive(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Rows against rows, with a learned temperature."""
-    a, b = F.normalize(h.reshape(-1, WIDTH), dim=-1), F.normalize(z[..., :WIDTH].reshape(-1, WIDTH), dim=-1)
-    return F.cross_entropy(model.scale.exp() * a @ b.t(), torch.arange(len(a)))
+    a, b = (F.normalize(v.reshape(-1, WIDTH), dim=-1) for v in (h, model.body(h)))
+    return F.cross_entropy(model.scale.exp() * (a @ b.t()), torch.arange(len(a)))
+
+
+def _both_ways(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    a, b = h.reshape(-1, WIDTH), model.body(h).reshape(-1, WIDTH)
+    logits, right = model.scale * (a @ b.t()), torch.arange(len(a))
+    return F.cross_entropy(logits, right) + F.cross_entropy(logits.t(), right)
 
 
 CASES: dict[str, tuple[Loss, list[str]]] = {
@@ -122,10 +128,8 @@ CASES: dict[str, tuple[Loss, list[str]]] = {
                                IN_FORWARD),
     "accuracy": (lambda m, h, z, y: (_flat(z, y), (z.argmax(-1) == y).sum()), IN_FORWARD),
     # What is not tiled.
-    "rows and columns": (lambda m, h, z, y: _contrastive(m, h, z, y) + F.cross_entropy(
-        (h.reshape(-1, WIDTH) @ z[..., :WIDTH].reshape(-1, WIDTH).t()).t(), torch.arange(BATCH * TIME)),
-        IN_FORWARD),
-    "choices": (lambda m, h, z, y: F.cross_entropy(z[..., 0], y[:, 0] % TIME), []),
+    "rows and columns": (_both_ways, []),
+    "choices": (lambda m, h, z, y: F.cross_entropy(h @ m.body.weight[0], y[:, 0] % TIME), []),
 }
 
 
@@ -196,3 +200,44 @@ def test_as_torch_does(name: str) -> None:
 def test_in_single_precision(name: str) -> None:
     torch.manual_seed(0)
     _compare(_Model(CASES[name][0]), *_inputs(torch.float32), CASES[name][1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mean", "capped, then shift by a slice"])
+def test_as_finite_differences_do(name: str) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = _Model(CASES[name][0]).double(), _inputs()
+    joint, captured = _joint(model, (x, y))
+    _, grads = _run(joint, captured, model, (x, y), [torch.ones((), dtype=x.dtype)])
+    step = {n: torch.randn_like(p) for n, p in model.named_parameters() if n in grads}
+
+    def loss(by: float) -> float:
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                p += by * step[n] if n in step else 0
+            found = _run(joint, captured, model, (x, y), [torch.ones((), dtype=x.dtype)])[0][0].item()
+            for n, p in model.named_parameters():
+                p -= by * step[n] if n in step else 0
+        return float(found)
+
+    slope = (loss(1e-5) - loss(-1e-5)) / 2e-5
+    assert slope == pytest.approx(sum(float((grads[n] * step[n]).sum()) for n in step), rel=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "calls"), [(torch.bfloat16, IN_FORWARD), (torch.float16, APART)], ids=str)
+def test_under_autocast(dtype: torch.dtype, calls: list[str]) -> None:
+    """In half precision, small gradients need the scaled loss that comes in."""
+    def loss(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return _flat(model.other(h).float(), y)
+
+    torch.manual_seed(0)
+    _compare(_Model(loss), *_inputs(torch.float32), calls, rtol=2e-2, atol=2e-4)
+
+
+def test_it_is_noted_where_it_is_not_asked_for() -> None:
+    for name in ("mean", "shift by a slice", "two heads", "rows and columns"):
+        model = _Model(CASES[name][0])
+        noted = _joint(model, _inputs(torch.float32), tiled=False)[0]
+        tiled = _joint(model, _inputs(torch.float32))[0]
+        assert not _called(noted) and noted.linear_losses == tiled.linear_losses
+        assert len(noted.linear_losses) == len(CASES[name][1])

@@ -47,7 +47,7 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
     if work.chunked_loss:
         for seed in found:
             for node in list(grow(seed).forms):
-                if node.target is aten.nll_loss_forward.default and node.args[3] != 0:
+                if node.target is aten.nll_loss_forward.default:
                     by_rows(work, node)
             region = _region(work, seed, keep_outputs=keep_outputs)
             if region is not None:

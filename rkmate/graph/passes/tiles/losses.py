@@ -15,12 +15,12 @@ from torch import fx
 from rkmate.graph.passes.joint import Rewriting
 
 aten = torch.ops.aten
-_NONE, _MEAN, _SUM = 0, 1, 2
+_NONE, _MEAN = 0, 1
 _IGNORE = -100
 
 
-def by_rows(work: Rewriting, loss: fx.Node) -> fx.Node:
-    """Write a reduced `nll_loss_forward` as each row's loss, which is returned, and their reduction.
+def by_rows(work: Rewriting, loss: fx.Node) -> None:
+    """Write an `nll_loss_forward` as each row's loss and their reduction.
 
     Where classes have no weights, torch's own kernel adds the rows up in its own order: it finds each one's
     value as the score of the only class.
@@ -48,7 +48,9 @@ def by_rows(work: Rewriting, loss: fx.Node) -> fx.Node:
             total = call(aten.sum.default, call(aten.where.self, counted, each, zero))
         rows = call(operator.getitem, call(aten.nll_loss_forward.default, scores, target, weight, _NONE,
                                            ignore), 0)
-        if weight is None:
+        if reduction == _NONE:
+            reduced = rows
+        elif weight is None:
             only = call(aten.unsqueeze.default, call(aten.neg.default, rows), 1)
             classes = call(aten.masked_fill.Scalar, call(aten.zeros_like.default, target),
                            call(aten.bitwise_not.default, counted), _IGNORE)
@@ -62,4 +64,3 @@ def by_rows(work: Rewriting, loss: fx.Node) -> fx.Node:
         work.replace(user, reduced if user.args[1] == 0 else total)
         graph.erase_node(user)
     graph.erase_node(loss)
-    return rows

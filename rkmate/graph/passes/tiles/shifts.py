@@ -75,9 +75,12 @@ def _cut(node: fx.Node, product: Sequence[int]) -> tuple[tuple[int, ...], int, i
     `product`: its shape."""
     args: tuple[Any, ...] = tuple(node.args)
     if node.target is aten.slice.Tensor:
-        shape, (dim, start, end, step) = shape_of(args[0]), (*args[1:], *(0, None, None, 1)[len(args) - 1:])
+        shape = shape_of(args[0])
+        rest: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1:]]
+        dim, start, end, step = rest
     elif node.target is aten.slice_backward.default:
-        shape, (dim, start, end, step) = tuple(args[1]), args[2:6]
+        shape = tuple(args[1])
+        dim, start, end, step = args[2:6]
     else:
         return None
     if not shape or step != 1 or shape[-1] != product[1] or math.prod(shape[:-1]) != product[0] \
@@ -167,7 +170,8 @@ class _Writer:
 
     def _settle(self, node: fx.Node) -> None:
         """Give a new operation its value, and the rest of what it stands for."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        args, kwargs = values
         if node.target is aten.reshape.default and args[0].is_contiguous():
             node.target = aten.view.default
         target: Any = node.target
