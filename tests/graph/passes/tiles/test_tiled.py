@@ -10,6 +10,7 @@ import torch
 from rkmate.graph.passes.tiles.build import build, default_parts
 from rkmate.graph.passes.tiles.region import Region, grow
 from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.measure.meter import measure_peak
 from rkmate.measure.temporaries import temporary_bytes
 from tests.graph.passes.graphs import Made, aten
 
@@ -75,6 +76,16 @@ def test_more_parts_take_less() -> None:
     tiled, _ = _entropy()
     one, many = (tiled.with_parts(k).tile_bytes(lambda n: temporary_bytes(n, random=False)) for k in (1, 10))
     assert one > ROWS * CLASSES * 8 > 4 * many
+
+
+@pytest.mark.parametrize("parts", [1, 5])
+def test_it_takes_what_it_says(parts: int) -> None:
+    tiled = _entropy()[0].with_parts(parts)
+    arguments = _arguments()
+    measured = measure_peak(lambda: tiled(*arguments)).peak
+    results = sum(v.nbytes for v in tiled.values())
+    said = results + tiled.tile_bytes(lambda n: temporary_bytes(n, random=False))
+    assert 0.7 * said < measured <= said
 
 
 @pytest.mark.parametrize("in_place", [False, True])
