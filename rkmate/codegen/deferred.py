@@ -12,6 +12,7 @@ from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.deferred import Deferred
 from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.tiles.tiled import Tiled
 
 
 def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Function:
@@ -68,3 +69,6 @@ class _Names:
 
     def namespace(self, name: str) -> str:
         return self._aliases[name]
+
+    def function(self, tiled: Tiled) -> str:
+        raise AssertionError("what is computed when it is read is computed whole")

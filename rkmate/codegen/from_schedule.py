@@ -11,10 +11,11 @@ from torch import fx
 from rkmate.codegen import slices
 from rkmate.codegen.liveness import Computed, Freed, flow
 from rkmate.codegen.slices import RESERVED, Call, Draws, Drop, Function, Listing, Run, Slice, Write
-from rkmate.graph.blocks.expressions import Expressions, local_names, operator_namespace, source_key
+from rkmate.graph.blocks.expressions import Expressions, local_names, operator_namespaces, source_key
 from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Source
+from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, kernel_of
 
@@ -69,9 +70,15 @@ class _Maker:
         """D nodes in the environment."""
         joint = self.program.joint
         graphs = [joint.graph, *(d.graph for d in joint.deferred)]
-        spaces = {"aten", *(operator_namespace(n) for g in graphs for n in g.nodes)} - {""}
+        spaces = {"aten"}.union(*(operator_namespaces(n) for g in graphs for n in g.nodes))
         table = NameTable({*RESERVED, "forward"})
         self.aliases = {space: table.fresh(space) for space in sorted(spaces)}
+        kernels = [k for n in self.program.operation for k in (
+            n.target, *(other.target for other in self.program.alternatives.get(n, ())))]
+        self.tiled = {t: table.fresh(f"tiled_{t.name}") for t in kernels if isinstance(t, Tiled)}
+        """Names of the functions of tiled computations, in each of their kernels."""
+        self.called: set[str] = set()
+        """Those that a statement calls."""
         self.functions = table
         self.handed = {j: (s, n) for s, n in self.program.param_grads
                        if (j := self.program.d_of(n)) is not None}
@@ -92,7 +99,8 @@ class _Maker:
             segments.append(Segment(name, params))
         arriving = tuple(self._key(j) for j in self.cd.output_grads)
         spaces = {alias: space for space, alias in self.aliases.items()}
-        return Listing(summary, spaces, tuple(made), arriving), tuple(segments)
+        tiled = {name: t.function(name) for t, name in self.tiled.items() if name in self.called}
+        return Listing(summary, spaces, tuple(made), arriving, tiled), tuple(segments)
 
     # -- stretches ------------------------------------------------------------------------
 
@@ -233,7 +241,8 @@ class _Locals:
 
     def __init__(self, maker: _Maker, block: int) -> None:
         self.aliases = maker.aliases
-        self.table = NameTable({*RESERVED, *maker.aliases.values()})
+        self.tiled, self.called = maker.tiled, maker.called
+        self.table = NameTable({*RESERVED, *maker.aliases.values(), *maker.tiled.values()})
         parts = maker.partition
         if block == HOISTED:
             c = tuple(i for i, b in enumerate(parts.block_of) if b == HOISTED)
@@ -262,6 +271,10 @@ class _Locals:
 
     def namespace(self, name: str) -> str:
         return self.aliases[name]
+
+    def function(self, tiled: Tiled) -> str:
+        self.called.add(self.tiled[tiled])
+        return self.tiled[tiled]
 
 
 def source_name(source: Source) -> str:
@@ -292,3 +305,6 @@ class InEnvironment:
 
     def namespace(self, name: str) -> str:
         return self.aliases[name]
+
+    def function(self, tiled: Tiled) -> str:
+        raise AssertionError("outside the slices nothing is computed")

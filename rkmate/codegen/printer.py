@@ -24,7 +24,7 @@ _COMMENTS_AT = 76
 
 def print_listing(listing: Listing) -> str:
     """The text of a step: one function per distinct slice, then the forward and the segments."""
-    taken = {*listing.namespaces, *(f.name for f in listing.functions)}
+    taken = {*listing.namespaces, *listing.tiled, *(f.name for f in listing.functions)}
     names: dict[Slice, str] = {}
     counts: dict[str, int] = {}
     for function in listing.functions:
@@ -32,7 +32,7 @@ def print_listing(listing: Listing) -> str:
             if isinstance(call, Call) and call.slice not in names:
                 names[call.slice] = _numbered(call.slice.label, counts, taken)
     spaces = "\n".join(f"{name} = torch.ops.{space}" for name, space in sorted(listing.namespaces.items()))
-    parts = "\n\n".join(print_slice(part, name) for part, name in names.items())
+    parts = "\n\n".join([*listing.tiled.values(), *(print_slice(part, name) for part, name in names.items())])
     ends = "\n\n\n".join(print_function(f, names) for f in listing.functions)
     return f"{_HEADER.format(summary=listing.summary, namespaces=spaces)}{parts}\n\n\n{ends}\n"
 

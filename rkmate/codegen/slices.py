@@ -10,7 +10,7 @@ import ast
 import functools
 import keyword
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rkmate.errors import GraphError
@@ -176,6 +176,8 @@ class Listing:
     functions: tuple[Function, ...]
     arriving: tuple[str, ...]
     """Keys of the outputs' gradients, which are there when the backward starts."""
+    tiled: Mapping[str, str] = field(default_factory=dict)
+    """Functions that run a few rows at a time: names, and their text."""
 
     def verify(self) -> Listing:
         """Check every slice, and that the environment has what is taken and read; returns the listing
@@ -186,7 +188,7 @@ class Listing:
                 there.update(self.arriving)
             for call in function.body:
                 if isinstance(call, Call):
-                    call.slice.verify(self.namespaces)
+                    call.slice.verify((*self.namespaces, *self.tiled))
                     _enter(there, call, function.name)
                 elif isinstance(call, Drop):
                     _end(there, call.keys, function.name)

@@ -7,6 +7,7 @@ inside operations, what `temporaries` knows is counted, and what an alternative 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from rkmate.graph.blocks.partition import Partition
+from rkmate.graph.capture.operations import is_view
+from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.cd import Cost, Kernel
-from rkmate.measure.temporaries import temporary_bytes
+from rkmate.measure.temporaries import temporary_bytes, tile_bytes
 
 FLOPS_PER_SECOND = 1e11
 BYTES_PER_SECOND = 2e10
@@ -27,29 +30,29 @@ def analytic_costs(partition: Partition) -> dict[int, Cost]:
     alternatives = partition.program.alternatives
     costs: dict[int, Cost] = {}
     for i, node in enumerate(partition.program.operation):
-        once = _seconds(node)
-        # All kernels move the same bytes once, but for what is added up part by part.
-        costs[i] = Cost(once + _of_parts(node, node.target, node.args),
-                        temporary_bytes(node, random=partition.program.cd.c[i].random),
-                        tuple(Kernel(once + _of_parts(node, other.target, other.args), other.overhead)
-                              for other in alternatives.get(node, ())))
+        seconds = _seconds(node)
+        # All kernels of an operation that is not tiled move the same bytes once.
+        costs[i] = Cost(seconds, temporary_bytes(node, random=partition.program.cd.c[i].random), tuple(
+            Kernel(_seconds_of_tiles(other.target), tile_bytes(other.target))
+            if isinstance(other.target, Tiled) else Kernel(seconds, other.overhead)
+            for other in alternatives.get(node, ())))
     return costs
 
 
-def _of_parts(node: fx.Node, target: Any, args: Any) -> float:
-    """Seconds that an operation with an argument ``parts`` takes more than one that does all at once: each
-    further part is called, and adds to the results."""
-    schema = getattr(target, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema is not None else []
-    parts = args[names.index("parts")] if "parts" in names else 1
-    return float(parts - 1) * (SECONDS_PER_CALL + _bytes(node.meta["val"]) / BYTES_PER_SECOND)
-
-
 def _seconds(node: fx.Node) -> float:
+    if isinstance(node.target, Tiled):
+        return _seconds_of_tiles(node.target)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     moved = sum(_bytes(n.meta["val"]) for n in node.all_input_nodes) + _bytes(node.meta["val"])
     return SECONDS_PER_CALL + max(_flops(node, args, kwargs) / FLOPS_PER_SECOND,
                                   moved / BYTES_PER_SECOND)
+
+
+def _seconds_of_tiles(tiled: Tiled) -> float:
+    """Of all tiles; each adds to the sums where they stand, and so reads them."""
+    each = sum(_seconds(n) for n in tiled.graph.nodes if n.op == "call_function" and not is_view(n)
+               and n.target is not operator.getitem)
+    return tiled.parts * (each + tiled.sum_bytes() / BYTES_PER_SECOND)
 
 
 def _flops(node: fx.Node, args: Any, kwargs: Any) -> float:

@@ -14,15 +14,13 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
-from rkmate.graph.passes.chunked_loss import temporaries
 from rkmate.graph.passes.embedding_sums import bytes_of_rows
 from rkmate.graph.passes.reduced_losses import torchs_operator
+from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.opaque_memory import opaque_bytes
 
 Tensors = Sequence[torch.Tensor]
 aten = torch.ops.aten
-_OF_PARTS = {torch.ops.rkmate.linear_cross_entropy.default,
-             torch.ops.rkmate.linear_cross_entropy_backward.default}
 _NUMBER = 16
 """A number that is made a tensor, or the intermediate result of a mean."""
 
@@ -30,7 +28,9 @@ _NUMBER = 16
 def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     """Bytes beside results that an operation takes while it runs, of what the table knows; none on other
     devices than the CPU. `random`: whether it draws random numbers."""
-    inputs = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
+    if isinstance(node.target, Tiled):
+        return tile_bytes(node.target)
+    inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta["val"], torch.Tensor)]
     outputs = _tensors(node.meta["val"])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
         return 0
@@ -39,14 +39,18 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
         return max(STATE_BYTES, inside)
     theirs = torchs_operator(node.target)
     rule = TABLE.get(getattr(theirs, "overloadpacket", None))
-    own = bytes_of_parts(node)
-    return max(STATE_BYTES * random, own, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
+    return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
 
 
 def bytes_of_parts(node: fx.Node) -> int:
     """Bytes beside results that an operation takes at most for one of the parts that it works on; 0 for what
     is measured where it runs."""
-    return temporaries(node) if node.target in _OF_PARTS else 0
+    return tile_bytes(node.target) if isinstance(node.target, Tiled) else 0
+
+
+def tile_bytes(tiled: Tiled) -> int:
+    """Bytes beside results of one tile, with the temporary memory of its operations."""
+    return tiled.tile_bytes(lambda n: temporary_bytes(n, random=False))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

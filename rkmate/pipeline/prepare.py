@@ -98,7 +98,8 @@ class Blocked:
     @property
     def concerned(self) -> Concerned:
         """Per name of a variant, the weights that it concerns in this model."""
-        return {"chunked-loss": self.linear_losses}
+        return {"chunked-loss": self.linear_losses,
+                "tiled-mlps": self.partition.program.joint.wide_mlps}
 
 
 class AsCheckpointed(NamedTuple):
@@ -214,6 +215,7 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     variant = variant or first(traced.settings)
     with gc_pause():
         joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss,
+                         tiled_mlps=variant.tiled_mlps,
                          deferring=variant.chunked_loss and traced.settings.deferred_outputs != "never")
         program = lower(joint)
         middle = time.perf_counter()

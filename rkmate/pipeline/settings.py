@@ -54,6 +54,9 @@ class Settings:
     """Where the loss is computed a few rows at a time, a wide output that it is not computed from (the logits
     that are returned beside it) is computed when somebody reads it. ``"never"``: it is computed in the step,
     and counted in the budget."""
+    tiled_mlps: When = "auto"
+    """Run wide MLPs a few rows at a time, likewise: what they hold between their two products then does not
+    grow with the sequence. The last bits of their weights' gradients differ."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"
@@ -80,6 +83,7 @@ class Settings:
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
                                      ("deferred_outputs", self.deferred_outputs, ("auto", "never")),
+                                     ("tiled_mlps", self.tiled_mlps, ("auto", "always", "never")),
                                      ("fraction_of", self.fraction_of, ("plain", "checkpointed"))):
             if value not in allowed:
                 raise ArgumentError(f"{name} is {value!r}; it should be "

@@ -19,6 +19,8 @@ from rkmate.pipeline.settings import Settings, When
 FASTER_BY = 0.01
 """A variant that trades something of the result is taken where its step is faster by more than this part of
 the step without: predictions are no better, and bits are worth something."""
+LISTED = 4
+"""Names that a note lists at most."""
 Concerned = Mapping[str, tuple[str, ...]]
 """Per name of a variant, the weights that it concerns; none where the graph has no place for it."""
 
@@ -36,6 +38,8 @@ class Variant:
     ``"always"``, at every budget, or ``"never"``. Empty: always there."""
     chunked_loss: bool = False
     """Whether the last products and their cross entropies are computed a few rows at a time."""
+    tiled_mlps: bool = False
+    """Whether wide MLPs run a few rows at a time."""
     note: str = ""
     """What its plans say, with ``{names}`` of the weights that it concerns."""
     combines: tuple[str, ...] = ()
@@ -55,7 +59,7 @@ class Variant:
 
     def notes(self, concerned: Concerned) -> str:
         """What its plans say."""
-        return "; ".join(row.note.format(names=", ".join(concerned[row.name]))
+        return "; ".join(row.note.format(names=_listed(concerned[row.name]))
                          for row in self.rows if concerned.get(row.name))
 
     def warning(self, reason: str, instead: str, concerned: Concerned) -> str:
@@ -73,7 +77,15 @@ CHUNKED_LOSS = Variant(
     setting="chunked_loss",
     chunked_loss=True,
     note="the products with {names} and their cross entropies are computed a few rows at a time")
-VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS)
+TILED_MLPS = Variant(
+    "tiled-mlps",
+    trades="The gradients of these weights are the original's but for the order of their additions: "
+           "their last bits differ",
+    setting="tiled_mlps",
+    tiled_mlps=True,
+    note="the MLPs of {names} run a few rows at a time",
+    combines=("chunked-loss",))
+VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, TILED_MLPS)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 
 
@@ -130,6 +142,11 @@ def may_be_faster(seconds: float, graph: CDGraph, variant: Variant) -> bool:
 def is_faster(seconds: float, than: float, variant: Variant) -> bool:
     """Whether a variant's step is faster by enough for it to be taken."""
     return seconds < than * (1 - FASTER_BY if variant.trades else 1)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _combine(a: Variant, b: Variant) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import fx
 
 from rkmate.graph.blocks.lower import Program
@@ -12,7 +11,9 @@ from rkmate.graph.blocks.names import NameTable, letters
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.operations import OpOverload
+from rkmate.graph.passes.literals import literal
 from rkmate.graph.passes.simplify import is_view
+from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.graph.passes.view_methods import view_method
 
 
@@ -28,31 +29,21 @@ class Naming(Protocol):
     def namespace(self, name: str) -> str:
         """A namespace of operators."""
 
+    def function(self, tiled: Tiled) -> str:
+        """The function of a tiled computation."""
+
 
 def source_key(source: Source) -> str:
     """The key under which the run time finds what the caller holds."""
     return f"{source.kind}:{source.key}"
 
 
-def literal(value: Any) -> str:
-    """A Python expression for a constant argument."""
-    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
-        return repr(value)
-    if isinstance(value, float):
-        return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
-    if isinstance(value, complex):
-        return repr(value)
-    if isinstance(value, torch.device):
-        return f'torch.device("{value}")'
-    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
-        return str(value)
-    raise TypeError(f"no literal for {value!r}")
-
-
-def operator_namespace(node: fx.Node) -> str:
-    """``aten`` for ``aten.mm.default``; empty for what is no operation."""
+def operator_namespaces(node: fx.Node) -> set[str]:
+    """``aten`` for ``aten.mm.default``; none for what is no operation."""
     target = node.target
-    return str(target.namespace) if isinstance(target, OpOverload) else ""
+    if isinstance(target, Tiled):
+        return target.namespaces()
+    return {str(target.namespace)} if isinstance(target, OpOverload) else set()
 
 
 def local_names(program: Program, block: Block | None, c: tuple[int, ...],
@@ -126,8 +117,10 @@ class Expressions:
         parts += [f"{k}={self._argument(v)}" for k, v in kwargs.items()]
         return f"{self._operator(target)}({', '.join(parts)})"
 
-    def _operator(self, target: OpOverload) -> str:
+    def _operator(self, target: OpOverload | Tiled) -> str:
         """``aten.mm.default``."""
+        if isinstance(target, Tiled):
+            return self.naming.function(target)
         return f"{self.naming.namespace(target.namespace)}.{target._opname}.{target._overloadname}"
 
     def _argument(self, value: Any) -> str:

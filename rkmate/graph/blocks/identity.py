@@ -12,6 +12,7 @@ from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
+from rkmate.graph.passes.tiles.tiled import Tiled
 
 
 def block_text(program: Program, block: Block) -> str:
@@ -66,6 +67,9 @@ class _Naming:
 
     def namespace(self, name: str) -> str:
         return name
+
+    def function(self, tiled: Tiled) -> str:
+        return f"<{tiled.text}>"
 
 
 def _dtype(value: torch.Tensor) -> str:

@@ -13,19 +13,31 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.chunked_kernels import Alternative, whole_batch_norm
-from rkmate.graph.passes.chunked_loss import fewer_parts
+from rkmate.graph.passes.tiles.tiled import Tiled
 
 own = torch.ops.rkmate
 
 KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
     own.batch_norm_backward.default: whole_batch_norm,
-    own.linear_cross_entropy.default: fewer_parts,
-    own.linear_cross_entropy_backward.default: fewer_parts,
 }
 """What names them, by operator. The parts of a plain cross entropy are as fast as torch's kernel."""
+FEWER = 4
+"""An alternative has so many times fewer parts than the one before, which is a useful difference."""
 
 
 def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
     """The other kernels of an operation, the leanest first; none where it has one alone."""
+    if isinstance(node.target, Tiled):
+        return _fewer_parts(node, node.target)
     find = KERNELS.get(node.target)
     return () if find is None else find(node)
+
+
+def _fewer_parts(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
+    """The same in fewer tiles, two at least."""
+    found: list[Alternative] = []
+    while tiled.parts >= 2 * FEWER:
+        with node.meta["val"][0].fake_mode:
+            tiled = tiled.with_parts(tiled.parts // FEWER)
+        found.append(Alternative(tiled, node.args, tiled.tile_bytes(lambda n: 0)))
+    return tuple(found)

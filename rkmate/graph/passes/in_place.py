@@ -32,6 +32,7 @@ _FIRST |= {
     aten.pow.Tensor_Scalar: aten.pow_.Scalar, aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
     aten.addcmul.default: aten.addcmul_.default, aten.addcdiv.default: aten.addcdiv_.default,
+    torch.ops.rkmate.scale.default: torch.ops.rkmate.scale_.default,
 }
 # Without an underscore they copy their first argument, and write to the copy.
 _FIRST |= {

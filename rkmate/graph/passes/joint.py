@@ -8,7 +8,7 @@ from torch import fx
 
 from rkmate.graph.capture.backward_tags import is_backward
 from rkmate.graph.capture.capture import Capture, Source
-from rkmate.graph.capture.nodes import copied
+from rkmate.graph.capture.nodes import copied as copied_node
 from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.deferred import Deferred
 
@@ -30,6 +30,8 @@ class Joint:
     """Operations captured, views and aliases included."""
     linear_losses: tuple[str, ...] = ()
     """Weights of products, followed by a cross entropy, that can be computed a few rows at a time."""
+    wide_mlps: tuple[str, ...] = ()
+    """First weights of MLPs that can run a few rows at a time."""
     decisions: frozenset[fx.Node] = frozenset()
     """Operations of the forward whose outcome must stand: they run once."""
     deferred: tuple[Deferred, ...] = ()
@@ -59,12 +61,16 @@ class Rewriting:
     """Outputs whose gradient the backward will take."""
     chunked_loss: bool = False
     """Whether linear losses are to be computed a few rows at a time."""
+    tiled_mlps: bool = False
+    """Whether wide MLPs are to run a few rows at a time."""
     nodes_before: int = field(init=False)
     """Operations at first."""
     constant: frozenset[fx.Node] = frozenset()
     """As `Joint.constant`, once it is known."""
     linear_losses: tuple[str, ...] = ()
     """As `Joint.linear_losses`, once they are known."""
+    wide_mlps: tuple[str, ...] = ()
+    """As `Joint.wide_mlps`, once they are known."""
     decisions: frozenset[fx.Node] = frozenset()
     """As `Joint.decisions`, once they are known."""
     deferring: bool = False
@@ -111,22 +117,35 @@ class Rewriting:
         """The graph as it stands."""
         return Joint(self.graph, self.sources, tuple(self.outputs), tuple(self.mutations),
                      tuple(self.grads), self.constant, self.wanted, self.nodes_before, self.linear_losses,
-                     self.decisions, tuple(self.deferred))
+                     self.wide_mlps, self.decisions, tuple(self.deferred))
 
 
 def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-              deferring: bool = False) -> Rewriting:
+              tiled_mlps: bool = False, deferring: bool = False) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in capture.graph.nodes:
         if node.op != "output":
-            copies[node] = copied(graph, node, copies)
+            copies[node] = copied_node(graph, node, copies)
     return Rewriting(
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss, deferring=deferring)
+        wanted, chunked_loss, tiled_mlps, deferring=deferring)
+
+
+def copied(work: Rewriting) -> Rewriting:
+    """The same, to be rewritten apart."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in work.graph.nodes:
+        copies[node] = copied_node(graph, node, copies)
+    return Rewriting(
+        graph, {copies[n]: s for n, s in work.sources.items()},
+        [None if n is None else copies[n] for n in work.outputs],
+        [(s, copies[n]) for s, n in work.mutations], [(s, copies[n]) for s, n in work.grads],
+        work.wanted, work.chunked_loss, work.tiled_mlps)
 
 
 def owner_of(node: fx.Node) -> fx.Node:

@@ -105,6 +105,16 @@ def _batch_norm_backward(grad_out: torch.Tensor, input: torch.Tensor, weight: to
     return result
 
 
+def scale(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """A gradient for an incoming gradient of one, times the one that came."""
+    return x * by
+
+
+def scale_over(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """The same over itself. On a CPU a scalar of one is seen without waiting, and nothing is to do then."""
+    return x if devices.of(by).host and by.item() == 1 else x.mul_(by)
+
+
 _CROSS_ENTROPY = ("Tensor grad_output, Tensor log_probs, Tensor target, Tensor? weight, "
                   "int reduction, SymInt ignore_index, Tensor total_weight, int dim")
 _BATCH_NORM = ("Tensor grad_out, Tensor input, Tensor? weight, Tensor save_mean, "
@@ -113,6 +123,8 @@ for _schema, _function in {
     f"cross_entropy_backward({_CROSS_ENTROPY}) -> Tensor": cross_entropy_backward,
     f"cross_entropy_backward.out({_CROSS_ENTROPY}, *, Tensor(a!) out) -> Tensor(a!)":
         cross_entropy_backward_out,
+    "scale(Tensor x, Tensor by) -> Tensor": scale,
+    "scale_(Tensor(a!) x, Tensor by) -> Tensor(a!)": scale_over,
     f"batch_norm_backward({_BATCH_NORM}) -> (Tensor, Tensor, Tensor)": batch_norm_backward,
     f"batch_norm_backward.over({_BATCH_NORM}, *, Tensor(a!) out) -> (Tensor(a!), Tensor, Tensor)":
         batch_norm_backward_over,

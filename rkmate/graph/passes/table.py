@@ -12,7 +12,6 @@ import functools
 from rkmate.graph.capture.repairs import REPAIRS, Pass
 from rkmate.graph.passes import chunked_kernels, in_place
 from rkmate.graph.passes.alternatives import alternatives
-from rkmate.graph.passes.chunked_loss import chunk_linear_losses
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
 from rkmate.graph.passes.dead_code import drop_dead
@@ -23,6 +22,8 @@ from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
 from rkmate.graph.passes.running_statistics import drop_unread_statistics, protect_overwritten
+from rkmate.graph.passes.tiles.heads import tile_heads
+from rkmate.graph.passes.tiles.mlps import tile_mlps
 from rkmate.graph.passes.unwanted_gradients import drop_unwanted_gradients
 from rkmate.graph.passes.view_chains import shorten_views
 from rkmate.graph.passes.view_methods import view_method
@@ -76,10 +77,15 @@ REWRITINGS = (
          "Where the loss needs no whole logits, what they are computed from is kept in their place.",
          take_outputs_off, ()),
     Pass("chunked loss", "simplify",
-         "The logits of a language model are often its largest tensors. Where a budget needs it, the "
-         "product and its cross entropy are computed a few rows at a time; the last bits of the "
+         "The logits of a language model are often its largest tensors. Where a budget needs it, a wide "
+         "product, its losses and their gradients are computed a few rows at a time; the last bits of the "
          "weight's gradient differ.",
-         chunk_linear_losses),
+         tile_heads),
+    Pass("tiled MLPs", "simplify",
+         "Between the two products of a transformer's MLP a token takes some four times what it takes "
+         "elsewhere. Where a budget needs it, MLPs run a few rows at a time; the last bits of their "
+         "weights' gradients differ.",
+         tile_mlps),
     Pass("rows of embeddings", "simplify",
          "Torch makes an embedding's gradient as large as its table, mostly zeros. Where the table has "
          "another gradient, of a head that it is tied to, that would be a second matrix of this size beside "

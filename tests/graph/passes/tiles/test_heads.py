@@ -1,11 +1,15 @@
-"""Chunked linear cross-entropy: what is recognised, and what takes its place."""
+"""Heads that run a few rows at a time: what is recognised, and what takes its place."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.dead_code import drop_dead
+from rkmate.graph.passes.joint import Rewriting, is_backward
+from rkmate.graph.passes.tiles.heads import tile_heads
+from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.graph.passes.verify import verify
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 own = torch.ops.rkmate
@@ -19,15 +23,15 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _linear_loss(*, biased: bool = True, returned: bool = False, between: bool = False, read: bool = False,
                  chunked_loss: bool = True) -> Rewriting:
-    """`between`: something else stands between product and loss; `read`: so does a reader of the logits'
-    gradient that is none of the product's gradients."""
+    """`between`: what stands between product and loss mixes the rows; `read`: so does a reader of the logits'
+    gradient."""
     made = Made()
     x, w = made.source("input", 0, ROWS, WIDTH), made.source("param", "head.weight", CLASSES, WIDTH)
     b = made.source("param", "head.bias", CLASSES)
     target, grad = made.source("input", 1, ROWS, dtype=torch.int64), made.source("tangent", 0)
     turned = made.call(aten.t.default, w)
     logits = made.call(aten.addmm.default, b, x, turned) if biased else made.call(aten.mm.default, x, turned)
-    entering = made.call(aten.relu.default, logits) if between else logits
+    entering = made.call(aten.cumsum.default, logits, 0) if between else logits
     log_probs = made.call(aten._log_softmax.default, entering, 1, False)
     loss = made.call(aten.nll_loss_forward.default, log_probs, target, None, 1, -100)
     value, total = made.item(loss, 0), made.item(loss, 1)
@@ -40,19 +44,24 @@ def _linear_loss(*, biased: bool = True, returned: bool = False, between: bool =
         summed = made.call(aten.sum.dim_IntList, back, [0], True, backward=True)
         grads.append((b, made.call(aten.view.default, summed, [CLASSES], backward=True)))
     if read:
-        grads.append((x, made.call(aten.mm.default, made.call(aten.neg.default, back, backward=True), w,
+        grads.append((x, made.call(aten.mm.default, made.call(aten.cumsum.default, back, 0, backward=True), w,
                                    backward=True)))
     return made.work([value, logits if returned else None], grads, wanted=(True, False),
                      chunked_loss=chunked_loss)
+
+
+def _tiled(work: Rewriting) -> list[tuple[torch.fx.Node, Tiled]]:
+    return [(n, n.target) for n in work.graph.nodes if isinstance(n.target, Tiled)]
 
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_no_logits_are_left(biased: bool) -> None:
     work = run("chunked loss", _linear_loss(biased=biased))
     assert work.linear_losses == ("head.weight",)
+    (node, tiled), = _tiled(work)
+    assert not is_backward(node) and [g.shape for g in tiled.gives][1:3] == [(CLASSES, WIDTH), (ROWS, WIDTH)]
     found = targets(work)
-    assert own.linear_cross_entropy.default in found
-    assert own.linear_cross_entropy_backward.default in found
+    assert found.count(own.scale.default) == 2 + biased
     assert not {aten.mm.default, aten.addmm.default, aten._log_softmax.default,
                 own.cross_entropy_backward.default} & set(found)
 
@@ -60,10 +69,20 @@ def test_no_logits_are_left(biased: bool) -> None:
 def test_logits_that_are_returned_are_taken_as_they_are() -> None:
     work = run("chunked loss", _linear_loss(returned=True))
     found = targets(work)
-    assert aten.addmm.default in found and own.cross_entropy.default in found
-    assert own.linear_cross_entropy.default not in found
-    back = next(n for n in work.graph.nodes if n.target is own.linear_cross_entropy_backward.default)
-    assert back.args[1] is work.outputs[1]
+    assert aten.addmm.default in found and aten._log_softmax.default not in found
+    (node, tiled), = _tiled(work)
+    assert work.outputs[1] in node.args
+    assert "addmm.default" not in tiled.text
+
+
+def test_logits_that_are_returned_may_be_computed_apart() -> None:
+    work = _linear_loss(returned=True)
+    tile_heads(work, keep_outputs=False)
+    drop_dead(work)
+    assert aten.addmm.default in targets(work)
+    (node, tiled), = _tiled(work)
+    verify(work.joint())
+    assert work.outputs[1] not in node.args and "addmm.default" in tiled.text
 
 
 def test_it_is_noted_where_it_is_not_asked_for() -> None:
@@ -73,7 +92,7 @@ def test_it_is_noted_where_it_is_not_asked_for() -> None:
     assert work.linear_losses == ("head.weight",)
 
 
-@pytest.mark.parametrize("how", [{"between": True}, {"read": True}], ids=["no product", "read elsewhere"])
+@pytest.mark.parametrize("how", [{"between": True}, {"read": True}], ids=["rows are mixed", "read elsewhere"])
 def test_others_are_left_alone(how: dict[str, bool]) -> None:
     work = _linear_loss(**how)
     before = targets(work)

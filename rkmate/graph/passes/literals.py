@@ -1,0 +1,22 @@
+"""Constant arguments as Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def literal(value: Any) -> str:
+    """A Python expression for a constant argument."""
+    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
+        return repr(value)
+    if isinstance(value, float):
+        return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
+    if isinstance(value, complex):
+        return repr(value)
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+        return str(value)
+    raise TypeError(f"no literal for {value!r}")

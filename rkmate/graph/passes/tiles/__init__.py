@@ -1,0 +1,1 @@
+"""Regions of the joint graph that run a few rows at a time."""

@@ -1,0 +1,160 @@
+"""A tiled computation as a Python function: its statements, and the loop over tiles around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from rkmate.graph.passes.literals import literal
+from rkmate.graph.passes.tiles.steps import Step, steps_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Give:
+    """One result of a tiled computation."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    lead: int
+    """How many leading dimensions are rows, which tiles fill one after the other; 0: the tiles' parts are
+    summed up, in single precision at least."""
+
+    @property
+    def sums_in(self) -> torch.dtype:
+        """The type in which parts are summed up."""
+        floats = self.dtype.is_floating_point
+        return torch.promote_types(self.dtype, torch.float32) if floats else self.dtype
+
+
+class Tiled(Protocol):
+    """What the text is made of: see `tiled.Tiled`."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def takes(self) -> tuple[int, ...]: ...
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def gives(self) -> tuple[Give, ...]: ...
+    @property
+    def into(self) -> tuple[int, ...]: ...
+    @property
+    def in_place(self) -> bool: ...
+
+    @property
+    def step(self) -> int:
+        """Rows of a tile."""
+
+
+def function(tiled: Tiled, name: str) -> str:
+    """The function's text."""
+    inputs = [n for n in tiled.graph.nodes if n.op == "placeholder"][1:]
+    output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
+    results = [f"result_{k}" for k in range(len(output))]
+    given = [f"all_{n.name}" if lead else n.name for n, lead in zip(inputs, tiled.takes, strict=True)]
+    given += [f"into_{k}" for k in tiled.into]
+    lines = [f"def {name}({', '.join(given)}):",
+             f'    """{tiled.rows} rows, {tiled.step} at a time."""']
+    for node, lead, shape in zip(inputs, tiled.takes, tiled.shapes, strict=True):
+        if lead > 1:
+            lines.append(f"    all_{node.name} = all_{node.name}.reshape("
+                         f"{[tiled.rows, *shape[lead:]]})")
+    fused = products(tiled)
+    lines += [f"    {_start(tiled, k, give, fused=k in fused)}" for k, give in enumerate(tiled.gives)]
+    body = [f"n = min({tiled.step}, {tiled.rows} - at)"] if tiled.rows % tiled.step \
+        else [f"n = {tiled.step}"]
+    body += [f"{node.name} = all_{node.name}.narrow(0, at, n)"
+             for node, lead in zip(inputs, tiled.takes, strict=True) if lead]
+    for step in steps_of(tiled.graph):
+        k = next((k for k in fused if fused[k] is step.node), None)
+        body += _statement(step) if k is None else [_add_product(tiled, k, step.node)]
+        done = [k for k, n in enumerate(output) if n is step.node and k not in fused]
+        body += [_collect(results[k], n, tiled.gives[k]) for k in done for n in [output[k]]]
+        ends = [n.name for n in step.ends if n not in fused.values()]
+        body += [f"del {', '.join(ends)}"] if ends else []
+    lines.append(f"    for at in range(0, {tiled.rows}, {tiled.step}):")
+    lines += [f"        {line}" for line in body]
+    lines.append(f"    return ({', '.join(_end(tiled, k, give) for k, give in enumerate(tiled.gives))},)")
+    return "\n".join(lines) + "\n"
+
+
+def products(tiled: Tiled) -> dict[int, fx.Node]:
+    """Results that are sums of products, each added where the sum stands, and these products."""
+    output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
+    return {k: node for k, (node, give) in enumerate(zip(output, tiled.gives, strict=True))
+            if not give.lead and node.target is aten.mm.default and len(node.users) == 1
+            and node.meta["val"].dtype == give.sums_in and output.count(node) == 1}
+
+
+def _start(tiled: Tiled, k: int, give: Give, *, fused: bool) -> str:
+    name = f"result_{k}"
+    if give.lead:
+        return f"{name} = {_new('empty', _by_rows(tiled, give), give.dtype, give.device)}"
+    if k in tiled.into and not tiled.in_place:
+        return f"{name} = into_{k}.to({give.sums_in}, copy=True)"
+    if k in tiled.into and give.sums_in == give.dtype:
+        return f"{name} = into_{k}"
+    # A product's first tile writes; what stood there is not read.
+    kind = "empty" if fused and k not in tiled.into else "zeros"
+    return f"{name} = {_new(kind, list(give.shape), give.sums_in, give.device)}"
+
+
+def _by_rows(tiled: Tiled, give: Give) -> list[int]:
+    return [tiled.rows, *give.shape[give.lead:]]
+
+
+def _new(kind: str, shape: list[int], dtype: torch.dtype, device: torch.device) -> str:
+    return f'torch.{kind}({shape}, dtype={dtype}, device="{device}")'
+
+
+def _add_product(tiled: Tiled, k: int, node: fx.Node) -> str:
+    a, b = (n.name for n in node.args)  # type: ignore[union-attr]
+    first = "" if k in tiled.into else ", beta=int(at > 0)"
+    return f"aten.addmm.out(result_{k}, {a}, {b}{first}, out=result_{k})"
+
+
+def _collect(name: str, node: fx.Node, give: Give) -> str:
+    return f"{name}.narrow(0, at, n).copy_({node.name})" if give.lead else f"{name}.add_({node.name})"
+
+
+def _end(tiled: Tiled, k: int, give: Give) -> str:
+    name = f"result_{k}"
+    if give.lead:
+        return name if give.lead == 1 else f"{name}.view({list(give.shape)})"
+    if give.sums_in == give.dtype:
+        return name
+    if k in tiled.into and tiled.in_place:
+        return f"into_{k}.add_({name})"
+    return f"{name}.to({give.dtype})"
+
+
+def _statement(step: Step) -> list[str]:
+    node, args, kwargs, target = step.node, list(step.node.args), dict(step.node.kwargs), step.node.target
+    if step.way is not None:
+        target = step.way.target
+        if step.way.keyword is not None:
+            kwargs[step.way.keyword] = node.args[step.way.argument]
+        if step.way.swapped:
+            args[:2] = reversed(args[:2])
+    if not hasattr(target, "namespace"):       # one of several results
+        return [f"{node.name} = {_argument(args[0])}[{args[1]}]"]
+    words = [_argument(a) for a in args] + [f"{k}={_argument(v)}" for k, v in kwargs.items()]
+    call = f"{target.namespace}.{target._opname}.{target._overloadname}"  # type: ignore[union-attr]
+    return [f"{node.name} = {call}({', '.join(words)})"]
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_argument, value))}]"
+    return literal(value)

@@ -1,0 +1,90 @@
+"""What runs on one tile, in order: what overwrites what, and where each value ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture.operations import is_view
+from rkmate.graph.passes.in_place import InPlace, in_place_ways
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation."""
+
+    node: fx.Node
+    way: InPlace | None
+    """How it writes its result over an operand that ends with it."""
+    ends: tuple[fx.Node, ...]
+    """Values that nobody reads after it."""
+
+
+def steps_of(graph: fx.Graph) -> tuple[Step, ...]:
+    """The operations of a tile's graph."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    at = {n: k for k, n in enumerate(nodes)}
+    # A result is put where it belongs at once, so that it counts as read where it is made.
+    last = {n: max((at[u] for u in n.users if u in at), default=at[n]) for n in nodes}
+    owner = {n: _owner(n) for n in graph.nodes if n.op != "output"}
+    storage_ends: dict[fx.Node, int] = {}
+    for n in nodes:
+        storage_ends[owner[n]] = max(storage_ends.get(owner[n], 0), last[n])
+    made = []
+    for k, node in enumerate(nodes):
+        way = next((w for w in in_place_ways(node, owner.__getitem__)
+                    if storage_ends.get(owner[_argument(node, w)]) == k
+                    and owner[_argument(node, w)].op == "call_function"), None)
+        if way is not None:                    # the result lives there from now on
+            old = owner[_argument(node, way)]
+            storage_ends[old] = storage_ends[owner[node]]
+            owner = {n: old if o is node else o for n, o in owner.items()}
+        ends = dict.fromkeys([n for n in node.all_input_nodes if n in last and last[n] == k])
+        made.append(Step(node, way, (*ends, *((node,) if last[node] == k else ()))))
+    return tuple(made)
+
+
+def _argument(node: fx.Node, way: InPlace) -> fx.Node:
+    found = node.args[way.argument]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx.Node], int]) -> int:
+    """The most bytes that a tile's own values take at once. `added`: products that are added where their sum
+    stands. `inside`: of an operation, its temporaries."""
+    live = peak = 0
+    held: dict[fx.Node, int] = {}
+    count: dict[fx.Node, int] = {}
+    owner: dict[fx.Node, fx.Node] = {}
+    for step in steps_of(graph):
+        node = step.node
+        base = _argument(node, step.way) if step.way is not None else _owner(node)
+        owner[node] = owner.get(base, base) if base is not node else node
+        if owner[node] is node:
+            held[node] = 0 if node in added else _bytes(node.meta["val"])
+            live += held[node]
+        count[owner[node]] = count.get(owner[node], 0) + 1
+        peak = max(peak, live + inside(node))
+        for n in step.ends:
+            if n in owner:
+                count[owner[n]] -= 1
+                if not count[owner[n]]:
+                    live -= held.pop(owner[n], 0)
+    return peak
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(value.untyped_storage().nbytes())
+    return 0                                   # several results are counted where they are taken apart

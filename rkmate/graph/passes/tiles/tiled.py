@@ -1,0 +1,143 @@
+"""A region of the joint graph as one computation: what runs on one tile, and how tiles make the whole."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture.operations import OpOverload
+from rkmate.graph.passes.tiles import source
+from rkmate.graph.passes.tiles.source import Give
+from rkmate.graph.passes.tiles.steps import peak_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Tiled:
+    """Operations that run a few rows at a time, as the target of one node with several results.
+
+    Two of equal text are equal. Calling one runs the source that a generated step shows.
+    """
+
+    name: str
+    """What the generated function is called, but for a number."""
+    graph: fx.Graph
+    """What runs on one tile: the number of rows and the arguments come in, the results leave. Its values are
+    those of a full tile."""
+    rows: int
+    parts: int
+    takes: tuple[int, ...]
+    """Per argument, how many leading dimensions are rows; 0: every tile reads the whole."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the arguments."""
+    gives: tuple[Give, ...]
+    into: tuple[int, ...] = ()
+    """Results, of those that are summed up, whose first value comes in as an argument, after the others."""
+    in_place: bool = False
+    """Whether such a first value is overwritten; else it is copied."""
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    @property
+    def _opname(self) -> str:
+        return self.name
+
+    @property
+    def step(self) -> int:
+        """Rows of a tile; the last one may have fewer."""
+        return -(-self.rows // self.parts)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The generated function under its own name; equal for equal computations."""
+        return source.function(self, self.name)
+
+    def function(self, name: str) -> str:
+        """The generated function under another name."""
+        return source.function(self, name)
+
+    def namespaces(self) -> set[str]:
+        """Namespaces of operators in the text."""
+        targets = [n.target for n in self.graph.nodes]
+        return {"aten"}.union(str(t.namespace) for t in targets if isinstance(t, OpOverload))
+
+    def with_parts(self, parts: int) -> Tiled:
+        """The same in so many parts."""
+        parts = min(max(1, parts), self.rows)
+        return replace(self, graph=_at_rows(self, -(-self.rows // parts)), parts=parts)
+
+    def with_into(self, into: Sequence[int], *, in_place: bool = False) -> Tiled:
+        """The same, with the first value of some sums as arguments."""
+        if any(self.gives[k].lead for k in into):
+            raise ValueError("a result that is put together by rows has no first value")
+        return replace(self, into=tuple(into), in_place=in_place)
+
+    def tile_bytes(self, inside: Callable[[fx.Node], int]) -> int:
+        """The most bytes beside the results: of one tile, and of sums in another type than their result's.
+        `inside`: of one operation of a tile, its temporaries."""
+        return peak_bytes(self.graph, [*source.products(self).values()], inside) + self.sum_bytes(apart=True)
+
+    def sum_bytes(self, *, apart: bool = False) -> int:
+        """Bytes of what is summed up. `apart`: only of sums in another type than their result's."""
+        return sum(math.prod(g.shape) * g.sums_in.itemsize for g in self.gives
+                   if not g.lead and (not apart or g.sums_in != g.dtype))
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Tensors like the results."""
+        return tuple(torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in self.gives)
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = _compiled(self.text, self.name)(*args)
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tiled) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.rows} rows in {self.parts} parts)"
+
+
+def propagate(graph: fx.Graph) -> None:
+    """Give each operation of a tile's graph the value that its arguments' values make."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _at_rows(tiled: Tiled, step: int) -> fx.Graph:
+    """A tile's graph with the values of another number of rows."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in tiled.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    like = next(n.meta["val"] for n in inputs[1:])
+    with like.fake_mode:
+        inputs[0].meta["val"] = step
+        for node, lead in zip(inputs[1:], tiled.takes, strict=True):
+            value = node.meta["val"]
+            if lead:
+                node.meta["val"] = torch.empty((step, *value.shape[1:]), dtype=value.dtype,
+                                               device=value.device)
+        propagate(graph)
+    return graph
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(text: str, name: str) -> Callable[..., Any]:
+    spaces: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "rkmate": torch.ops.rkmate}
+    exec(compile(text, f"<{name}>", "exec"), spaces)
+    made: Callable[..., Any] = spaces[name]
+    return made
