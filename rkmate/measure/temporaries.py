@@ -14,10 +14,12 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
+from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators of torch.ops.rkmate
+from rkmate.graph.passes.operators import part_bytes
 from rkmate.graph.passes.reduced_losses import torchs_operator
 
 Tensors = Sequence[torch.Tensor]
-aten = torch.ops.aten
+aten, own = torch.ops.aten, torch.ops.rkmate
 _NUMBER = 16
 """A number that is made a tensor, or the intermediate result of a mean."""
 
@@ -71,6 +73,13 @@ def _norm_of_columns(inputs: Tensors, outputs: Tensors) -> int:
     return _copies(inputs) + 2 * sum(t.numel() * max(4, t.element_size()) for t in outputs[1:])
 
 
+def _part_of_weight(inputs: Tensors, outputs: Tensors) -> int:
+    """The gradient of a part of a convolution's weight, and those channels that it is computed from."""
+    part, whole = part_bytes(outputs[0], outputs[0].nbytes), outputs[0].nbytes
+    read = max(t.nbytes for t in inputs[1:])
+    return whole if part >= whole else part + -int(-read * part // whole)
+
+
 TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     # A loss is made for each number before it is reduced.
     aten.mse_loss: _largest(2), aten.smooth_l1_loss: _largest(2), aten.huber_loss: _largest(1),
@@ -88,6 +97,8 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten._prelu_kernel_backward: _largest(1),
     aten.embedding: lambda inputs, outputs: _copies(inputs),
     aten.embedding_dense_backward: lambda inputs, outputs: _copies(inputs),
+    aten.add_: _promoted, own.add_convolution_gradient: _part_of_weight,
+    own.add_embedding_gradient: lambda inputs, outputs: _copies(inputs[1:2]) + outputs[0][:1].nbytes,
     aten.add: _promoted, aten.sub: _promoted, aten.mul: _promoted, aten.div: _promoted, aten.sum: _promoted,
     aten.abs: _promoted,
     aten.logsumexp: _all(1), aten.sort: _largest(2), aten.median: _largest(1), aten.kthvalue: _largest(3),

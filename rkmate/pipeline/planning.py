@@ -183,7 +183,11 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
 
 def follow(traced: Traced, plan: Plan) -> Planned:
     """A plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError` where
-    it does not belong to this model."""
+    it does not belong to this model, or to this way of gradients."""
+    if plan.gradients != traced.settings.gradients:
+        raise PlanError(f'the plan was made with gradients="{plan.gradients}", and this call says '
+                        f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make a plan for '
+                        "this one")
     others = [v for v in VARIANTS if v.when(traced.settings) != "never"]
     for variant in dict.fromkeys([*_variants_of(traced, [plan]), *others]):
         found = _followed(block(traced, variant), [plan])
@@ -342,6 +346,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
         graph=solved.summary if solved else summarise(prepared),
         note=_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
+        gradients=prepared.settings.gradients,
         stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
         origin=blocked.traced.origin)
 

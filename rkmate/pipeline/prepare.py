@@ -25,6 +25,7 @@ from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, capture
+from rkmate.graph.capture.gradient_places import refuse_gradients_in_place
 from rkmate.graph.capture.pieces import tensor_called
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import simplify
@@ -162,6 +163,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     """Capture a model on sample inputs; one thread at a time. `captured`: what is known to come out."""
     check_model(model)
     model = traceable(model)
+    if settings.gradients == "in_place":
+        refuse_gradients_in_place(model)
     start = time.perf_counter()
     if captured is None:
         with gc_pause(), progress.stage("capturing", None), capture_lock:
@@ -183,7 +186,8 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     start = time.perf_counter()
     variant = variant or first(traced.settings)
     with gc_pause():
-        joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss)
+        joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss,
+                         in_place=traced.settings.gradients == "in_place")
         program = lower(joint)
         middle = time.perf_counter()
         parts = partition(program, traced.settings.cut)

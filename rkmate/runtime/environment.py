@@ -12,6 +12,7 @@ import torch
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import BackwardError
+from rkmate.runtime.added_gradients import adding
 
 _random = threading.RLock()
 """Held around every random operation of a planned step: a replay moves the default generator back,
@@ -24,7 +25,7 @@ class Environment:
     Consumed by one backward; the forward of another call has an environment of its own.
     """
 
-    __slots__ = ("_rng", "_sources", "_values", "_versions", "_watched", "device", "dry")
+    __slots__ = ("_rng", "_sources", "_values", "_versions", "_watched", "added", "device", "dry")
 
     def __init__(self, sources: Mapping[str, torch.Tensor], versions: Mapping[str, int],
                  device: torch.device, *, dry: bool = False) -> None:
@@ -36,6 +37,8 @@ class Environment:
         self._rng: dict[str, tuple[RandomState, RandomState]] = {}
         self._versions = versions
         self._watched: dict[str, int] = {}
+        self.added = False
+        """Whether something was added to a parameter's gradient."""
         self.device = device
         self.dry = dry
 
@@ -104,6 +107,11 @@ class Environment:
     def draw(self) -> threading.RLock:
         """Held around a random operation that runs once."""
         return _random
+
+    def adding(self) -> threading.RLock:
+        """Held around an addition to a parameter's gradient."""
+        self.added = True
+        return adding
 
     @contextmanager
     def remember(self, name: str) -> Iterator[None]:

@@ -34,7 +34,7 @@ from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_tra
 from rkmate.graph.capture.structure import Structure, take_apart, tensors_in
 from rkmate.support.warn import warn
 
-SourceKind = Literal["param", "buffer", "input", "constant", "tangent"]
+SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "grad"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Source:
     key: str | int
     """Parameter, buffer, a piece of one (`pieces`), or constant: its name.
     Input: index of the tensor among the arguments.
-    Tangent: index of the output whose gradient it is."""
+    Tangent: index of the output whose gradient it is.
+    Grad: name of the parameter whose ``.grad`` it is; no capture has one, the pass that adds to it does."""
 
 
 @dataclass(frozen=True)

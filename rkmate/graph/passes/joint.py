@@ -35,7 +35,11 @@ class Joint:
     def results(self) -> set[fx.Node]:
         """Nodes whose value leaves the graph."""
         return {n for n in self.outputs if n is not None} | {n for _, n in self.mutations} \
-            | {n for _, n in self.grads}
+            | {n for _, n in self.grads} | self.additions()
+
+    def additions(self) -> set[fx.Node]:
+        """Operations that add to what the caller holds: their result is there."""
+        return {n for n in self.graph.nodes if adds(n)}
 
 
 @dataclass
@@ -51,6 +55,8 @@ class Rewriting:
     """Outputs whose gradient the backward will take."""
     chunked_loss: bool = False
     """Whether linear losses are to be computed a few rows at a time."""
+    in_place: bool = False
+    """Whether gradients of parameters are added to what the caller holds, and handed to nobody."""
     nodes_before: int = field(init=False)
     """Operations at first."""
     constant: frozenset[fx.Node] = frozenset()
@@ -100,7 +106,8 @@ class Rewriting:
                      self.decisions)
 
 
-def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False) -> Rewriting:
+def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
+              in_place: bool = False) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -111,7 +118,12 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss)
+        wanted, chunked_loss, in_place)
+
+
+def adds(node: fx.Node) -> bool:
+    """Whether the operation has a side effect: it adds to a gradient that the caller holds."""
+    return bool(node.meta.get("adds"))
 
 
 def owner_of(node: fx.Node) -> fx.Node:
@@ -121,4 +133,4 @@ def owner_of(node: fx.Node) -> fx.Node:
     return node
 
 
-__all__ = ["Joint", "Rewriting", "is_backward", "is_random", "is_view", "owner_of", "rewriting"]
+__all__ = ["Joint", "Rewriting", "adds", "is_backward", "is_random", "is_view", "owner_of", "rewriting"]

@@ -32,6 +32,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
                    "torch.utils._python_dispatch._disable_current_modes"),
     "eager_kernels.py": ("torch._C.DispatchKey", "torch._C._AutoDispatchBelowAutograd",
                          "torch.utils._python_dispatch._disable_current_modes"),
+    "gradient_places.py": ("torch.nn.parallel.DistributedDataParallel._active_ddp_module",),
     "inner_gradients.py": ("torch.autograd._engine_run_backward",),
     "layouts.py": ("torch._decomp.decomposition_table", "torch._prims_common.suggest_memory_format",
                    "torch._subclasses.fake_tensor.FakeTensorMode"),
@@ -54,6 +55,9 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "dtr/runtime/sizes.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/wrapping.py": (("torch._C._will_engine_execute_node",),
                         "whether a backward adds to a parameter's gradient, which its engine alone knows"),
+    "runtime/added_gradients.py": (("torch._C._will_engine_execute_node",),
+                                   "whether a backward adds to a parameter's gradient, which its engine alone "
+                                   "knows"),
     "runtime/segments.py": (("torch._C._autograd._get_current_graph_task_keep_graph",),
                             "whether a backward keeps its graph, which its engine alone knows"),
 }

@@ -21,14 +21,15 @@ graph that breaks an invariant is a bug of a pass, and nothing that a user could
 
 
 def simplify(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-             verify: bool | None = None) -> Joint:
+             in_place: bool = False, verify: bool | None = None) -> Joint:
     """The graph that is planned.
 
     `wanted`: per output, whether its gradient will come. `chunked_loss`: compute linear losses a few
-    rows at a time, where there are any. `verify`: whether to check the graph after each pass (None: as
+    rows at a time, where there are any. `in_place`: add gradients of parameters to what the caller holds.
+    `verify`: whether to check the graph after each pass (None: as
     `VERIFY` says); raises `GraphError` that names the pass.
     """
-    work = rewriting(capture, wanted, chunked_loss=chunked_loss)
+    work = rewriting(capture, wanted, chunked_loss=chunked_loss, in_place=in_place)
     rewrite(work, REWRITINGS, verify=VERIFY if verify is None else verify)
     return work.joint()
 
