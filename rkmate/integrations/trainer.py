@@ -51,8 +51,8 @@ class _BudgetCallback:
         if budget != "auto":
             parse_budget(budget)
         self._options: dict[str, Any] = {
-            "budget": budget, "planner": planner, "costs": costs, "trains": trains,
-            "gradients": gradients, "settings": settings, "on_new_shape": on_new_shape, "progress": progress, "verify": verify,
+            "budget": budget, "planner": planner, "costs": costs, "trains": trains, "gradients": gradients,
+            "settings": settings, "on_new_shape": on_new_shape, "progress": progress, "verify": verify,
             "planning_seconds": planning_seconds}
         self._plans: list[Plan] = []
         self._first: FirstStep | None = None

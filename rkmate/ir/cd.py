@@ -171,7 +171,7 @@ class CDGraph:
             if (c.phase == "forward") != (i < self.loss):
                 raise GraphError(f"{c.name}: a {c.phase} node on the wrong side of the loss")
             if c.adds and (i < self.loss or c.outputs):
-                raise GraphError(f"{c.name} adds to a gradient: it should be of the backward, without outputs")
+                raise GraphError(f"{c.name} adds to a gradient, and is of the forward or has outputs")
             for j in c.inputs:
                 if j not in made and j not in external:
                     raise GraphError(f"{c.name} reads {self.d[j].name} before anything creates it")

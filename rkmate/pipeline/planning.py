@@ -186,8 +186,8 @@ def follow(traced: Traced, plan: Plan) -> Planned:
     it does not belong to this model, or to this way of gradients."""
     if plan.gradients != traced.settings.gradients:
         raise PlanError(f'the plan was made with gradients="{plan.gradients}", and this call says '
-                        f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make a plan for '
-                        "this one")
+                        f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make another '
+                        "plan")
     others = [v for v in VARIANTS if v.when(traced.settings) != "never"]
     for variant in dict.fromkeys([*_variants_of(traced, [plan]), *others]):
         found = _followed(block(traced, variant), [plan])

@@ -50,9 +50,9 @@ class Settings:
     """Compute the last product and its cross entropy a few rows at a time: where nothing else meets the
     budget, always, or never. The last bits of that weight's gradient then differ."""
     gradients: Gradients = "returned"
-    """``"returned"``: autograd gets the gradients of parameters, one after the other. ``"in_place"``: the step
-    adds them to what stands in ``.grad`` itself, so that none is a tensor of its own; hooks on parameters, data
-    parallelism and ``torch.autograd.grad`` of parameters, which want it, are refused."""
+    """``"returned"``: autograd gets the gradients of parameters, one after the other. ``"in_place"``: the
+    step itself adds them to what stands in ``.grad``, so that none is a tensor of its own; hooks on
+    parameters, data parallelism and ``torch.autograd.grad`` of parameters, which want it, are refused."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"

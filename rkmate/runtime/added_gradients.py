@@ -79,8 +79,8 @@ class Additions:
             if not parameter.requires_grad or not _is_accumulated(parameter):
                 raise BackwardError(
                     f"{IN_PLACE}: this backward does not add to the gradient of {name!r}, as "
-                    "torch.autograd.grad and backward(inputs=...) do not, or not to all of them, and a planned "
-                    f"one always does. Call loss.backward() alone. {RETURNED}")
+                    "torch.autograd.grad and backward(inputs=...) do not, or not to all; a planned one "
+                    f"always does. Call loss.backward() alone. {RETURNED}")
 
     def were_interrupted(self) -> None:
         """The backward has failed after it had begun to add."""

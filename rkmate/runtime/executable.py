@@ -131,7 +131,8 @@ class PlannedStep:
         call.additions = additions
         if opened is not None:
             opened(call)
-        params, added = ([[s.get() for s in slots] for slots in every] for every in (self._params, self._added))
+        params = [[s.get() for s in slots] for slots in self._params]
+        added = [[s.get() for s in slots] for slots in self._added]
         inputs = [tensors[i] for i in self.generated.input_grads]
         # Fresh aliases: what the user gets refers to the environment, and must not stand in it.
         outputs = [o.detach() for o in results]

@@ -21,8 +21,8 @@ Function = Callable[[Environment], list[Any]]
 class Call:
     """One forward and the backward that belongs to it."""
 
-    __slots__ = ("__weakref__", "additions", "begins", "env", "finished", "functions", "last", "next", "ready",
-                 "rerun", "targets", "token", "went")
+    __slots__ = ("__weakref__", "additions", "begins", "env", "finished", "functions", "last", "next",
+                 "ready", "rerun", "targets", "token", "went")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:

@@ -27,8 +27,8 @@ def refuse_gradients_in_place(model: nn.Module) -> None:
 
 
 def refuse_data_parallelism(*modules: nn.Module) -> None:
-    """Raise `ArgumentError` where gradients are exchanged between processes: by one of these modules, or by
-    the DistributedDataParallel that runs now."""
+    """Raise `ArgumentError` where gradients are exchanged, by one of these modules or by the
+    DistributedDataParallel that runs now."""
     distributed = torch.nn.parallel.DistributedDataParallel
     kinds: list[type] = [distributed, torch.nn.parallel.DataParallel]
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -37,8 +37,8 @@ def refuse_data_parallelism(*modules: nn.Module) -> None:
     around = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     found = next((m for m in modules if isinstance(m, tuple(kinds))), around)
     if found is not None:
-        raise ArgumentError(f"{IN_PLACE}: gradients are exchanged between processes ({type(found).__name__}), "
-                            f"which needs them as tensors. {RETURNED}")
+        raise ArgumentError(f"{IN_PLACE}: {type(found).__name__} exchanges gradients between processes or "
+                            f"threads, and needs them as tensors. {RETURNED}")
 
 
 def obstacle(parameter: torch.Tensor) -> str:

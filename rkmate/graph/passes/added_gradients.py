@@ -110,10 +110,10 @@ class _Adder:
 
 def _after(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """What to insert before what reads a gradient: what follows it, or the first node of the backward."""
-    if node.op == "call_function" and is_backward(node):
-        return node.next
     nodes = list(graph.nodes)
-    return next((n for n in nodes if n.op == "call_function" and is_backward(n)), nodes[-1].next)
+    first = next((n for n in nodes if n.op == "call_function" and is_backward(n)), nodes[-1].next)
+    following: fx.Node = node.next if node.op == "call_function" and is_backward(node) else first
+    return following
 
 
 def _only_read_by(node: fx.Node, reader: fx.Node) -> bool:

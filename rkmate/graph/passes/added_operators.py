@@ -76,14 +76,14 @@ for _schema, _function in {
 @register_flop_formula(torch.ops.rkmate.add_convolution_gradient)
 def _convolution_flops(into: Any, into_bias: Any, grad_output: Any, input: Any, weight: Any, stride: Any,
                        padding: Any, dilation: Any, transposed: bool, *args: Any, **kwargs: Any) -> int:
-    return 2 * math.prod(input if transposed else grad_output) * math.prod(weight[1:])
+    return 2 * int(math.prod(input if transposed else grad_output) * math.prod(weight[1:]))
 
 
 @register_flop_formula(torch.ops.rkmate.add_embedding_gradient)
 def _embedding_flops(into: Any, grad_output: Any, *args: Any, **kwargs: Any) -> int:
-    return math.prod(grad_output)
+    return int(math.prod(grad_output))
 
 
 @register_flop_formula([aten.addmm_, aten.baddbmm_, aten.addbmm_])
 def _product_flops(into: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * math.prod(a) * int(b[-1])
+    return 2 * int(math.prod(a) * b[-1])

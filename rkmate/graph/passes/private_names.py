@@ -56,8 +56,8 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "dtr/wrapping.py": (("torch._C._will_engine_execute_node",),
                         "whether a backward adds to a parameter's gradient, which its engine alone knows"),
     "runtime/added_gradients.py": (("torch._C._will_engine_execute_node",),
-                                   "whether a backward adds to a parameter's gradient, which its engine alone "
-                                   "knows"),
+                                   "whether a backward adds to a parameter's gradient, which its engine "
+                                   "alone knows"),
     "runtime/segments.py": (("torch._C._autograd._get_current_graph_task_keep_graph",),
                             "whether a backward keeps its graph, which its engine alone knows"),
 }
