@@ -17,12 +17,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from rkmate.errors import ArgumentError, BackwardError
-from rkmate.graph.capture.gradient_places import (
-    IN_PLACE,
-    RETURNED,
-    obstacle,
-    refuse_data_parallelism,
-)
+from rkmate.graph.capture.gradient_places import IN_PLACE, RETURNED, obstacle
 
 _MARK = "_rkmate_half_added"
 """Attribute of a gradient: its version when a step failed that had begun to add."""
@@ -61,7 +56,6 @@ class Additions:
         before has failed half-way."""
         self._names = names
         self._parameters = [held[f"param:{name}"] for name in names]
-        refuse_data_parallelism()
         for name, parameter in zip(names, self._parameters, strict=True):
             if why := obstacle(parameter):
                 raise ArgumentError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")

@@ -58,8 +58,8 @@ def _verify_additions(joint: Joint) -> None:
         read = places.intersection(node.all_input_nodes)
         if not adds(node):
             if read and not is_view(node):
-                raise GraphError(f"{node.name} reads the gradient {min(n.name for n in read)}, which is there "
-                                 "to be added to")
+                raise GraphError(f"{node.name} reads the gradient {min(n.name for n in read)}, which is "
+                                 "there to be added to")
             places.update([node] if read else [])
         elif not is_backward(node) or not read or node.args[0] not in read or node.users:
             raise GraphError(f"{node.name} adds to a gradient, and should do so in the backward, to its "

@@ -1,0 +1,520 @@
+"""``gradients="in_place"``: gradients of parameters are added straight to what stands in ``.grad``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import rkmate
+from rkmate.measure.meter import measure_peak
+from rkmate.runtime.segments import Call
+from tests.semantics.steps import Heads, Tower, planned, tightest
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def tower() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+
+
+@functools.cache
+def plan() -> rkmate.Plan:
+    with pytest.raises(rkmate.InfeasibleBudget) as caught:
+        make_plan(1)
+    return make_plan(caught.value.minimum_bytes)
+
+
+def make_plan(budget: int) -> rkmate.Plan:
+    return rkmate.plan(tower(), (X,), budget=budget, costs="analytic", progress=False, gradients="in_place")
+
+
+def wrapped() -> tuple[nn.Sequential, rkmate.PlannedModule]:
+    model = tower()
+    return model, rkmate.wrap(model, (X,), plan=plan(), gradients="in_place", progress=False)
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_grads(expected: nn.Module, actual: nn.Module, *, exact: bool = True) -> None:
+    """The gradients of two modules are equal; or, where they are not bit for bit, to rounding."""
+    for (name, p), q in zip(expected.named_parameters(), actual.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad is not None:
+            if exact:
+                assert torch.equal(p.grad, q.grad), name
+            else:
+                torch.testing.assert_close(q.grad, p.grad, msg=name)
+
+
+# -- what is added, and how ---------------------------------------------------------------
+
+
+class Batched(nn.Module):
+    """Products of all kinds: weights of several matrices, of more dimensions, and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 4, 5))
+        self.heads = nn.Parameter(torch.randn(5, 2, 3))
+        self.turned = nn.Parameter(torch.randn(6, 4))
+        self.shared = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:          # [3, n, 4]
+        h = torch.bmm(torch.einsum("bni,ij->bnj", x, self.shared), self.experts)
+        h = torch.einsum("bnd,dhk->bnhk", h, self.heads).flatten(2)
+        return h.transpose(0, 1) @ self.turned
+
+
+class Images(nn.Module):
+    """Convolutions with and without bias, in groups, transposed, and one whose weight is wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.grouped = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=4, bias=False)
+        self.wide, self.up = nn.Conv2d(8, 8192, 3, stride=2, padding=1), nn.ConvTranspose2d(8192, 8, 2)
+        self.norm, self.line = nn.BatchNorm2d(8), nn.Conv1d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.grouped(self.first(x)))
+        return self.line(self.up(torch.relu(self.wide(x))).flatten(2))
+
+
+class Words(nn.Module):
+    """Two embeddings, one with padding, and a norm."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(10, 8, padding_idx=0, **options), nn.Embedding(4, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.words(i) + self.places(torch.arange(3)))
+
+
+class Scaled(nn.Module):
+    """A factor for each number, one for all, and one whose gradient is the output's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.one, self.shift = (nn.Parameter(torch.randn(s)) for s in ((16,), (), (8, 16)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.each * self.one + self.shift
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, str]] = {
+    "products": (Batched, torch.randn(3, 7, 4), "addmm_ baddbmm_"),
+    "images": (Images, torch.randn(2, 3, 8, 8), "add_convolution_gradient"),
+    "words": (Words, torch.tensor([[0, 3, 3], [2, 0, 9]]), "add_embedding_gradient"),
+    "by frequency": (lambda: Words(scale_grad_by_freq=True), torch.tensor([[0, 3, 3], [2, 0, 9]]), "add_"),
+    "factors": (Scaled, X, "add_"),
+    "several times": (lambda: Thrice(), X, "addmm_"),
+}
+
+
+class Thrice(nn.Module):
+    """One layer, used again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_added(kind: str) -> None:
+    """From zero, each used once: the original's bits. Onto others: to rounding."""
+    make, x, operations = KINDS[kind]
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    module = planned(other, x, gradients="in_place")
+    assert all(f".{name}." in module.source for name in operations.split()), module.source
+    for number in range(2):
+        for run in (model, module):
+            run(x).square().mean().backward()
+        assert_grads(model, other, exact=number == 0 and kind != "several times")
+    if kind == "words":
+        assert other.words.weight.grad[0].abs().sum() == 0
+
+
+def test_the_step_at_the_smallest_budget() -> None:
+    model, module = tower(), wrapped()[1]
+    assert plan().peak_bytes < plan().baseline_peak_bytes
+    assert "with env.adding(): aten.addmm_.default(grad_weight" in module.source
+    for _ in range(2):
+        for run in (model, module):
+            run(X).square().mean().backward()
+        assert_grads(model, module)
+
+
+def test_a_plan_takes_no_more_than_it_says() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)), torch.randn(16, 64)
+    module = tightest(model, x, gradients="in_place")
+    module(x).sum().backward()
+    before = tightest(copy.deepcopy(model), x).plan.peak_bytes
+    step = measure_peak(lambda: module(x).sum().backward())
+    assert step.peak <= module.plan.budget_bytes < before
+    assert step.peak < model[0].weight.nbytes          # no gradient of a weight is a tensor of its own
+
+
+def test_the_gradient_of_a_wide_convolution_is_made_in_parts() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(512, 512, 3), torch.randn(1, 512, 4, 4)       # 9 MiB of weights
+    module = rkmate.wrap(model, (x,), budget=1.0, costs="measured", progress=False, gradients="in_place")
+    module(x).sum().backward()
+    step = measure_peak(lambda: module(x).sum().backward())
+    assert step.peak <= module.plan.budget_bytes < model.weight.nbytes
+
+
+def test_tied_weights_add_each_part() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.head(torch.tanh(self.embed(i))), i)
+
+    torch.manual_seed(0)
+    model, i = Tied(), torch.randint(0, 50, (64,))
+    other = copy.deepcopy(model)
+    module = planned(other, i, gradients="in_place")
+    for run in (model, module):
+        run(i).backward()
+    assert_grads(model, other, exact=False)
+    assert module.source.count("env.adding()") == 2
+
+
+def test_gradients_of_inputs_are_returned() -> None:
+    model, module = wrapped()[0], planned(tower(), X.clone().requires_grad_(), gradients="in_place")
+    x, y = (X.clone().requires_grad_() for _ in range(2))
+    model(x).sum().backward()
+    module(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+    assert_grads(model, module)
+
+
+def test_frozen_and_unused_parameters_get_nothing() -> None:
+    model = tower()
+    model.unused = nn.Linear(2, 2)
+    model.__dict__["forward"] = lambda x: nn.Sequential.forward(model[:8], x)
+    model[0].requires_grad_(False)
+    module = planned(model, X, gradients="in_place")
+    module(X).sum().backward()
+    assert {n for n, g in grads(model).items() if g is None} == {
+        "0.weight", "0.bias", "unused.weight", "unused.bias"}
+
+
+def test_a_loss_of_another_output_runs_the_forward_again() -> None:
+    model, x = Heads(), torch.randn(4, 8)
+    other = copy.deepcopy(model)
+    module = planned(other, x, gradients="in_place", trains="left")
+    model(x)["right"].sum().backward()
+    with pytest.warns(rkmate.RkmateWarning, match="runs a second time"):
+        module(x)["right"].sum().backward()
+    assert_grads(model, other)
+
+
+# -- around it ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["planned", "outside"])
+def test_a_parameter_that_is_used_outside_too(first: str) -> None:
+    """Autograd adds its part to the same gradient, before or after."""
+    def loss(model: nn.Sequential, run: nn.Module) -> torch.Tensor:
+        if first == "planned":            # the backward goes the other way round
+            return F.linear(run(X), model[0].weight).square().sum()
+        return run(F.linear(X, model[0].weight)).square().sum()
+
+    (model, module), plain = wrapped(), tower()
+    for _ in range(2):
+        loss(plain, plain).backward()
+        loss(model, module).backward()
+        assert_grads(plain, model, exact=False)
+
+
+def test_threads_add_to_one_gradient() -> None:
+    plain, model = tower(), tower()
+    module = planned(model, X, budget="1GiB", gradients="in_place")
+    losses = [module(X * k).sum() for k in range(1, 9)]
+    threads = [threading.Thread(target=loss.backward) for loss in losses]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for k in range(1, 9):
+        plain(X * k).sum().backward()
+    assert_grads(plain, model, exact=False)
+
+
+def test_several_calls_before_a_backward() -> None:
+    plain, model = tower(), tower()
+    module = planned(model, X, gradients="in_place", calls=2)
+    for run in (plain, module):
+        (run(X).sum() + run(2 * X).square().sum()).backward()
+    assert_grads(plain, model, exact=False)
+    assert module.plan.peak_bytes < planned(tower(), X, calls=2).plan.peak_bytes
+
+
+def test_gradients_that_stand_are_added_to_where_they_are() -> None:
+    model, module = wrapped()
+    module(X).sum().backward()
+    places = [p.grad.data_ptr() for p in model.parameters()]
+    module(X).sum().backward()
+    assert places == [p.grad.data_ptr() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    module(X).sum().backward()
+    assert_grads(model, module)
+
+
+def test_a_gradient_that_is_set_between_forward_and_backward() -> None:
+    (model, module), plain = wrapped(), tower()
+    module(X).sum().backward()
+    loss = module(X).sum()
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    plain(X).sum().backward()
+    assert_grads(plain, model)
+
+
+def test_a_gradient_scaler() -> None:
+    results = []
+    for make in (lambda: (m := tower(), m), wrapped):
+        model, run = make()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 8.0)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            scaler.scale(run(X).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_other_sizes_and_lengths() -> None:
+    model, plain = tower(), tower()
+    module = planned(model, X, gradients="in_place")
+    for n in (8, 5, 6):
+        for run in (plain, module):
+            run(X[:n]).square().sum().backward()
+        assert module.plan.gradients == "in_place"
+        assert_grads(plain, model, exact=False)
+
+
+def test_a_checkpointed_model() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    plain, model = Checkpointed(), Checkpointed()
+    module = tightest(model, X, gradients="in_place")
+    for run in (plain, module):
+        run(X).square().sum().backward()
+    assert_grads(plain, model)
+
+
+def test_apply_and_a_loss_inside() -> None:
+    plain, model = tower(), tower()
+    rkmate.apply(model, budget=1.0, progress=False, costs="analytic", gradients="in_place")
+    for run in (plain, model):
+        run(X).square().sum().backward()
+    assert_grads(plain, model)
+    shown = rkmate.applied(model)
+    assert shown is not None and shown.plan.gradients == "in_place"
+    lossy = planned(tower(), X, gradients="in_place", loss=F.mse_loss, loss_args=(X,))
+    plain.zero_grad()
+    F.mse_loss(plain(X), X).backward()
+    lossy(X, loss_args=(X,)).backward()
+    assert_grads(plain, lossy)
+
+
+# -- a plan says so -----------------------------------------------------------------------
+
+
+def test_a_plan_is_of_one_way(tmp_path: Path) -> None:
+    plan().save(tmp_path / "plan.json")
+    again = rkmate.Plan.load(tmp_path / "plan.json")
+    assert again == plan() and again.gradients == "in_place"
+    assert "added in place" in str(again)
+    assert any(c.adds for c in again.graph.computations)
+    model = tower()
+    with pytest.raises(rkmate.PlanError, match='made with gradients="in_place"'):
+        rkmate.wrap(model, (X,), plan=again, progress=False)
+    returned = rkmate.plan(model, (X,), budget=1.0, costs="analytic", progress=False)
+    assert "gradients" not in str(returned)
+    with pytest.raises(rkmate.PlanError, match='made with gradients="returned"'):
+        rkmate.wrap(model, (X,), plan=returned, gradients="in_place", progress=False)
+
+
+def test_the_other_ways_to_plan() -> None:
+    options: dict[str, Any] = {"costs": "analytic", "progress": False, "gradients": "in_place"}
+    curve = rkmate.tradeoff(tower(), (X,), budgets=[1.0], **options)
+    assert curve[0].gradients == "in_place"
+    batch = rkmate.max_batch_size(tower(), lambda n: (torch.randn(n, 16),), device_memory="60KiB", most=8,
+                                  **options)
+    assert batch.plan.gradients == "in_place"
+    with pytest.raises(rkmate.ArgumentError, match="gradients is 'here'"):
+        planned(tower(), X, gradients="here")
+
+
+def test_every_planner_plans_it() -> None:
+    found = rkmate.compare(tower(), (X,), budgets=[0.8], costs="analytic", progress=False, time_limit=0.5,
+                           gradients="in_place")
+    assert {row.status for row in found.rows} <= {"ok", "infeasible", "timeout"}
+    assert {row.method for row in found.rows if row.status == "ok"} >= {
+        "rockmate", "rotor", "checkmate", "dtr", "recompute-all"}
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+def hooked(model: nn.Sequential) -> None:
+    model[0].weight.register_hook(lambda g: g)
+
+
+def hooked_after(model: nn.Sequential) -> None:
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def sparse(model: nn.Sequential) -> None:
+    model[0].weight.grad = torch.zeros(16, 16).to_sparse()
+
+
+def of_other_strides(model: nn.Sequential) -> None:
+    model[0].weight.grad = torch.zeros(16, 16).t()
+
+
+REFUSED = {hooked: "'0.weight' has a gradient hook", hooked_after: "runs after its gradient",
+           sparse: "a gradient of the layout torch.sparse", of_other_strides: "gradient of another form"}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_is_refused_at_every_moment(change: Callable[[nn.Sequential], None]) -> None:
+    model = tower()
+    change(model)
+    with pytest.raises(rkmate.ArgumentError, match=REFUSED[change]):
+        planned(model, X, gradients="in_place")
+    model, module = wrapped()
+    loss = module(X).sum()
+    change(model)
+    with pytest.raises(rkmate.ArgumentError, match=REFUSED[change]):
+        module(X)
+    with pytest.raises(rkmate.BackwardError, match=REFUSED[change]):
+        loss.backward()
+    assert all(p.grad is None for n, p in model.named_parameters() if n != "0.weight")
+
+
+def test_gradients_that_are_asked_for_as_tensors() -> None:
+    model, module = wrapped()
+    x = X.clone().requires_grad_()
+    other = planned(tower(), x, gradients="in_place")
+    first = [*model.parameters()][:1]
+    for ask in (lambda: torch.autograd.grad(module(X).sum(), list(model.parameters())),
+                lambda: torch.autograd.grad(module(X).sum(), first),
+                lambda: module(X).sum().backward(inputs=first),
+                lambda: torch.autograd.grad(other(x).sum(), x)):
+        with pytest.raises(rkmate.BackwardError, match="does not add to the gradient of"):
+            ask()
+    with pytest.raises(rkmate.BackwardError, match="double backward"):
+        module(X).sum().backward(create_graph=True)
+    assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))
+    plain = tower()
+    plain(X).sum().backward()
+    module(X).sum().backward(inputs=list(model.parameters()))      # which is all of them
+    assert_grads(plain, model)
+
+
+def test_a_refused_backward_can_be_called_as_it_should_be() -> None:
+    (model, module), plain = wrapped(), tower()
+    loss = module(X).sum()
+    with pytest.raises(rkmate.BackwardError):
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()
+    plain(X).sum().backward()
+    assert_grads(plain, model)
+
+
+def test_a_parameter_that_is_none_of_its_own() -> None:
+    model, module = wrapped()
+    other = {n: p.detach().clone().requires_grad_() * 1 for n, p in model.named_parameters()}
+    with pytest.raises(rkmate.ArgumentError, match="is computed from other tensors"):
+        torch.func.functional_call(module, other, (X,))
+    loss = module(X).sum()
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(rkmate.BackwardError, match=r"does not add to the gradient of '0\.weight'"):
+        loss.backward()
+
+
+def test_replicas_are_refused() -> None:
+    model, module = wrapped()
+    with mock.patch.object(DistributedDataParallel, "_active_ddp_module", model), \
+            pytest.raises(rkmate.ArgumentError, match="exchanges gradients"):
+        module(X)
+    inside = nn.Sequential(nn.DataParallel(nn.Linear(16, 16)))
+    with pytest.raises(rkmate.ArgumentError, match="DataParallel exchanges gradients"):
+        planned(inside, X, gradients="in_place")
+
+
+# -- a backward that fails ----------------------------------------------------------------
+
+
+def test_a_failed_backward_is_remembered() -> None:
+    """What it has added stays, and the next step refuses to add to it."""
+    torch.manual_seed(0)
+    model, plain = Tower(depth=6), Tower(depth=6)
+    plain.load_state_dict(model.state_dict())
+    module = tightest(model, X, gradients="in_place")
+    count = len(module.plan.blocks)
+    assert count > 1
+    seen: list[int] = []
+    run = Call.run
+
+    def failing(call: Call, number: int, receive: Any = None) -> Any:
+        seen.append(number)
+        if number == count - 1:
+            call.functions = [*call.functions[:-1], _fails]
+        return run(call, number, receive)
+
+    plain(X).sum().backward()
+    for to_none in (True, False):
+        with mock.patch.object(Call, "run", failing), pytest.raises(RuntimeError, match="out of luck"):
+            module(X).sum().backward()
+        assert any(p.grad is not None for p in model.parameters())
+        with pytest.raises(rkmate.ArgumentError, match=r"a backward failed.*zero_grad"):
+            module(X)
+        model.zero_grad(set_to_none=to_none)
+        module(X).sum().backward()
+        assert_grads(plain, model)
+        model.zero_grad()
+    assert len(seen) == 2 * count
+
+
+def _fails(env: Any) -> list[Any]:
+    raise RuntimeError("out of luck")
