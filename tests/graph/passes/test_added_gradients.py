@@ -99,8 +99,8 @@ def test_a_convolutions_input_takes_its_own_gradient() -> None:
     w = made.source("param", "w", 8, 4, 3, 3)
     b = made.source("param", "b", 8)
     y = made.call(aten.neg.default, x)
-    both = made.call(aten.convolution_backward.default, g, x, w, [8], [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
-                     [True, True, True], backward=True)
+    both = made.call(aten.convolution_backward.default, g, x, w, [8], [1, 1], [0, 0], [1, 1], False, [0, 0],
+                     1, [True, True, True], backward=True)
     items = [made.item(both, k, backward=True) for k in range(3)]
     work = added(made.work([y], list(zip((x, w, b), items, strict=True))))
     assert calls(work) == [own.add_convolution_gradient.default]
