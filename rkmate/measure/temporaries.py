@@ -74,10 +74,10 @@ def _norm_of_columns(inputs: Tensors, outputs: Tensors) -> int:
 
 
 def _part_of_weight(inputs: Tensors, outputs: Tensors) -> int:
-    """The gradient of a part of a convolution's weight, twice, and the channels that it is computed from."""
+    """The gradient of a part of a convolution's weight, and the channels that it is computed from."""
     part, whole = part_bytes(outputs[0], outputs[0].nbytes), outputs[0].nbytes
     read = max(t.nbytes for t in inputs if t.shape != outputs[0].shape)
-    return 2 * whole if part >= whole else 2 * part + -int(-read * part // whole)
+    return whole if part >= whole else part + -int(-read * part // whole)
 
 
 TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rkmate
 from rkmate.measure.meter import measure_peak
+from rkmate.pipeline.settings import Settings
 from rkmate.runtime.segments import Call
 from tests.semantics.steps import Heads, Tower, planned, tightest
 
@@ -186,16 +187,17 @@ def test_the_gradient_of_a_wide_convolution_is_made_in_parts() -> None:
     assert step.peak <= module.plan.budget_bytes < model.weight.nbytes
 
 
+class Tied(nn.Module):
+    def __init__(self, words: int = 50) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, 8), nn.Linear(8, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.embed(i))), i)
+
+
 def test_tied_weights_add_each_part() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, i: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(self.head(torch.tanh(self.embed(i))), i)
-
     torch.manual_seed(0)
     model, i = Tied(), torch.randint(0, 50, (64,))
     other = copy.deepcopy(model)
@@ -204,6 +206,17 @@ def test_tied_weights_add_each_part() -> None:
         run(i).backward()
     assert_grads(model, other, exact=False)
     assert module.source.count("env.adding()") == 2
+
+
+def test_a_chunked_loss_adds_the_gradient_of_its_weight() -> None:
+    torch.manual_seed(0)
+    model, i = Tied(20000), torch.randint(0, 20000, (128,))
+    other = copy.deepcopy(model)
+    module = planned(other, i, gradients="in_place", settings=Settings(chunked_loss="always"))
+    assert "add_linear_cross_entropy_gradient" in module.source
+    for run in (model, module):
+        run(i).backward()
+    assert_grads(model, other, exact=False)
 
 
 def test_gradients_of_inputs_are_returned() -> None:

@@ -140,7 +140,7 @@ class _Builder:
         kind = "data" if phase == "forward" else "grad"
         value = node.meta.get("val")
         outputs: list[int] = []
-        if adds(node):
+        if adds(node) and not isinstance(value, (tuple, list)):
             pass                                 # its result is in what the caller holds
         elif isinstance(value, (tuple, list)):
             for user in sorted(node.users, key=lambda u: u.args[1]):  # type: ignore[arg-type, return-value]

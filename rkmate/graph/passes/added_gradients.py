@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators of torch.ops.rkmate
+from rkmate.graph.passes import added_operators, chunked_loss_operators  # noqa: F401 - define operators
 from rkmate.graph.passes.joint import Rewriting, is_backward
 
 aten = torch.ops.aten
@@ -24,6 +24,10 @@ own = torch.ops.rkmate
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
              aten.squeeze.dim, aten.squeeze.dims)
+INTO: dict[Any, dict[int, Any]] = {
+    own.linear_cross_entropy_backward.default: {1: own.add_linear_cross_entropy_gradient.default}}
+"""Operations of several results -> per result, the operation that adds it to a given tensor, which it takes as
+its first argument, and returns the others, with anything in its place."""
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 
@@ -120,18 +124,26 @@ def _only_read_by(node: fx.Node, reader: fx.Node) -> bool:
     return set(node.users) == {reader}
 
 
+def _before_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """What a gradient is some views of, and the views (the last first); None where something else reads it."""
+    if node.users:
+        return None
+    views: list[fx.Node] = []
+    while node.target in (aten.t.default, aten.transpose.int, aten.permute.default, *_RESHAPES):
+        views.append(node)
+        base: fx.Node = node.args[0]  # type: ignore[assignment]
+        if not _only_read_by(base, node):
+            return None
+        node = base
+    return node, views
+
+
 def _product(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
     """A product of matrices, or a sum of such, is added by the kernel that makes it."""
-    if node.users or not node.meta["val"].is_floating_point():
+    found = _before_views(node)
+    if found is None or not node.meta["val"].is_floating_point():
         return False
-    views: list[fx.Node] = []
-    at = node
-    while at.target in (aten.t.default, aten.transpose.int, aten.permute.default, *_RESHAPES):
-        views.append(at)
-        base: fx.Node = at.args[0]  # type: ignore[assignment]
-        if not _only_read_by(base, at):
-            return False
-        at = base
+    at, views = found
     target, product = _PRODUCTS.get(at.target), at
     if at.target is aten.sum.dim_IntList and len(at.args) in (2, 3) and at.args[1] == [0] and not at.kwargs:
         product = at.args[0]  # type: ignore[assignment]
@@ -148,6 +160,28 @@ def _product(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
                         and seen.meta["val"].shape != product.meta["val"].shape):
         return False
     adder.insert(product, product, target, (seen, *product.args))
+    return True
+
+
+def _one_of_several(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
+    """An operation that takes a place for one of its results adds that result there."""
+    found = _before_views(node)
+    if found is None or found[0].target is not operator.getitem:
+        return False
+    item, views = found
+    whole: fx.Node = item.args[0]  # type: ignore[assignment]
+    target = INTO.get(whole.target, {}).get(item.args[1])  # type: ignore[arg-type, call-overload]
+    value = item.meta["val"]
+    # Sums of parts are kept in single precision at least.
+    if target is None or value.dtype not in (torch.float32, torch.float64) \
+            or value.dtype != place.meta["val"].dtype:
+        return False
+    seen = adder.seen_as(place, views, whole)
+    if seen is None:
+        return False
+    whole.target, whole.args = target, (seen, *whole.args)
+    whole.meta["adds"] = True
+    whole.meta["val"] = tuple(None if k == item.args[1] else v for k, v in enumerate(whole.meta["val"]))
     return True
 
 
@@ -183,7 +217,8 @@ def _embedding(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
     return True
 
 
-RULES: tuple[Callable[[_Adder, fx.Node, fx.Node], bool], ...] = (_product, _convolution, _embedding)
+RULES: tuple[Callable[[_Adder, fx.Node, fx.Node], bool], ...] = (_product, _one_of_several, _convolution,
+                                                                 _embedding)
 """Operations that can add to a given tensor by themselves: a rule is given a gradient that has one place, and
-says whether it has rewritten what makes it. An operator that takes its accumulator as an argument belongs
-here."""
+says whether it has rewritten what makes it. An operator that takes its accumulator as an argument needs no
+rule of its own, but a row of `INTO`."""

@@ -77,14 +77,15 @@ def _loss(parts: Iterator[tuple[slice, torch.Tensor, bool]], count: int, target:
 def linear_cross_entropy_backward(
         grad_output: torch.Tensor, logits: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor,
         bias: torch.Tensor | None, target: torch.Tensor, reduction: int, ignore_index: int,
-        total_weight: torch.Tensor, dtype: torch.dtype, by_columns: bool,
-        mask: list[bool]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        total_weight: torch.Tensor, dtype: torch.dtype, by_columns: bool, mask: list[bool],
+        into: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x [N, d], of the weight as [V, d] (`by_columns`: [d, V]), of the bias as [1, V].
 
     `logits`: where they are in memory; else they are computed again. What `mask` does not ask for
-    is empty. Sums over the parts are kept in single precision at least.
+    is empty. Sums over the parts are kept in single precision at least. `into`: what the weight's is added
+    to, instead.
     """
-    dx, dw, db = _gradients(x, weight, by_columns, mask)
+    dx, dw, db = _gradients(x, weight, by_columns, [mask[0], mask[1] and into is None, mask[2]])
     for rows in _rows(len(x), weight.shape[1], x):
         part = _log_probs(_product(x[rows], weight, bias) if logits is None else logits[rows], dtype,
                           ours=logits is None)
@@ -96,7 +97,8 @@ def linear_cross_entropy_backward(
         if mask[0]:
             dx[rows] = torch.mm(grad, weight.t())
         if mask[1]:
-            _add_product(dw, *((x[rows].t(), grad) if by_columns else (grad.t(), x[rows])))
+            _add_product(dw if into is None else into,
+                         *((x[rows].t(), grad) if by_columns else (grad.t(), x[rows])))
         if mask[2]:
             db += grad.sum(0, keepdim=True, dtype=db.dtype)
         del grad                          # before the next one is made
@@ -119,14 +121,21 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += torch.mm(a, b)
 
 
+def add_linear_cross_entropy_gradient(
+        into: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with the weight's gradient added to what stands in `into`."""
+    return linear_cross_entropy_backward(*args, into=into)
+
+
+_ARGUMENTS = ("Tensor grad_output, Tensor? logits, Tensor x, Tensor weight, Tensor? bias, Tensor target, "
+              "int reduction, SymInt ignore_index, Tensor total_weight, ScalarType dtype, bool by_columns, "
+              "bool[] mask) -> (Tensor, Tensor, Tensor)")
 _LOSS = "Tensor target, int reduction, SymInt ignore_index, ScalarType dtype) -> (Tensor, Tensor)"
 for _schema, _function in {
     f"cross_entropy(Tensor logits, {_LOSS}": cross_entropy,
     f"linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, {_LOSS}": linear_cross_entropy,
-    "linear_cross_entropy_backward(Tensor grad_output, Tensor? logits, Tensor x, Tensor weight, "
-    "Tensor? bias, Tensor target, int reduction, SymInt ignore_index, Tensor total_weight, "
-    "ScalarType dtype, bool by_columns, bool[] mask) -> (Tensor, Tensor, Tensor)":
-        linear_cross_entropy_backward,
+    f"linear_cross_entropy_backward({_ARGUMENTS}": linear_cross_entropy_backward,
+    f"add_linear_cross_entropy_gradient(Tensor(a!) into, {_ARGUMENTS}": add_linear_cross_entropy_gradient,
 }.items():
     _library.define(_schema)
     _library.impl(_schema.split("(")[0], _function, "CompositeExplicitAutograd")
@@ -142,3 +151,9 @@ def _flops_backward(grad_output: Any, logits: Any, x: Any, weight: Any, *args: A
                     **kwargs: Any) -> int:
     products = int(sum(args[-1][:2])) + (logits is None)
     return products * 2 * int(x[0]) * int(x[1]) * int(weight[1])
+
+
+@register_flop_formula(torch.ops.rkmate.add_linear_cross_entropy_gradient)
+def _flops_added(into: Any, *args: Any, **kwargs: Any) -> int:
+    found: int = _flops_backward(*args)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ def verify(joint: Joint) -> Joint:
     Every input of a node stands before it. The forward reads nothing of the backward. Each placeholder has
     a source, and what leaves the graph (outputs, new values of what is overwritten, gradients) is a node
     of it, in the form of what it belongs to. Nothing is there that nobody reads. What adds to a gradient of
-    the caller's is of the backward; nothing else reads that gradient, and nobody what the addition returns.
+    the caller's is of the backward; nothing else reads that gradient, and nobody its sum.
     """
     results = joint.results()
     before: set[fx.Node] = set()
@@ -61,7 +62,8 @@ def _verify_additions(joint: Joint) -> None:
                 raise GraphError(f"{node.name} reads the gradient {min(n.name for n in read)}, which is "
                                  "there to be added to")
             places.update([node] if read else [])
-        elif not is_backward(node) or not read or node.args[0] not in read or node.users:
+        elif not is_backward(node) or not read or node.args[0] not in read \
+                or any(u.target is not operator.getitem for u in node.users):
             raise GraphError(f"{node.name} adds to a gradient, and should do so in the backward, to its "
                              "first argument, and for nobody to read")
 
