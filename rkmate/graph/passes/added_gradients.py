@@ -26,8 +26,8 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default,
              aten.squeeze.dim, aten.squeeze.dims)
 INTO: dict[Any, dict[int, Any]] = {
     own.linear_cross_entropy_backward.default: {1: own.add_linear_cross_entropy_gradient.default}}
-"""Operations of several results -> per result, the operation that adds it to a given tensor, which it takes as
-its first argument, and returns the others, with anything in its place."""
+"""Operations of several results -> per result, the operation that adds it to a given tensor, its first
+argument, and returns the others, with anything in its place."""
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 
@@ -125,7 +125,7 @@ def _only_read_by(node: fx.Node, reader: fx.Node) -> bool:
 
 
 def _before_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """What a gradient is some views of, and the views (the last first); None where something else reads it."""
+    """What a gradient is views of, and the views (the last first); None where something else reads it."""
     if node.users:
         return None
     views: list[fx.Node] = []
@@ -170,7 +170,7 @@ def _one_of_several(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
         return False
     item, views = found
     whole: fx.Node = item.args[0]  # type: ignore[assignment]
-    target = INTO.get(whole.target, {}).get(item.args[1])  # type: ignore[arg-type, call-overload]
+    target = INTO.get(whole.target, {}).get(item.args[1])  # type: ignore[arg-type]
     value = item.meta["val"]
     # Sums of parts are kept in single precision at least.
     if target is None or value.dtype not in (torch.float32, torch.float64) \

@@ -124,7 +124,8 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def add_linear_cross_entropy_gradient(
         into: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same with the weight's gradient added to what stands in `into`."""
-    return linear_cross_entropy_backward(*args, into=into)
+    arguments: Any = (*args, into)
+    return linear_cross_entropy_backward(*arguments)
 
 
 _ARGUMENTS = ("Tensor grad_output, Tensor? logits, Tensor x, Tensor weight, Tensor? bias, Tensor target, "
