@@ -104,7 +104,8 @@ class Thrice(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "by frequency"))
+                                  for k in KINDS])
 def test_gradients_are_added(kind: str) -> None:
     """From zero, each used once: the original's bits. Onto others: to rounding."""
     make, x, operations = KINDS[kind]
@@ -244,6 +245,7 @@ def test_threads_add_to_one_gradient() -> None:
     assert_grads(plain, model, exact=False)
 
 
+@pytest.mark.slow
 def test_several_calls_before_a_backward() -> None:
     plain, model = tower(), tower()
     module = planned(model, X, gradients="in_place", calls=2)
@@ -290,6 +292,7 @@ def test_a_gradient_scaler() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 def test_other_sizes_and_lengths() -> None:
     model, plain = tower(), tower()
     module = planned(model, X, gradients="in_place")
@@ -300,6 +303,7 @@ def test_other_sizes_and_lengths() -> None:
         assert_grads(plain, model, exact=False)
 
 
+@pytest.mark.slow
 def test_a_checkpointed_model() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
