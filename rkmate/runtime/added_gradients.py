@@ -32,12 +32,15 @@ class Held(dict[str, torch.Tensor]):
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__(tensors)
+        self.additions: Additions | None = None
 
     def __missing__(self, key: str) -> torch.Tensor:
         kind, _, name = key.partition(":")
         if kind != "grad":
             raise KeyError(key)
         parameter = self[f"param:{name}"]
+        if self.additions is not None:
+            self.additions.begun = True
         with adding:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -49,11 +52,14 @@ class Held(dict[str, torch.Tensor]):
 class Additions:
     """The parameters whose gradients one call's backward adds to."""
 
-    __slots__ = ("_names", "_parameters")
+    __slots__ = ("_names", "_parameters", "begun")
 
     def __init__(self, held: Held, names: Sequence[str]) -> None:
         """At a forward. Raises `ArgumentError` where it is known that the backward may not add, or that one
         before has failed half-way."""
+        self.begun = False
+        """Whether a gradient was looked up to be added to."""
+        held.additions = self
         self._names = names
         self._parameters = [held[f"param:{name}"] for name in names]
         for name, parameter in zip(names, self._parameters, strict=True):
@@ -77,8 +83,8 @@ class Additions:
                     f"always does. Call loss.backward() alone. {RETURNED}")
 
     def were_interrupted(self) -> None:
-        """The backward has failed after it had begun to add."""
-        for parameter in self._parameters:
+        """The backward has failed: mark the gradients, where it had begun to add."""
+        for parameter in self._parameters if self.begun else ():
             if parameter.grad is not None:
                 setattr(parameter.grad, _MARK, parameter.grad._version)
 

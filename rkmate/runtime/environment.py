@@ -25,7 +25,7 @@ class Environment:
     Consumed by one backward; the forward of another call has an environment of its own.
     """
 
-    __slots__ = ("_rng", "_sources", "_values", "_versions", "_watched", "added", "device", "dry")
+    __slots__ = ("_rng", "_sources", "_values", "_versions", "_watched", "device", "dry")
 
     def __init__(self, sources: Mapping[str, torch.Tensor], versions: Mapping[str, int],
                  device: torch.device, *, dry: bool = False) -> None:
@@ -37,8 +37,6 @@ class Environment:
         self._rng: dict[str, tuple[RandomState, RandomState]] = {}
         self._versions = versions
         self._watched: dict[str, int] = {}
-        self.added = False
-        """Whether something was added to a parameter's gradient."""
         self.device = device
         self.dry = dry
 
@@ -110,7 +108,6 @@ class Environment:
 
     def adding(self) -> threading.RLock:
         """Held around an addition to a parameter's gradient."""
-        self.added = True
         return adding
 
     @contextmanager

@@ -146,7 +146,12 @@ class PlannedStep:
             def unplanned(given: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
                 if additions is not None:
                     additions.check()
-                found = redo(call.again(), given)
+                try:
+                    found = redo(call.again(), given)
+                except BaseException:
+                    if additions is not None:
+                        additions.were_interrupted()
+                    raise
                 return [found.get(k) for k in self._all_targets]
 
             targets = [tensors[self._inputs[k]] if k in self._inputs else self._slots[k].get()

@@ -74,7 +74,7 @@ class Call:
                 with without_autocast(self.env.device):
                     result = [_alone(g) for g in self.functions[number](self.env)]
         except BaseException:
-            if self.additions is not None and self.env.added:
+            if self.additions is not None:
                 self.additions.were_interrupted()
             self.next = -1
             self.env.clear()
