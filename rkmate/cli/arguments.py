@@ -23,13 +23,21 @@ def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool
     parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda")
     parser.add_argument("--analytic", action="store_true",
                         help="estimate the operations' times instead of measuring them")
+    add_gradients(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def add_gradients(parser: argparse.ArgumentParser) -> None:
+    """Declare how parameters get their gradients."""
+    parser.add_argument("--gradients", choices=("returned", "in_place"),
+                        help="hand gradients of parameters to autograd, or add them to what stands in .grad "
+                        "(default: returned)")
 
 
 def planning_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `rkmate.plan` and its like, without the budget."""
     return {"planner": args.planner, "progress": not args.quiet,
-            "costs": "analytic" if args.analytic else "measured"}
+            "costs": "analytic" if args.analytic else "measured", "gradients": args.gradients}
 
 
 def budget_of(text: str) -> int | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rkmate.cli.arguments import budget_of
+from rkmate.cli.arguments import add_gradients, budget_of
 from rkmate.cli.targets import load_target
 
 
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda")
     parser.add_argument("--analytic", action="store_true",
                         help="estimate the operations' times instead of measuring them")
+    add_gradients(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     result = compare(target.model, target.args, target.kwargs, budgets=budgets,
                      planners=args.planners, measure=args.measure,
                      time_limit=TIME_LIMIT if args.time_limit is None else args.time_limit,
-                     progress=not args.quiet, costs="analytic" if args.analytic else "measured")
+                     progress=not args.quiet, costs="analytic" if args.analytic else "measured",
+                     gradients=args.gradients)
     if args.plot:
         Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
         result.plot(args.plot)

@@ -28,6 +28,8 @@ class Segment:
     """Name of the generated function."""
     params: tuple[str, ...]
     """Parameters whose gradients it returns, in order."""
+    added: tuple[str, ...] = ()
+    """Parameters whose gradients it adds to what they have."""
 
 
 def listing_of(partition: Partition, schedule: Schedule, labels: Sequence[str] | None = None,
@@ -96,7 +98,8 @@ class _Maker:
             name = self.functions.fresh(f"backward_{number}")
             where = sorted({s.block for s in stretches}, reverse=True)
             made.append(Function(name, f"block {', '.join(map(str, where))}", tuple(calls), returns, pops))
-            segments.append(Segment(name, params))
+            segments.append(Segment(name, params, tuple(dict.fromkeys(
+                p for s in stretches for c in s.steps if isinstance(c, Compute) for p in self._added(c.c)))))
         arriving = tuple(self._key(j) for j in self.cd.output_grads)
         spaces = {alias: space for space, alias in self.aliases.items()}
         tiled = {name: t.function(name) for t, name in self.tiled.items() if name in self.called}
@@ -189,7 +192,14 @@ class _Maker:
         again = kernel_of(self.cd, do.step).time if c in self.ran else None
         self.ran.add(c)
         return Run(call, tuple(naming.used), tuple(makes), several,
-                   None if do.donor is None else naming.value(do.donor, read=False), again, draws, state)
+                   None if do.donor is None else naming.value(do.donor, read=False), again, draws,
+                   self.cd.c[c].adds, state)
+
+    def _added(self, c: int) -> list[str]:
+        """The parameters whose gradients a computation adds to."""
+        nodes = self.program.operation[c].all_input_nodes if self.cd.c[c].adds else ()
+        return [str(s.key) for n in nodes if isinstance(s := self.program.storage[n], Source)
+                and s.kind == "grad"]
 
     def _key(self, j: int) -> str:
         return self.cd.d[j].name
@@ -282,7 +292,8 @@ def source_name(source: Source) -> str:
     if source.kind == "input":
         return "input"
     parts = [p for p in str(source.key).split(".") if not p.isdigit()]
-    base = re.sub(r"\W", "_", "_".join(parts[-2:]), flags=re.ASCII) or "p"
+    parts = [*(["grad"] if source.kind == "grad" else []), *parts[-2:]]
+    base = re.sub(r"\W", "_", "_".join(parts), flags=re.ASCII) or "p"
     if base == "input":
         return "input_"
     return f"p{base}" if base[0].isdigit() else base

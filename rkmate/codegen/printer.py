@@ -81,6 +81,8 @@ def _statement(step: Run) -> list[tuple[str, str]]:
     if step.draws:
         state = f"rng[{step.state}]" if step.state is not None else ""
         code = f"with env.{step.draws}({state}): {code}"
+    elif step.adds:
+        code = f"with env.adding(): {code}"
     return [(code, ", ".join(comments)), *rest]
 
 

@@ -39,6 +39,8 @@ class Run:
     again: float | None = None
     """Of a computation that ran before: its seconds."""
     draws: Draws = ""
+    adds: bool = False
+    """Whether it adds to a gradient that the caller holds, where another thread may add, too."""
     state: int | None = None
     """Which of the slice's generator states a repeated draw stores or restores."""
 

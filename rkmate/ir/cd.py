@@ -85,6 +85,8 @@ class CNode:
     decides: bool = False
     """What it makes is a choice (of a router, say) that must stand: it runs once, and its outputs stay in
     memory from then on."""
+    adds: bool = False
+    """It adds to a gradient that the caller holds: it is of the backward, and runs once."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ class CDGraph:
         for i, c in enumerate(self.c):
             if (c.phase == "forward") != (i < self.loss):
                 raise GraphError(f"{c.name}: a {c.phase} node on the wrong side of the loss")
+            if c.adds and i < self.loss:
+                raise GraphError(f"{c.name} adds to a gradient, and is of the forward")
             for j in c.inputs:
                 if j not in made and j not in external:
                     raise GraphError(f"{c.name} reads {self.d[j].name} before anything creates it")

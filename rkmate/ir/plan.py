@@ -92,6 +92,8 @@ class PlanData:
     calls: int = 1
     """How many calls before one backward it is made for: peaks and budgets are those of a step of so many,
     seconds are of one."""
+    gradients: str = "returned"
+    """How parameters get theirs: ``"returned"`` to autograd, or added ``"in_place"``."""
     source: str = field(default="", repr=False, compare=False)
     """The generated Python, of a plan that a wrapped module runs; to be read, never executed."""
     origin: Origin | None = field(default=None, repr=False, compare=False)
@@ -158,6 +160,7 @@ class PlanData:
             "source": self.source, "origin": None if self.origin is None else self.origin.content(),
             **({"calls": self.calls} if self.calls != 1 else {}),
             **({"deferred": list(self.deferred)} if self.deferred else {}),
+            **({"gradients": self.gradients} if self.gradients != "returned" else {}),
         }
 
 
@@ -178,7 +181,8 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         costs=costs, graph=read_summary(content["graph"], costs), source=str(content["source"]),
         note=str(content["note"]), variant=str(content.get("variant", "plain")),
         deferred=tuple(map(str, content.get("deferred", ()))),
-        calls=int(content.get("calls", 1)), stage_seconds=dict(content["stage_seconds"]),
+        calls=int(content.get("calls", 1)), gradients=str(content.get("gradients", "returned")),
+        stage_seconds=dict(content["stage_seconds"]),
         nodes=dict(content["nodes"]), origin=read_origin(content.get("origin")))
 
 

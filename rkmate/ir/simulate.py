@@ -36,7 +36,7 @@ class Simulation:
 def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
              pinned: Iterable[int] = ()) -> Simulation:
     """Replay a schedule. Raises `ScheduleError` when it is not executable or incomplete, or decides
-    something a second time.
+    something, or adds to a gradient, a second time.
 
     `reserve_at_loss`: bytes that the loss, computed outside, allocates for itself; of them, a few
     (the loss itself, the number one that its backward starts from) stay to the end. `pinned`: D nodes
@@ -59,6 +59,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 raise ScheduleError(f"step {k}: {node.name} runs before the loss")
             if node.decides and step.c in ran:
                 raise ScheduleError(f"step {k}: {node.name} decides, and would decide a second time")
+            if node.adds and step.c in ran:
+                raise ScheduleError(f"step {k}: {node.name} adds to a gradient, and would add a second time")
             for j in node.inputs:
                 if j not in alive and j not in fixed:
                     raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")

@@ -43,6 +43,8 @@ class Computation:
     """What its other kernels cost, where it works part by part."""
     decides: bool = False
     """Runs once: what it chooses must stand."""
+    adds: bool = False
+    """Runs once: it adds to a gradient that the caller holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class GraphSummary:
         return CDGraph(
             tuple(DNode(s.name, s.size, s.kind) for s in self.storages),
             tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random,
-                        c.donors, c.alternatives, c.decides)
+                        c.donors, c.alternatives, c.decides, c.adds)
                   for c in self.computations),
             self.loss, (), self.outputs, self.output_grads, self.input_grads, self.releases)
 
@@ -118,6 +120,7 @@ class GraphSummary:
 
     def content(self) -> dict[str, Any]:
         """As JSON takes it. Times and overheads are left out: the plan has them."""
+        adding = [i for i, c in enumerate(self.computations) if c.adds]
         return {
             "computations": [[c.name, c.operation, c.path, c.block, list(c.inputs), list(c.outputs),
                               int(c.random), int(c.constant), list(c.donors)]
@@ -127,6 +130,7 @@ class GraphSummary:
             "output_grads": list(self.output_grads), "input_grads": list(self.input_grads),
             "exits": sorted([j, i] for j, i in self.releases.items()), "held": list(self.pinned),
             "decisions": [i for i, c in enumerate(self.computations) if c.decides],
+            **({"additions": adding} if adding else {}),
             "reserve_at_loss": self.reserve_at_loss, "cuts": [list(c) for c in self.cuts],
             "captured": [[c.name, c.operation, c.path, c.block, c.kind, list(c.inputs)]
                          for c in self.captured],
@@ -138,13 +142,14 @@ def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSumm
     what is none, `GraphError` for a graph that breaks an invariant."""
     loss = int(content["loss"])
     decisions = set(map(int, content.get("decisions", ())))      # plans without: of graphs without
+    additions = set(map(int, content.get("additions", ())))
     computations = []
     for i, (row, cost) in enumerate(zip(content["computations"], costs, strict=True)):
         name, operation, path, block, inputs, outputs, random, constant, places = row
         computations.append(Computation(
             str(name), str(operation), str(path), "forward" if i < loss else "backward", int(block),
             tuple(map(int, inputs)), tuple(map(int, outputs)), cost.time, cost.overhead, bool(random),
-            bool(constant), tuple(map(int, places)), cost.alternatives, i in decisions))
+            bool(constant), tuple(map(int, places)), cost.alternatives, i in decisions, i in additions))
     result = GraphSummary(
         tuple(computations),
         tuple(Storage(str(n), int(s), k, str(shape)) for n, s, k, shape in content["storages"]),

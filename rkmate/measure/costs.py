@@ -98,6 +98,8 @@ class _Runner:
         self.fixed: dict[int, torch.Tensor] = {}
         self.overhead: dict[int, int] = {}
         self.device = device
+        self.places: dict[Source, torch.Tensor] = {}
+        """What stands for the gradients that the operation at hand adds to."""
 
     def hoisted(self, nodes: Sequence[int]) -> None:
         """Constants that are computed once at the start, and stay."""
@@ -175,6 +177,8 @@ class _Runner:
         """A tensor, views derived from what holds their storage."""
         where = self.program.storage[node]
         if isinstance(where, Source):
+            if where.kind == "grad" and node.op == "placeholder":
+                return self.places[where]
             if node.op in ("placeholder", "get_attr"):
                 return self.sources[where]
         elif not is_view(node):
@@ -191,6 +195,7 @@ class _Runner:
 
     def run(self, i: int, meter: PartsMeter | None = None) -> None:
         """Run a C node."""
+        self._make_places(i)
         if meter is None:
             self._keep(i, self._prepared(i)[0]())
             return
@@ -213,6 +218,7 @@ class _Runner:
     def run_timed(self, i: int) -> None:
         """Run a C node and time it, unless an equal operation has been timed in this pass; the same
         for its other kernels, whose results go at once."""
+        self._make_places(i)
         others = self._alternatives(i)
         for other in others:
             if other[1] not in self.timed:
@@ -223,6 +229,14 @@ class _Runner:
         self.costs[i] = Cost(self.known[key], self.overhead.get(i, 0), tuple(
             Kernel(self.known[other], self.overhead.get(self._part(i, k), 0))
             for k, (_, other) in enumerate(others, 1)))
+
+    def _make_places(self, i: int) -> None:
+        """Zeros in the place of the gradients that a C node adds to: those of the model stay as they are."""
+        self.places.clear()
+        for node in self.program.operation[i].all_input_nodes if self.cd.c[i].adds else ():
+            where = self.program.storage[node]
+            if isinstance(where, Source) and where.kind == "grad":
+                self.places[where] = torch.zeros_like(self.sources[Source("param", where.key)])
 
     def _time(self, call: Callable[[], Any], key: Any) -> Any:
         seconds, result = self._seconds(call)

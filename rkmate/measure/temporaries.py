@@ -14,13 +14,15 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
+from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators of torch.ops.rkmate
 from rkmate.graph.passes.embedding_sums import bytes_of_rows
+from rkmate.graph.passes.operators import part_bytes
 from rkmate.graph.passes.reduced_losses import torchs_operator
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.opaque_memory import opaque_bytes
 
 Tensors = Sequence[torch.Tensor]
-aten = torch.ops.aten
+aten, own = torch.ops.aten, torch.ops.rkmate
 _NUMBER = 16
 """A number that is made a tensor, or the intermediate result of a mean."""
 
@@ -90,6 +92,13 @@ def _norm_of_columns(inputs: Tensors, outputs: Tensors) -> int:
     return _copies(inputs) + 2 * sum(t.numel() * max(4, t.element_size()) for t in outputs[1:])
 
 
+def _part_of_weight(inputs: Tensors, outputs: Tensors) -> int:
+    """The gradient of a part of a convolution's weight, and the channels that it is computed from."""
+    part, whole = part_bytes(outputs[0], outputs[0].nbytes), outputs[0].nbytes
+    read = max(t.nbytes for t in inputs if t.shape != outputs[0].shape)
+    return whole if part >= whole else part + -int(-read * part // whole)
+
+
 TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     # A loss is made for each number before it is reduced.
     aten.mse_loss: _largest(2), aten.smooth_l1_loss: _largest(2), aten.huber_loss: _largest(1),
@@ -108,6 +117,8 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten.embedding: lambda inputs, outputs: _copies(inputs),
     aten.embedding_dense_backward: lambda inputs, outputs: _copies(inputs),
     torch.ops.rkmate.add_embedding_rows: lambda inputs, outputs: bytes_of_rows(*inputs[1:3]),
+    aten.add_: _promoted, own.add_convolution_gradient: _part_of_weight,
+    own.add_embedding_gradient: lambda inputs, outputs: _copies(inputs[1:2]) + outputs[0][:1].nbytes,
     aten.add: _promoted, aten.sub: _promoted, aten.mul: _promoted, aten.div: _promoted, aten.sum: _promoted,
     aten.abs: _promoted,
     aten.logsumexp: _all(1), aten.sort: _largest(2), aten.median: _largest(1), aten.kthvalue: _largest(3),

@@ -19,7 +19,7 @@ from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.loss_inside import traceable
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
-from rkmate.pipeline.settings import Settings, checked_trains
+from rkmate.pipeline.settings import Gradients, Settings, checked_trains
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock
@@ -103,7 +103,8 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
                    device_memory: int | str | None = None, optimizer_states: int = ADAM_STATES,
                    most: int = 1 << 16, costs: str = "measured",
                    trains: str | int | Sequence[str | int] | None = None,
-                   progress: bool = True, calls: int = 1) -> BatchSize:
+                   gradients: Gradients = "returned", progress: bool = True,
+                   calls: int = 1) -> BatchSize:
     """The largest batch whose training step fits in a device, and what it costs.
 
     Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
@@ -115,7 +116,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
             and optimizer state are taken off. None: what is free on the model's CUDA device.
         optimizer_states: see `auto_budget`.
         most: greatest batch size to try.
-        costs, trains: see `wrap`.
+        costs, trains, gradients: see `wrap`.
         progress: show progress on a terminal.
         calls: how many times the module is called, with a batch of that size each time, before the
             backward; see `wrap`.
@@ -131,7 +132,8 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ArgumentError(f"most is {most!r}; it should be a positive number of samples")
     budget = _left_for_step(model, device_memory, optimizer_states)
-    settings = Settings(costs=costs, trains=checked_trains(trains), calls=calls)  # type: ignore[arg-type]
+    settings = Settings(costs=costs, trains=checked_trains(trains), calls=calls,  # type: ignore[arg-type]
+                        gradients=gradients)
     tried: dict[int, int | None] = {}
     plain: dict[int, int] = {}
     best: list[Prepared] = []

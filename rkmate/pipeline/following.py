@@ -15,7 +15,11 @@ from rkmate.show.plan import Plan
 
 def follow(traced: Traced, plan: Plan) -> Planned:
     """A plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError` where
-    it does not belong to this model."""
+    it does not belong to this model, or to this way of gradients."""
+    if plan.gradients != traced.settings.gradients:
+        raise PlanError(f'the plan was made with gradients="{plan.gradients}", and this call says '
+                        f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make another '
+                        "plan")
     for variant in dict.fromkeys([*_variants_of(traced, [plan]), *possible(traced.settings)]):
         found = _followed(block(deferred_outputs.as_planned(traced, [plan])[0], variant), [plan])
         if found is not None:

@@ -345,6 +345,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         graph=solved.summary if solved else summarise(prepared),
         note=_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
         deferred=deferred_outputs.names_of(blocked),
+        gradients=prepared.settings.gradients,
         stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
         origin=blocked.traced.origin)
 

@@ -26,6 +26,7 @@ from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.checkpoints import region_of
+from rkmate.graph.capture.gradient_places import refuse_gradients_in_place
 from rkmate.graph.capture.pieces import tensor_called
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import simplify
@@ -193,6 +194,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     """Capture a model on sample inputs; one thread at a time. `captured`: what is known to come out."""
     check_model(model)
     model = traceable(model)
+    if settings.gradients == "in_place":
+        refuse_gradients_in_place(model)
     start = time.perf_counter()
     if captured is None:
         with gc_pause(), progress.stage("capturing", None), capture_lock:
@@ -216,7 +219,8 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     with gc_pause():
         joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss,
                          tiled_mlps=variant.tiled_mlps,
-                         deferring=variant.chunked_loss and traced.settings.deferred_outputs != "never")
+                         deferring=variant.chunked_loss and traced.settings.deferred_outputs != "never",
+                         in_place=traced.settings.gradients == "in_place")
         program = lower(joint)
         middle = time.perf_counter()
         parts = partition(program, traced.settings.cut)

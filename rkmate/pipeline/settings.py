@@ -20,6 +20,7 @@ CostSource = Literal["measured", "analytic"]
 Trains = Literal["all"] | tuple[str | int, ...] | None
 """Outputs that the loss leads to: all, or those of these names and numbers; None: see `Settings.trains`."""
 When = Literal["auto", "always", "never"]
+Gradients = Literal["returned", "in_place"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class Settings:
     tiled_mlps: When = "auto"
     """Run wide MLPs a few rows at a time, likewise: what they hold between their two products then does not
     grow with the sequence. The last bits of their weights' gradients differ."""
+    gradients: Gradients = "returned"
+    """``"returned"``: autograd gets the gradients of parameters, one after the other. ``"in_place"``: the
+    step itself adds them to what stands in ``.grad``, so that none is a tensor of its own; hooks on
+    parameters, data parallelism and ``torch.autograd.grad`` of parameters, which want it, are refused."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"
@@ -81,6 +86,7 @@ class Settings:
             raise ArgumentError(f"calls is {self.calls!r}; it should be how many times the module is called "
                                 "before the backward: 1, 2, ...")
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
+                                     ("gradients", self.gradients, ("returned", "in_place")),
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
                                      ("deferred_outputs", self.deferred_outputs, ("auto", "never")),
                                      ("tiled_mlps", self.tiled_mlps, ("auto", "always", "never")),
@@ -108,10 +114,13 @@ def checked_trains(trains: Any) -> Trains:
     return chosen
 
 
-def settings_of_call(settings: Settings | None, costs: str | None, trains: Any = None) -> Settings:
-    """The settings, with the source of costs and the outputs of the loss that a call names; those that it
-    leaves out are the settings' own. Raises `ArgumentError`."""
+def settings_of_call(settings: Settings | None, costs: str | None, trains: Any = None,
+                     gradients: str | None = None) -> Settings:
+    """The settings, with the source of costs, the outputs of the loss and the way of gradients that a call
+    names; those that it leaves out are the settings' own. Raises `ArgumentError`."""
     settings = settings or Settings()
+    if gradients is not None:
+        settings = replace(settings, gradients=gradients)  # type: ignore[arg-type]
     if trains is not None:
         settings = replace(settings, trains=checked_trains(trains))
     if costs is None:

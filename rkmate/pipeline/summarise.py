@@ -22,7 +22,7 @@ def summarise(prepared: Prepared) -> GraphSummary:
     computations = tuple(
         Computation(c.name, _operation(node), module_of(node), c.phase, parts.block_of[i], c.inputs,
                     c.outputs, c.time, c.overhead, c.random, i in program.constant,
-                    c.donors, c.alternatives, c.decides)
+                    c.donors, c.alternatives, c.decides, c.adds)
         for i, (c, node) in enumerate(zip(graph.c, program.operation, strict=True)))
     storages = tuple(Storage(d.name, d.size, d.kind, _shape(owner.meta.get("val")))
                      for d, owner in zip(graph.d, program.owner, strict=True))

@@ -12,6 +12,7 @@ import torch
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import BackwardError
+from rkmate.runtime.added_gradients import adding
 
 _random = threading.RLock()
 """Held around every random operation of a planned step: a replay moves the default generator back,
@@ -104,6 +105,10 @@ class Environment:
     def draw(self) -> threading.RLock:
         """Held around a random operation that runs once."""
         return _random
+
+    def adding(self) -> threading.RLock:
+        """Held around an addition to a parameter's gradient."""
+        return adding
 
     @contextmanager
     def remember(self, name: str) -> Iterator[None]:

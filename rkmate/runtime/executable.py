@@ -17,6 +17,7 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.pieces import owner_name, piece_of
+from rkmate.runtime.added_gradients import Additions, Held
 from rkmate.runtime.deferred import DeferredOutputs
 from rkmate.runtime.environment import (
     Environment,
@@ -87,7 +88,9 @@ class PlannedStep:
         targets = [[f"param:{p}" for p in s.params] for s in generated.segments]
         targets[-1] += [f"input:{i}" for i in generated.input_grads]
         self._targets = targets
-        self._last = max(k for k, t in enumerate(targets) if t)
+        self._added = [[slot(model, p, "param") for p in s.added] for s in generated.segments]
+        self._additions = list(dict.fromkeys(p for s in generated.segments for p in s.added))
+        self._last = max(k for k, t in enumerate(targets) if t or self._added[k])
         self._fixed_outputs = [i for i, w in enumerate(self.wanted) if not w]
         self._tangents = [(i, f"grad_output_{i}") for i, w in enumerate(self.wanted) if w]
         self._unplanned = [i for i, d in enumerate(capture.differentiable)
@@ -100,7 +103,8 @@ class PlannedStep:
         self._free = {source_key(s) for s in written}
         # What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second
         # run may find another value where it leads to new values of such things only (a counter).
-        results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads}
+        results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads} \
+            | joint.additions()
         self._unrepeatable = [source_key(s) for n, s in joint.sources.items() if s in written and any(
             u.target is torch.ops.aten.clone.default and _leads_to(u, results) for u in n.users)]
         cd = partition.program.cd
@@ -114,7 +118,8 @@ class PlannedStep:
         """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
         told of the call when its forward has run; `read`: told the name of an output that is
         read and that the step leaves out."""
-        sources: dict[str, torch.Tensor] = {k: s.get() for k, s in self._slots.items()}
+        sources = Held((k, s.get()) for k, s in self._slots.items())
+        additions = Additions(sources, self._additions) if self._additions else None
         sources.update(self._fixed)
         for key, i in self._inputs.items():
             sources[key] = tensors[i].detach()                 # detach: the boundary of autograd
@@ -128,9 +133,11 @@ class PlannedStep:
         call = Call(env, self._backward, self._last, self._targets)
         call.rerun = RerunState(sources, versions, state) if several else None
         call.finished = finished
+        call.additions = additions
         if opened is not None:
             opened(call)
         params = [[s.get() for s in slots] for slots in self._params]
+        added = [[s.get() for s in slots] for slots in self._added]
         inputs = [tensors[i] for i in self.generated.input_grads]
         # Fresh aliases: what the user gets refers to the environment, and must not stand in it.
         count = len(self._meta)
@@ -141,10 +148,17 @@ class PlannedStep:
         def receive(call: Call, grads: list[torch.Tensor | None]) -> None:
             self._receive(call, grads, redo)
 
-        flat = connect(call, receive, outputs, self._fixed_outputs, params, inputs)
+        flat = connect(call, receive, outputs, self._fixed_outputs, params, inputs, added)
         if self._unplanned:
             def unplanned(given: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-                found = redo(call.again(), given)
+                if additions is not None:
+                    additions.check()
+                try:
+                    found = redo(call.again(), given)
+                except BaseException:
+                    if additions is not None:
+                        additions.were_interrupted()
+                    raise
                 return [found.get(k) for k in self._all_targets]
 
             targets = [tensors[self._inputs[k]] if k in self._inputs else self._slots[k].get()

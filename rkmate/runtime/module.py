@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.gradient_places import refuse_data_parallelism
 from rkmate.graph.capture.modes import inside_fake_mode, inside_transform
 from rkmate.graph.capture.structure import tensors_in
 from rkmate.pipeline.loss_inside import traceable
@@ -139,6 +140,8 @@ class PlannedModule(StandIn):
                                  "accelerate's mixed precision does: what that allocates (float32 copies "
                                  "of the outputs) comes on top of the budget. rkmate.apply(model, "
                                  "budget=...), instead of wrap, plans it, too")
+        if latest.plan.gradients == "in_place":
+            refuse_data_parallelism(self)
         opened = self._plans.open_calls
         opened.check(latest.plan, forward=True)
         first = self._first_step(latest)

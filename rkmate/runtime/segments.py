@@ -9,6 +9,7 @@ import torch
 
 from rkmate import device as devices
 from rkmate.errors import BackwardError
+from rkmate.runtime.added_gradients import Additions
 from rkmate.runtime.environment import Environment, RerunState
 
 _GONE = ("this forward has been through a backward already, and its activations are gone; run the forward "
@@ -20,8 +21,8 @@ Function = Callable[[Environment], list[Any]]
 class Call:
     """One forward and the backward that belongs to it."""
 
-    __slots__ = ("__weakref__", "begins", "env", "finished", "functions", "last", "next", "ready",
-                 "rerun", "targets", "token", "went")
+    __slots__ = ("__weakref__", "additions", "begins", "env", "finished", "functions", "last", "next",
+                 "ready", "rerun", "targets", "token", "went")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -36,6 +37,8 @@ class Call:
         """Outputs that a gradient has come for."""
         self.ready: dict[str, torch.Tensor] | None = None
         """Gradients that were found in another way: the segments only hand them out."""
+        self.additions: Additions | None = None
+        """What the backward adds to gradients itself, where it does."""
         self.begins: Callable[[], None] | None = None
         """Called before the first segment runs."""
         self.finished: Callable[[], None] | None = None
@@ -57,6 +60,8 @@ class Call:
             self.next, self.ready = 0, {}
         if self.next != number:
             raise BackwardError(_GONE)
+        if number == 0 and self.additions is not None:
+            self.additions.check()
         if number == 0 and self.begins is not None:
             self.begins()
         self.next = number + 1
@@ -69,6 +74,8 @@ class Call:
                 with without_autocast(self.env.device):
                     result = [_alone(g) for g in self.functions[number](self.env)]
         except BaseException:
+            if self.additions is not None:
+                self.additions.were_interrupted()
             self.next = -1
             self.env.clear()
             self.ready = self.rerun = None
@@ -141,20 +148,21 @@ _NOTHING = _Nothing()
 
 
 class _Segment(torch.autograd.Function):
-    """A slice of the backward. The token orders the segments; its gradient carries nothing."""
+    """A slice of the backward. The token orders the segments; its gradient carries nothing. The first `added`
+    of the inputs are parameters that get no gradient here: the slice adds it itself."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, number: int, before: torch.Tensor | None,
+    def forward(ctx: Any, call: Call, number: int, added: int, before: torch.Tensor | None,
                 *inputs: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.number, ctx.first = call, number, before is None
+        ctx.call, ctx.number, ctx.added, ctx.first = call, number, added, before is None
         return token(call.env.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         _no_double_backward()
         result = ctx.call.run(ctx.number)
-        return (None, None, None if ctx.first else ctx.call.token, *result)
+        return (None, None, None, None if ctx.first else ctx.call.token, *(None,) * ctx.added, *result)
 
 
 class _Outputs(torch.autograd.Function):
@@ -162,10 +170,10 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, receive: Callable[..., None], fixed: Sequence[int],
-                outputs: list[torch.Tensor], before: torch.Tensor | None,
+                outputs: list[torch.Tensor], added: int, before: torch.Tensor | None,
                 *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.receive, ctx.first = call, receive, before is None
+        ctx.call, ctx.receive, ctx.added, ctx.first = call, receive, added, before is None
         result = tuple(outputs)
         outputs.clear()
         ctx.mark_non_differentiable(*(result[i] for i in fixed))
@@ -180,7 +188,8 @@ class _Outputs(torch.autograd.Function):
         box = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
         del grads
         result = ctx.call.run(0, lambda: ctx.receive(ctx.call, box))
-        return (None, None, None, None, None if ctx.first else ctx.call.token, *result)
+        return (None, None, None, None, None, None if ctx.first else ctx.call.token,
+                *(None,) * ctx.added, *result)
 
 
 Redo = Callable[[Mapping[int, torch.Tensor]], list[torch.Tensor | None]]
@@ -218,20 +227,23 @@ def _no_double_backward() -> None:
 
 def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], None],
             outputs: list[torch.Tensor], fixed: Sequence[int],
-            params: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
-            ) -> list[torch.Tensor]:
+            params: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor],
+            added: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """Hang the segments of the backward into autograd's graph; returns the module's outputs.
 
     `fixed`: outputs without a gradient. `params`: per segment, in the order of the backward.
-    `inputs`: the inputs whose gradients the last segment returns.
+    `inputs`: the inputs whose gradients the last segment returns. `added`: per segment, parameters whose
+    gradients it adds itself; autograd knows of them, so that the segment runs.
     """
     before: torch.Tensor | None = None
     last = len(params) - 1
     for number in range(last, 0, -1):
         extra = inputs if number == last else ()
-        before = _Segment.apply(call, number, before, *params[number], *extra)
+        before = _Segment.apply(call, number, len(added[number]), before, *added[number], *params[number],
+                                *extra)
     extra = inputs if last == 0 else ()
-    return list(_Outputs.apply(call, receive, fixed, outputs, before, *params[0], *extra))
+    return list(_Outputs.apply(call, receive, fixed, outputs, len(added[0]), before, *added[0], *params[0],
+                               *extra))
 
 
 def connect_unplanned(call: Call, redo: Redo, outputs: list[torch.Tensor], numbers: Sequence[int],

@@ -28,6 +28,8 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
     ]
     if plan.calls > 1:
         result.insert(0, ("made for", f"{plan.calls} calls before one backward; times are of one"))
+    if plan.gradients == "in_place":
+        result.append(("gradients", "of parameters are added in place"))
     if plan.bound_seconds is not None and plan.gap is not None:
         result.append(("lower bound", f"{duration(plan.bound_seconds)} a step: at most {plan.gap:.1%} "
                                       "could be saved by another schedule"))

@@ -45,6 +45,9 @@ def _data() -> torch.Tensor:
 
 def _replicated(rank: int, options: dict[str, bool], out: Path) -> None:
     model, x = _model(), _data()[rank * 16:(rank + 1) * 16]
+    in_place = DistributedDataParallel(planned(_model(), x, settings=QUICK, gradients="in_place"))
+    with pytest.raises(rkmate.ArgumentError, match="DistributedDataParallel exchanges gradients"):
+        in_place(x)
     if options["unused"]:
         model.unused = nn.Linear(4, 4)
     events: list[str] = []
@@ -78,7 +81,11 @@ def _sharded(rank: int, options: dict[str, bool], out: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model, x = _model(), _data()[rank * 16:(rank + 1) * 16]
-    module = fully_shard(planned(model, x, settings=QUICK), mesh=init_device_mesh("cpu", (2,)))
+    mesh = init_device_mesh("cpu", (2,))
+    in_place = fully_shard(planned(_model(), x, settings=QUICK, gradients="in_place"), mesh=mesh)
+    with pytest.raises(rkmate.ArgumentError, match="exchanges gradients"):
+        in_place(x)
+    module = fully_shard(planned(model, x, settings=QUICK), mesh=mesh)
     for _ in range(2):
         module(x).pow(2).mean().backward()
     torch.save({n: p.grad.full_tensor() for n, p in module.named_parameters()}, out / f"{rank}.pt")
@@ -172,6 +179,8 @@ def _sharded_by_layers(rank: int, options: dict[str, bool], out: Path) -> None:
     assert rkmate.applied(model) is None
     rkmate.remove(model)
     assert all(rkmate.applied(layer) is None for layer in model[1:5])
+    with pytest.raises(rkmate.ArgumentError, match="exchanges gradients"):
+        rkmate.apply(model, budget=0.5, gradients="in_place")
     with pytest.raises(rkmate.ArgumentError, match="leave the sample inputs out"):
         rkmate.apply(model, (torch.zeros(1, 2, dtype=torch.long),), budget=0.5)
     with pytest.raises(rkmate.ArgumentError, match="layers times calls"):

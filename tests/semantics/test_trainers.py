@@ -85,6 +85,32 @@ def test_accelerate() -> None:
     _same_weights(train)
 
 
+def test_accelerate_with_gradients_in_place() -> None:
+    """Two batches for one step of the optimizer; the last bits of their sum may differ."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def train(budget: float | None) -> nn.Module:
+        torch.manual_seed(0)
+        model, x = Tower(), torch.randn(32 * STEPS, 16)
+        if budget is not None:
+            rkmate.apply(model, budget=budget, costs="analytic", progress=False, gradients="in_place")
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        run, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(x), 16))
+        for (batch,) in loader:
+            with accelerator.accumulate(run):
+                accelerator.backward(run(batch).pow(2).mean())
+                accelerator.clip_grad_norm_(run.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        shown = rkmate.applied(model)
+        assert (shown is not None and shown.plan.gradients == "in_place") == (budget is not None)
+        return model
+
+    for a, b in zip(train(None).parameters(), train(1.0).parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_copies_that_accelerate_makes_are_beyond_the_plan_of_a_wrapped_module() -> None:
     """And within that of one that a budget is applied to."""
     from accelerate.utils import convert_outputs_to_fp32

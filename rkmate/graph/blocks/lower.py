@@ -20,6 +20,7 @@ from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.alternatives import alternatives
 from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
+from rkmate.graph.passes.joint import adds
 from rkmate.graph.passes.simplify import Joint, is_backward, is_random, is_view
 from rkmate.ir.cd import CDGraph, CNode, DNode
 
@@ -140,7 +141,9 @@ class _Builder:
         kind = "data" if phase == "forward" else "grad"
         value = node.meta.get("val")
         outputs: list[int] = []
-        if isinstance(value, (tuple, list)):
+        if adds(node) and not isinstance(value, (tuple, list)):
+            pass                                 # its result is in what the caller holds
+        elif isinstance(value, (tuple, list)):
             for user in sorted(node.users, key=lambda u: u.args[1]):  # type: ignore[arg-type, return-value]
                 if user.target is not operator.getitem:
                     raise CaptureError(f"{node.target} returns several tensors that are used as one "
@@ -173,7 +176,7 @@ class _Builder:
             self.in_place[node] = ways
         self.c.append(CNode(node.name, phase, tuple(i for i in inputs if isinstance(i, int)),
                             tuple(outputs), random=is_random(node), donors=tuple(ways),
-                            decides=node in self.joint.decisions))
+                            decides=node in self.joint.decisions, adds=adds(node)))
         self.operation.append(node)
 
     def finish(self, loss: int) -> Program:

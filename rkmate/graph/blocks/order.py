@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rkmate.graph.blocks.partition import Block, Partition, rearranged
+from rkmate.graph.capture.capture import Source
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import from_order
@@ -52,7 +53,7 @@ def reordered(parts: Partition, stages: Sequence[Block] = ()) -> Partition:
 
 
 def _shared_gradients(parts: Partition) -> list[list[int]]:
-    """C nodes that make the gradients of one parameter: they are added up in this order."""
+    """C nodes that make, or add, the gradients of one parameter: they are added up in this order."""
     program = parts.program
     made: dict[object, list[int]] = {}
     for source, node in program.param_grads:
@@ -60,6 +61,11 @@ def _shared_gradients(parts: Partition) -> list[list[int]]:
         i = None if j is None else program.cd.producer[j]
         if i is not None:
             made.setdefault(source, []).append(i)
+    for i, c in enumerate(program.cd.c):
+        for node in program.operation[i].all_input_nodes if c.adds else ():
+            place = program.storage[node]
+            if isinstance(place, Source) and place.kind == "grad":
+                made.setdefault(place, []).append(i)
     return [sorted(nodes) for nodes in made.values() if len(nodes) > 1]
 
 

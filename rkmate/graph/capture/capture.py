@@ -35,7 +35,7 @@ from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_tra
 from rkmate.graph.capture.structure import Structure, take_apart, tensors_in
 from rkmate.support.warn import warn
 
-SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept"]
+SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", "grad"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Source:
     """Parameter, buffer, a piece of one (`pieces`), or constant: its name.
     Input: index of the tensor among the arguments.
     Tangent: index of the output whose gradient it is.
-    Kept: name of a value that the forward leaves for an output that is computed later."""
+    Kept: name of a value that the forward leaves for an output that is computed later.
+    Grad: name of the parameter whose ``.grad`` it is; no capture has one, the pass that adds to it does."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,11 @@ class Joint:
     def results(self) -> set[fx.Node]:
         """Nodes whose value leaves the graph."""
         return {n for n in self.outputs if n is not None} | {n for _, n in self.mutations} \
-            | {n for _, n in self.grads} | set(self.kept)
+            | {n for _, n in self.grads} | set(self.kept) | self.additions()
+
+    def additions(self) -> set[fx.Node]:
+        """Operations that add to what the caller holds: their result is there."""
+        return {n for n in self.graph.nodes if adds(n)}
 
 
 @dataclass
@@ -63,6 +67,8 @@ class Rewriting:
     """Whether linear losses are to be computed a few rows at a time."""
     tiled_mlps: bool = False
     """Whether wide MLPs are to run a few rows at a time."""
+    in_place: bool = False
+    """Whether gradients of parameters are added to what the caller holds, and handed to nobody."""
     nodes_before: int = field(init=False)
     """Operations at first."""
     constant: frozenset[fx.Node] = frozenset()
@@ -121,7 +127,7 @@ class Rewriting:
 
 
 def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-              tiled_mlps: bool = False, deferring: bool = False) -> Rewriting:
+              tiled_mlps: bool = False, deferring: bool = False, in_place: bool = False) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -132,7 +138,7 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss, tiled_mlps, deferring=deferring)
+        wanted, chunked_loss, tiled_mlps, in_place, deferring=deferring)
 
 
 def copied(work: Rewriting) -> Rewriting:
@@ -145,7 +151,12 @@ def copied(work: Rewriting) -> Rewriting:
         graph, {copies[n]: s for n, s in work.sources.items()},
         [None if n is None else copies[n] for n in work.outputs],
         [(s, copies[n]) for s, n in work.mutations], [(s, copies[n]) for s, n in work.grads],
-        work.wanted, work.chunked_loss, work.tiled_mlps)
+        work.wanted, work.chunked_loss, work.tiled_mlps, work.in_place)
+
+
+def adds(node: fx.Node) -> bool:
+    """Whether the operation has a side effect: it adds to a gradient that the caller holds."""
+    return bool(node.meta.get("adds"))
 
 
 def owner_of(node: fx.Node) -> fx.Node:
@@ -155,4 +166,4 @@ def owner_of(node: fx.Node) -> fx.Node:
     return node
 
 
-__all__ = ["Joint", "Rewriting", "is_backward", "is_random", "is_view", "owner_of", "rewriting"]
+__all__ = ["Joint", "Rewriting", "adds", "is_backward", "is_random", "is_view", "owner_of", "rewriting"]

@@ -32,6 +32,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
                    "torch.utils._python_dispatch._disable_current_modes"),
     "eager_kernels.py": ("torch._C.DispatchKey", "torch._C._AutoDispatchBelowAutograd",
                          "torch.utils._python_dispatch._disable_current_modes"),
+    "gradient_places.py": ("torch.nn.parallel.DistributedDataParallel._active_ddp_module",),
     "inner_gradients.py": ("torch.autograd._engine_run_backward",),
     "layouts.py": ("torch._decomp.decomposition_table", "torch._prims_common.suggest_memory_format",
                    "torch._refs", "torch._subclasses.fake_impls.op_implementations_dict",
@@ -57,6 +58,9 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "dtr/runtime/sizes.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/wrapping.py": (("torch._C._will_engine_execute_node",),
                         "whether a backward adds to a parameter's gradient, which its engine alone knows"),
+    "runtime/added_gradients.py": (("torch._C._will_engine_execute_node",),
+                                   "whether a backward adds to a parameter's gradient, which its engine "
+                                   "alone knows"),
     "runtime/deferred_tensor.py": (("torch.Tensor._make_wrapper_subclass",
                                     "torch._C.DisableTorchFunctionSubclass"),
                                    "a tensor that has a form and no memory, and answers for itself"),

@@ -11,6 +11,7 @@ import functools
 
 from rkmate.graph.capture.repairs import REPAIRS, Pass
 from rkmate.graph.passes import chunked_kernels, in_place
+from rkmate.graph.passes.added_gradients import add_gradients_in_place
 from rkmate.graph.passes.alternatives import alternatives
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
@@ -98,6 +99,10 @@ REWRITINGS = (
          "A parameter used in several places has a gradient from each. Autograd adds them itself, in the "
          "same order, and each leaves as soon as it is made.",
          take_sums_apart),
+    Pass("gradients in place", "simplify",
+         "Where the caller asks for it, products, convolutions and embeddings add to what stands in `.grad`, "
+         "and no gradient of a weight is a tensor of its own.",
+         add_gradients_in_place, ()),
     Pass("shared gradients", "simplify",
          "A gradient that is handed to autograd becomes the user's, who may write to it: it shares its "
          "storage with nothing else.",

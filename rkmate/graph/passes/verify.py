@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import fx
 
 from rkmate.errors import GraphError
-from rkmate.graph.passes.joint import Joint, is_backward, is_random, is_view
+from rkmate.graph.passes.joint import Joint, adds, is_backward, is_random, is_view
 
 Form = tuple[torch.Size, torch.dtype] | None
 """What of a value no rewriting may change; None for what is no tensor."""
@@ -20,7 +21,8 @@ def verify(joint: Joint) -> Joint:
 
     Every input of a node stands before it. The forward reads nothing of the backward. Each placeholder has
     a source, and what leaves the graph (outputs, new values of what is overwritten, gradients) is a node
-    of it, in the form of what it belongs to. Nothing is there that nobody reads.
+    of it, in the form of what it belongs to. Nothing is there that nobody reads. What adds to a gradient of
+    the caller's is of the backward; nothing else reads that gradient, and nobody its sum.
     """
     results = joint.results()
     before: set[fx.Node] = set()
@@ -39,6 +41,7 @@ def verify(joint: Joint) -> Joint:
     for node in joint.constant:
         if node in late or is_random(node):
             raise GraphError(f"{node.name} is no constant")
+    _verify_additions(joint)
     place = {source: node for node, source in joint.sources.items()}
     for what, pairs in (("new value", joint.mutations), ("gradient", joint.grads)):
         for source, node in pairs:
@@ -48,6 +51,21 @@ def verify(joint: Joint) -> Joint:
                 raise GraphError(f"{node.name} is the {what} of {source.key} and has another form: "
                                  f"{form_of(node)}, not {form_of(place[source])}")
     return joint
+
+
+def _verify_additions(joint: Joint) -> None:
+    places = {n for n, s in joint.sources.items() if s.kind == "grad"}
+    for node in joint.graph.nodes:
+        read = places.intersection(node.all_input_nodes)
+        if not adds(node):
+            if read and not is_view(node):
+                raise GraphError(f"{node.name} reads the gradient {min(n.name for n in read)}, which is "
+                                 "there to be added to")
+            places.update([node] if read else [])
+        elif not is_backward(node) or not read or node.args[0] not in read \
+                or any(u.target is not operator.getitem for u in node.users):
+            raise GraphError(f"{node.name} adds to a gradient, and should do so in the backward, to its "
+                             "first argument, and for nobody to read")
 
 
 def _verify_call(node: fx.Node, before: set[fx.Node], late: set[fx.Node], results: set[fx.Node]) -> None:

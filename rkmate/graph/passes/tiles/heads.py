@@ -52,7 +52,7 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
             region = _region(work, seed, keep_outputs=keep_outputs)
             if region is not None:
                 tile(work, region, "head", default_parts(region, seed.meta["val"]),
-                     apart=_with_bases(_seen(work, region)))
+                     apart=_with_bases(_seen(work, region)), in_forward=not work.in_place)
 
 
 def _shifts(work: Rewriting) -> Iterator[Shift]:

@@ -1,0 +1,89 @@
+"""Operations that add to a parameter's gradient, and return nothing.
+
+A convolution's weight gradient is computed a few channels at a time, so that no tensor of the weight's size
+stands beside the gradient; what an embedding's backward makes is added row by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from rkmate.graph.passes.operators import part_bytes, stretches
+
+aten = torch.ops.aten
+_library = torch.library.Library("rkmate", "FRAGMENT")
+
+
+def add_convolution_gradient(
+        into: torch.Tensor, into_bias: torch.Tensor | None, grad_output: torch.Tensor, input: torch.Tensor,
+        weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+        transposed: bool, output_padding: Sequence[int], groups: int) -> None:
+    """Add the gradients of a convolution's weight and bias to what stands there.
+
+    The weight's first dimension is cut: it is that of the output's channels, or, transposed, of the input's.
+    Torch's kernel allocates what it returns twice.
+    """
+    for rows in weight_parts(weight, groups):
+        whole = rows == slice(0, weight.shape[0])
+        g = grad_output if transposed or whole else grad_output[:, rows]
+        x = input[:, rows] if transposed and not whole else input
+        last = rows.stop == weight.shape[0]
+        bias = into_bias is not None and (not transposed or last)
+        _, of_weight, of_bias = aten.convolution_backward.default(
+            g, x, weight[rows], [g.shape[1]] if bias else None, stride, padding, dilation, transposed,
+            output_padding, groups, [False, True, bias])
+        into[rows].add_(of_weight)
+        del of_weight                     # before the next one is made
+        if into_bias is not None and bias:
+            (into_bias if transposed else into_bias[rows]).add_(of_bias)
+
+
+def weight_parts(weight: torch.Tensor, groups: int) -> list[slice]:
+    """Stretches of a convolution's weight, along its first dimension, whose gradients are made one by one."""
+    rows = weight.shape[0]
+    if groups != 1:
+        return [slice(0, rows)]
+    total = weight.numel() * weight.element_size()
+    return list(stretches(rows, total, part_bytes(weight, total)))
+
+
+def add_embedding_gradient(into: torch.Tensor, grad_output: torch.Tensor, indices: torch.Tensor,
+                           padding_idx: int) -> None:
+    """Add the rows of an output's gradient to those rows of the weight's that they were read from; that of
+    `padding_idx` stays as it is (negative: there is none)."""
+    row = into[padding_idx].clone() if padding_idx >= 0 else None
+    into.index_add_(0, indices.reshape(-1), grad_output.reshape(-1, into.shape[1]))
+    if row is not None:
+        into[padding_idx] = row
+
+
+for _schema, _function in {
+    "add_convolution_gradient(Tensor(a!) into, Tensor(b!)? into_bias, Tensor grad_output, Tensor input, "
+    "Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, "
+    "SymInt[] output_padding, SymInt groups) -> ()": add_convolution_gradient,
+    "add_embedding_gradient(Tensor(a!) into, Tensor grad_output, Tensor indices, SymInt padding_idx) -> ()":
+        add_embedding_gradient,
+}.items():
+    _library.define(_schema)
+    _library.impl(_schema.split("(")[0], _function, "CompositeExplicitAutograd")
+
+
+@register_flop_formula(torch.ops.rkmate.add_convolution_gradient)
+def _convolution_flops(into: Any, into_bias: Any, grad_output: Any, input: Any, weight: Any, stride: Any,
+                       padding: Any, dilation: Any, transposed: bool, *args: Any, **kwargs: Any) -> int:
+    return 2 * int(math.prod(input if transposed else grad_output) * math.prod(weight[1:]))
+
+
+@register_flop_formula(torch.ops.rkmate.add_embedding_gradient)
+def _embedding_flops(into: Any, grad_output: Any, *args: Any, **kwargs: Any) -> int:
+    return int(math.prod(grad_output))
+
+
+@register_flop_formula([aten.addmm_, aten.baddbmm_, aten.addbmm_])
+def _product_flops(into: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * int(math.prod(a) * b[-1])

@@ -1,0 +1,97 @@
+"""Gradients that a planned backward adds by itself: where they stand, and whether it may.
+
+What can change after a module was wrapped is looked at before each forward and before each backward: hooks
+on parameters, the form of what stands in ``.grad``, and what the backward was called for. A step that fails
+half-way leaves a mark at the gradients that it has begun to add to: the next forward refuses to add to them
+until they are zeroed, replaced or set to None.
+
+Uses a private name of torch (whether the engine adds to a parameter's gradient); tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from rkmate.errors import ArgumentError, BackwardError
+from rkmate.graph.capture.gradient_places import IN_PLACE, RETURNED, obstacle
+
+_MARK = "_rkmate_half_added"
+"""Attribute of a gradient: its version when a step failed that had begun to add."""
+
+adding = threading.RLock()
+"""Held around every addition to a parameter's gradient: another thread's step may add to the same one."""
+
+
+class Held(dict[str, torch.Tensor]):
+    """What the caller holds, by source key. The gradient of a parameter is looked up whenever it is asked
+    for, and made (of zeros) where there is none."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().__init__(tensors)
+        self.additions: Additions | None = None
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        kind, _, name = key.partition(":")
+        if kind != "grad":
+            raise KeyError(key)
+        parameter = self[f"param:{name}"]
+        if self.additions is not None:
+            self.additions.begun = True
+        with adding:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif why := obstacle(parameter):
+                raise BackwardError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
+            return parameter.grad
+
+
+class Additions:
+    """The parameters whose gradients one call's backward adds to."""
+
+    __slots__ = ("_names", "_parameters", "begun")
+
+    def __init__(self, held: Held, names: Sequence[str]) -> None:
+        """At a forward. Raises `ArgumentError` where it is known that the backward may not add, or that one
+        before has failed half-way."""
+        self.begun = False
+        """Whether a gradient was looked up to be added to."""
+        held.additions = self
+        self._names = names
+        self._parameters = [held[f"param:{name}"] for name in names]
+        for name, parameter in zip(names, self._parameters, strict=True):
+            if why := obstacle(parameter):
+                raise ArgumentError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
+            grad = parameter.grad
+            if grad is not None and getattr(grad, _MARK, None) == grad._version:
+                raise ArgumentError(f"{IN_PLACE}: a backward failed when it had added a part of its "
+                                    f"gradients (to that of {name!r}, say): zero them first (zero_grad)")
+
+    def check(self) -> None:
+        """Before a backward adds anything. Raises `BackwardError` where somebody wants a gradient as a
+        tensor."""
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if why := obstacle(parameter):
+                raise BackwardError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
+            if not parameter.requires_grad or not _is_accumulated(parameter):
+                raise BackwardError(
+                    f"{IN_PLACE}: this backward does not add to the gradient of {name!r}, as "
+                    "torch.autograd.grad and backward(inputs=...) do not, or not to all; a planned one "
+                    f"always does. Call loss.backward() alone. {RETURNED}")
+
+    def were_interrupted(self) -> None:
+        """The backward has failed: mark the gradients, where it had begun to add."""
+        for parameter in self._parameters if self.begun else ():
+            if parameter.grad is not None:
+                setattr(parameter.grad, _MARK, parameter.grad._version)
+
+
+def _is_accumulated(parameter: torch.Tensor) -> bool:
+    """Inside of a backward: whether its end is to add to a parameter's gradient."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:            # torch.autograd.grad was asked for this parameter's gradient
+        return False
