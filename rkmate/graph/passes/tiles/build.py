@@ -12,8 +12,9 @@ from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.operators import part_bytes
 from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, shape_of
 from rkmate.graph.passes.tiles.region import Region, readers_of
-from rkmate.graph.passes.tiles.rules import Tile, emit, emit_sum
+from rkmate.graph.passes.tiles.rules import Tile, emit
 from rkmate.graph.passes.tiles.source import Give
+from rkmate.graph.passes.tiles.sums import emit_sum
 from rkmate.graph.passes.tiles.tiled import Tiled, propagate
 
 MOST_PARTS = 8

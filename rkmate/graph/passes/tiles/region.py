@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, lead_of, row_numel, shape_of
-from rkmate.graph.passes.tiles.rules import Forms, sums, takes
+from rkmate.graph.passes.tiles.rules import Forms, takes
+from rkmate.graph.passes.tiles.sums import sums
 
 
 @dataclass

@@ -1,13 +1,12 @@
 """Row rules: how each operation treats the rows, and what it is on a few of them.
 
-`takes` says in which form an operation wants its operands so that its result has a form; `sums`, so that its
-result is a sum over all rows. `emit` and `emit_sum` write the same operation for one tile: the dimensions of
-the rows are one there, the first.
+`takes` says in which form an operation wants its operands so that its result has a form. `emit` writes the
+same operation for one tile: the dimensions of the rows are one there, the first. What sums over the
+rows is in `sums`.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,11 +84,12 @@ def _rule(node: fx.Node) -> Rule | None:
     return POINTWISE if pointwise else None
 
 
-def _args(node: fx.Node) -> tuple[Any, ...]:
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Its arguments, without their types."""
     return tuple[Any, ...](node.args)
 
 
-def _forms(pairs: list[tuple[Any, int | None]]) -> Forms | None:
+def together(pairs: list[tuple[Any, int | None]]) -> Forms | None:
     """The forms together; None where one is missing, or an operand is wanted in two."""
     found: Forms = {}
     for node, form in pairs:
@@ -106,7 +106,7 @@ def _forms(pairs: list[tuple[Any, int | None]]) -> Forms | None:
 def _pointwise(node: fx.Node, form: int, rows: int) -> Forms | None:
     result = shape_of(node)
     assert result is not None
-    return _forms([(n, aligned(shape_of(n) or (), result, rows, form)) for n in node.all_input_nodes])
+    return together([(n, aligned(shape_of(n) or (), result, rows, form)) for n in node.all_input_nodes])
 
 
 def fitted(operand: Any, form: int, rank: int, tile: Tile) -> Any:
@@ -124,7 +124,7 @@ def fitted(operand: Any, form: int, rank: int, tile: Tile) -> Any:
 
 def _emit_pointwise(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     rank = len(shape_of(node) or ())
-    args, kwargs = fx.node.map_arg((_args(node), node.kwargs), lambda n: fitted(n, form, rank, tile))
+    args, kwargs = fx.node.map_arg((arguments(node), node.kwargs), lambda n: fitted(n, form, rank, tile))
     return tile.call(node.target, *args, **kwargs)
 
 
@@ -133,7 +133,7 @@ POINTWISE = Rule(_pointwise, _emit_pointwise)
 
 def _emit_clone(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     """No copy of what has the copy's layout."""
-    base = _args(node)[0]
+    base = arguments(node)[0]
     kept = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
     return tile.value[base] if form > 0 and kept else _emit_pointwise(node, form, tile)
 
@@ -145,9 +145,9 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
     """Work along dimensions (argument `dim`) that are no rows; arguments `by_rows` have rows."""
 
     def dims(node: fx.Node) -> list[int] | None:
-        given = _args(node)[dim] if len(_args(node)) > dim else default
+        given = arguments(node)[dim] if len(arguments(node)) > dim else default
         found = given if isinstance(given, (list, tuple)) else [given]
-        rank = len(shape_of(_args(node)[0]) or ())
+        rank = len(shape_of(arguments(node)[0]) or ())
         if node.target is aten.unsqueeze.default:
             rank += 1
         if not found or any(not isinstance(d, int) for d in found):
@@ -160,24 +160,24 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
             return None
         pairs: list[tuple[Any, int | None]] = []
         for k in by_rows:
-            operand = _args(node)[k] if len(_args(node)) > k else None
+            operand = arguments(node)[k] if len(arguments(node)) > k else None
             if isinstance(operand, fx.Node):
                 shape = shape_of(operand) or ()
                 same = tuple(shape[:form]) == (shape_of(node) or ())[:form]
                 pairs.append((operand, form if same and lead_of(shape, rows) == form else None))
-        pairs += [(_args(node)[k], WHOLE) for k in whole if len(_args(node)) > k]
-        return _forms(pairs)
+        pairs += [(arguments(node)[k], WHOLE) for k in whole if len(arguments(node)) > k]
+        return together(pairs)
 
     def emit(node: fx.Node, form: int, tile: Tile) -> fx.Node:
         along = dims(node)
         assert along is not None
-        args: list[Any] = list(fx.node.map_arg(_args(node), tile.value.__getitem__))
+        args: list[Any] = list(fx.node.map_arg(arguments(node), tile.value.__getitem__))
         moved = [d - form + 1 for d in along]
-        given = _args(node)[dim] if len(_args(node)) > dim else default
+        given = arguments(node)[dim] if len(arguments(node)) > dim else default
         args += [None] * (dim + 1 - len(args))
         args[dim] = moved if isinstance(given, (list, tuple)) else moved[0]
         if node.target in _SIZED:
-            args[1] = [tile.n, *_args(node)[1][form:]]
+            args[1] = [tile.n, *arguments(node)[1][form:]]
         kwargs = fx.node.map_arg(node.kwargs, tile.value.__getitem__)
         return tile.call(node.target, *args, **kwargs)
 
@@ -191,30 +191,31 @@ _SIZED = (aten.slice_backward.default, aten.select_backward.default)
 
 
 def _mm(node: fx.Node, form: int, rows: int) -> Forms | None:
-    a, b = _args(node)[:2]
-    return _forms([(a, 1), (b, WHOLE)]) if form == 1 else None
+    a, b = arguments(node)[:2]
+    return together([(a, 1), (b, WHOLE)]) if form == 1 else None
 
 
 def _addmm(node: fx.Node, form: int, rows: int) -> Forms | None:
     if form != 1:
         return None
-    bias, a, b = _args(node)[:3]
-    return _forms([(bias, aligned(shape_of(bias) or (), shape_of(node) or (), rows, 1)),
+    bias, a, b = arguments(node)[:3]
+    return together([(bias, aligned(shape_of(bias) or (), shape_of(node) or (), rows, 1)),
                    (a, 1), (b, WHOLE)])
 
 
 def _emit_addmm(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    bias, a, b = _args(node)[:3]
+    bias, a, b = arguments(node)[:3]
     return tile.call(node.target, fitted(bias, 1, 2, tile), tile.value[a], tile.value[b],
                      **node.kwargs)
 
 
 def _bmm(node: fx.Node, form: int, rows: int) -> Forms | None:
-    return _forms([(n, 1) for n in _args(node)]) if form == 1 else None
+    return together([(n, 1) for n in arguments(node)]) if form == 1 else None
 
 
-def _emit_same(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    args, kwargs = fx.node.map_arg((_args(node), node.kwargs), tile.value.__getitem__)
+def emit_same(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+    """The operation itself on a tile's values."""
+    args, kwargs = fx.node.map_arg((arguments(node), node.kwargs), tile.value.__getitem__)
     return tile.call(node.target, *args, **kwargs)
 
 
@@ -222,45 +223,45 @@ def _emit_same(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 
 
 def _view(node: fx.Node, form: int, rows: int) -> Forms | None:
-    base = _args(node)[0]
-    return _forms([(base, lead_of(shape_of(base) or (), rows))]) if form > 0 else None
+    base = arguments(node)[0]
+    return together([(base, lead_of(shape_of(base) or (), rows))]) if form > 0 else None
 
 
 def _emit_view(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    base: Any = _args(node)[0]
+    base: Any = arguments(node)[0]
     before, after = (shape_of(base) or ())[tile.forms[base]:], (shape_of(node) or ())[form:]
     value = tile.value[base]
     return value if before == after else tile.call(aten.reshape.default, value, [tile.n, *after])
 
 
 def _expand(node: fx.Node, form: int, rows: int) -> Forms | None:
-    base: Any = _args(node)[0]
+    base: Any = arguments(node)[0]
     if form < 1:
         return None
-    return _forms([(base, aligned(shape_of(base) or (), shape_of(node) or (), rows, form))])
+    return together([(base, aligned(shape_of(base) or (), shape_of(node) or (), rows, form))])
 
 
 def _emit_expand(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     after = shape_of(node) or ()
-    return tile.call(aten.expand.default, fitted(_args(node)[0], form, len(after), tile),
+    return tile.call(aten.expand.default, fitted(arguments(node)[0], form, len(after), tile),
                      [tile.n, *after[form:]])
 
 
 def _turn(node: fx.Node, form: int, rows: int) -> Forms | None:
-    base: Any = _args(node)[0]
+    base: Any = arguments(node)[0]
     if len(shape_of(node) or ()) != 2 or form not in (1, TURNED) or not _turns(node):
         return None
-    return _forms([(base, TURNED if form == 1 else 1)])
+    return together([(base, TURNED if form == 1 else 1)])
 
 
 def _turns(node: fx.Node) -> bool:
     """Whether the two dimensions of a matrix change places."""
-    rest = _args(node)[1:]
+    rest = arguments(node)[1:]
     return node.target is aten.t.default or rest == ([1, 0],) or rest in ((0, 1), (1, 0), (-1, -2), (-2, -1))
 
 
 def _emit_turn(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    return tile.call(aten.t.default, tile.value[_args(node)[0]])
+    return tile.call(aten.t.default, tile.value[arguments(node)[0]])
 
 
 def _full(node: fx.Node, form: int, rows: int) -> Forms | None:
@@ -269,7 +270,7 @@ def _full(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 def _emit_full(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     after = (shape_of(node) or ())[form:]
-    return tile.call(node.target, [tile.n, *after], *_args(node)[1:], **node.kwargs)
+    return tile.call(node.target, [tile.n, *after], *arguments(node)[1:], **node.kwargs)
 
 
 def _emit_new_zeros(node: fx.Node, form: int, tile: Tile) -> fx.Node:
@@ -279,70 +280,70 @@ def _emit_new_zeros(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 
 
 def _pad(node: fx.Node, form: int, rows: int) -> Forms | None:
-    pads: Any = _args(node)[1]
+    pads: Any = arguments(node)[1]
     if form < 1 or len(pads) // 2 > len(shape_of(node) or ()) - form:
         return None
-    return _forms([(_args(node)[0], form)])
+    return together([(arguments(node)[0], form)])
 
 
 def _cat(node: fx.Node, form: int, rows: int) -> Forms | None:
-    dim: Any = _args(node)[1] if len(_args(node)) > 1 else 0
+    dim: Any = arguments(node)[1] if len(arguments(node)) > 1 else 0
     if form < 1 or dim % len(shape_of(node) or ()) < form:
         return None
-    return _forms([(n, lead_of(shape_of(n) or (), rows)) for n in _args(node)[0]])
+    return together([(n, lead_of(shape_of(n) or (), rows)) for n in arguments(node)[0]])
 
 
 def _emit_cat(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    dim: Any = _args(node)[1]
+    dim: Any = arguments(node)[1]
     rank = len(shape_of(node) or ())
-    return tile.call(node.target, [tile.value[n] for n in _args(node)[0]], dim % rank - form + 1)
+    return tile.call(node.target, [tile.value[n] for n in arguments(node)[0]], dim % rank - form + 1)
 
 
 # -- pieces of losses, and what several results are made of ------------------------------
 
 
 def _item(node: fx.Node, form: int, rows: int) -> Forms | None:
-    return _forms([(_args(node)[0], form)])
+    return together([(arguments(node)[0], form)])
 
 
 def _nll(node: fx.Node, form: int, rows: int) -> Forms | None:
     """Each row's own loss; a reduced one is taken apart before."""
-    scores, target, weight, reduction = _args(node)[:4]
-    return _forms([(scores, 1), (target, 1), (weight, WHOLE)]) if form == 1 and reduction == 0 else None
+    scores, target, weight, reduction = arguments(node)[:4]
+    return together([(scores, 1), (target, 1), (weight, WHOLE)]) if form == 1 and reduction == 0 else None
 
 
 def _nll_backward(node: fx.Node, form: int, rows: int) -> Forms | None:
-    grad, scores, target, weight, reduction, _, total = _args(node)[:7]
+    grad, scores, target, weight, reduction, _, total = arguments(node)[:7]
     if form != 1:
         return None
-    if node.target is own.cross_entropy_backward.default and _args(node)[7] not in (1, -1):
+    if node.target is own.cross_entropy_backward.default and arguments(node)[7] not in (1, -1):
         return None
-    return _forms([(grad, WHOLE if reduction else 1), (scores, 1), (target, 1), (weight, WHOLE),
+    return together([(grad, WHOLE if reduction else 1), (scores, 1), (target, 1), (weight, WHOLE),
                    (total, WHOLE)])
 
 
 def _look_up(node: fx.Node, form: int, rows: int) -> Forms | None:
     """Of a table that is whole, the rows that each row asks for."""
-    table, index = _args(node)[:2]
+    table, index = arguments(node)[:2]
     if isinstance(index, (list, tuple)):
         if len(index) != 1:
             return None
         index = index[0]
-    return _forms([(table, WHOLE), (index, form)]) if form > 0 else None
+    return together([(table, WHOLE), (index, form)]) if form > 0 else None
 
 
 # -- the table --------------------------------------------------------------------------
 
 _VIEW = Rule(_view, _emit_view)
 _TURN = Rule(_turn, _emit_turn)
-_NLL_BACKWARD = Rule(_nll_backward, _emit_same)
-_LOOK_UP = Rule(_look_up, _emit_same)
+_NLL_BACKWARD = Rule(_nll_backward, emit_same)
+_LOOK_UP = Rule(_look_up, emit_same)
 _FULL = Rule(_full, _emit_full)
 
 RULES: dict[Any, Rule] = {
-    aten.mm.default: Rule(_mm, _emit_same),
+    aten.mm.default: Rule(_mm, emit_same),
     aten.addmm.default: Rule(_addmm, _emit_addmm),
-    aten.bmm.default: Rule(_bmm, _emit_same),
+    aten.bmm.default: Rule(_bmm, emit_same),
     aten.clone.default: Rule(_pointwise, _emit_clone), aten._to_copy.default: POINTWISE,
     aten.view.default: _VIEW, aten._unsafe_view.default: _VIEW, aten.reshape.default: _VIEW,
     aten.expand.default: Rule(_expand, _emit_expand),
@@ -350,12 +351,12 @@ RULES: dict[Any, Rule] = {
     aten.full.default: _FULL, aten.zeros.default: _FULL, aten.ones.default: _FULL,
     aten.new_zeros.default: Rule(_full, _emit_new_zeros),
     aten.zeros_like.default: POINTWISE, aten.ones_like.default: POINTWISE, aten.full_like.default: POINTWISE,
-    aten.constant_pad_nd.default: Rule(_pad, _emit_same),
+    aten.constant_pad_nd.default: Rule(_pad, emit_same),
     aten.cat.default: Rule(_cat, _emit_cat),
-    aten.nll_loss_forward.default: Rule(_nll, _emit_same),
+    aten.nll_loss_forward.default: Rule(_nll, emit_same),
     aten.nll_loss_backward.default: _NLL_BACKWARD, own.cross_entropy_backward.default: _NLL_BACKWARD,
     aten.index.Tensor: _LOOK_UP, aten.embedding.default: _LOOK_UP,
-    operator.getitem: Rule(_item, _emit_same),
+    operator.getitem: Rule(_item, emit_same),
     aten.gather.default: _along((0, 2), 1), aten.scatter.value: _along((0, 2), 1),
     aten.scatter.src: _along((0, 2, 3), 1), aten.scatter_add.default: _along((0, 2, 3), 1),
     aten.topk.default: _along((0,), 2, default=-1),
@@ -371,43 +372,3 @@ for _reduction in (aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim, 
                    aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
                    aten.any.dim, aten.all.dim, aten.cumsum.default, aten.var_mean.correction):
     RULES[_reduction] = _along((0,), 1)
-
-
-# -- sums over the rows -----------------------------------------------------------------
-
-
-def sums(node: fx.Node, rows: int) -> Forms | None:
-    """The forms of the operands of an operation that sums over all rows; None where it is none."""
-    target, args = node.target, _args(node)
-    if target is aten.mm.default:
-        return _forms([(args[0], TURNED), (args[1], 1)])
-    if target is aten.nll_loss_forward.default and args[3] != 0:      # taken apart before it is tiled
-        return _forms([(args[0], 1), (args[1], 1), (args[2], WHOLE)])
-    if target in (aten.sum.default, aten.mean.default):
-        return _forms([(args[0], lead_of(shape_of(args[0]) or (), rows))])
-    if target is aten.sum.dim_IntList:
-        shape = shape_of(args[0]) or ()
-        lead = lead_of(shape, rows)
-        dims = {d % len(shape) for d in args[1] or range(len(shape))} if shape else set()
-        if lead is not None and dims.issuperset(range(lead)):
-            return _forms([(args[0], lead)])
-    return None
-
-
-def emit_sum(node: fx.Node, tile: Tile) -> fx.Node:
-    """A tile's part of a sum, in the shape of the whole result."""
-    if node.target is aten.mm.default:
-        return _emit_same(node, WHOLE, tile)
-    base: Any = _args(node)[0]
-    shape, lead, value = shape_of(base) or (), tile.forms[base], tile.value[base]
-    if node.target is aten.mean.default:
-        part = tile.call(aten.sum.default, value, **node.kwargs)
-        return tile.call(aten.div.Scalar, part, math.prod(shape))
-    if node.target is aten.sum.default:
-        return tile.call(aten.sum.default, value, **node.kwargs)
-    dims = {d % len(shape) for d in _args(node)[1] or range(len(shape))}
-    left = [0, *(d - lead + 1 for d in sorted(dims) if d >= lead)]
-    part = tile.call(aten.sum.dim_IntList, value, left, **node.kwargs)
-    after = list(shape_of(node) or ())
-    keep = len(_args(node)) > 2 and bool(_args(node)[2])
-    return tile.call(aten.reshape.default, part, after) if keep else part

@@ -19,7 +19,8 @@ from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, shape_of
 from rkmate.graph.passes.tiles.linear import is_linear
 from rkmate.graph.passes.tiles.region import Region, grow, readers_of
-from rkmate.graph.passes.tiles.rules import Tile, emit, emit_sum
+from rkmate.graph.passes.tiles.rules import Tile, emit
+from rkmate.graph.passes.tiles.sums import emit_sum
 
 aten = torch.ops.aten
 
