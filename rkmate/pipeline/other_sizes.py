@@ -20,6 +20,7 @@ from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of, warn_of
 from rkmate.pipeline.prepare import Prepared, Traced, block, with_operation_costs
+from rkmate.pipeline.room import room_within
 from rkmate.pipeline.variants import named
 from rkmate.planners.chain_search import ChainSearch
 from rkmate.planners.finish import finish
@@ -67,7 +68,8 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
     sources = [k.plan for k in alike if k.measured]
     if not sources:
         return None
-    prepared = with_operation_costs(blocked, None if measured else scaled_costs(sources, cd))
+    prepared = with_operation_costs(blocked, None if measured else scaled_costs(sources, cd),
+                                    limit=room_within(budget))
     limit = limit_of(prepared, budget)
     orders = next((k.orders for k in alike if k.orders), ())
     if prepared.baseline.peak <= limit:

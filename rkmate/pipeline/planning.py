@@ -20,6 +20,7 @@ from rkmate.ir.plan import Run
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare, with_operation_costs
+from rkmate.pipeline.room import room_within, wholly_measured
 from rkmate.pipeline.runs import runs_of, runs_of_operations
 from rkmate.pipeline.summarise import summarise
 from rkmate.pipeline.variants import VARIANTS, Variant, fallbacks, first, named
@@ -76,14 +77,15 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
         ArgumentError: it has no schedule for this model at any budget.
     """
     start = time.perf_counter()
-    prepared = prepare(traced)
+    prepared = prepare(traced, limit=room_within(budget))
     limit = limit_of(prepared, budget)
     tell(prepared, budget)
     method = find_planner(planner, traced.settings.of_planner)
     refused: list[InfeasibleBudget] = []
     for variant in (prepared.blocked.variant, *fallbacks(traced.settings, prepared.blocked.linear_losses)):
         in_vain = time.perf_counter() - start
-        here = prepared if variant is prepared.blocked.variant else prepare(traced, variant)
+        here = prepared if variant is prepared.blocked.variant else \
+            prepare(traced, variant, limit=lambda blocked: limit)
         try:
             plan, orders = _whole_or_searched(here, method, limit)
         except InfeasibleBudget as error:
@@ -290,7 +292,7 @@ def _error(solved: Solved, method: Planner, limit: int, attempt: Attempt) -> Exc
     """What a user hears where a planner has no schedule."""
     name = method.name
     if isinstance(method, Composed):
-        least = _smallest(solved, method, limit)
+        least = _smallest(_wholly(solved, limit), method, limit)
         assert least is not None
         whole = solved.prepared.baseline_peak
         return InfeasibleBudget(
@@ -299,13 +301,19 @@ def _error(solved: Solved, method: Planner, limit: int, attempt: Attempt) -> Exc
     if attempt.status == "timeout":
         return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
                                f"it had; {attempt.note or 'give it more, or another planner'}")
-    known = _smallest(solved, method, limit)
+    known = _smallest(_wholly(solved, limit), method, limit)
     if known is None:
         return ArgumentError(f"planner is {name!r}, which has no schedule for this model at "
                              f"any budget: {attempt.note or 'take another one'}")
     return InfeasibleBudget(
         f"{name} has no schedule within {limit:,} bytes; the smallest budget that it meets "
         f"is {known:,} bytes. {attempt.note}".rstrip(), known)
+
+
+def _wholly(solved: Solved, limit: int) -> Solved:
+    """The same with nothing counted that has no room to be measured."""
+    prepared = wholly_measured(solved.prepared, limit)
+    return solved if prepared is solved.prepared else solve(prepared)
 
 
 def _smallest(solved: Solved, method: Planner, above: int) -> int | None:
