@@ -146,8 +146,8 @@ MODELS: dict[str, Model] = {
     "rotor-figure-3": Model(
         _residual((3, 4, 23, 3), 1000, 1, "resnet"),
         "ResNet-101, one image of 1000 x 1000 (Rotor, figure 3: "
-        "plain takes 2.83 GiB there; on average 15% more throughput than sequential)", (0.2, 0.3, 0.5, 0.7), {},
-        ("rotor", "sequential", "revolve")),
+        "plain takes 2.83 GiB there; on average 15% more throughput than sequential)",
+        (0.2, 0.3, 0.5, 0.7), {}, ("rotor", "sequential", "revolve")),
     "kusumoto-resnet50": Model(
         _residual((3, 4, 6, 3), 224, 8, "resnet"),
         "ResNet-50 (Kusumoto et al., table 1: batch 96, parameters "
@@ -275,9 +275,10 @@ def table(name: str, rows: Rows) -> str:
 
 def write(rows: Rows) -> None:
     """The page of the documentation, of all rows."""
-    about = ("# The papers' tables\n\nPeak and time of a training step relative to eager's in the same run, "
-             "beside what the papers say of theirs. Parameters and their gradients stand, and are not counted. Made by "
-             f"`python benchmarks/papers.py --rows FILE --write` on a CPU ({platform.machine()}, "
+    about = ("# The papers' tables\n\nPeak and time of a training step relative to eager's in the same "
+             "run, beside what the papers say of theirs. "
+             "Parameters and their gradients stand, and are not counted. "
+             f"Made by `python benchmarks/papers.py --rows FILE --write` on a CPU ({platform.machine()}, "
              f"{torch.get_num_threads()} threads), torch {torch.__version__.partition('+')[0]}.\n")
     sections = [f"## {name}\n\n{model.about}.\n\n{table(name, rows)}\n" for name, model in MODELS.items()
                 if any(of == name for of, _ in rows)]

@@ -50,6 +50,7 @@ def test_papers_rows_stand_at_their_budgets(on_the_path: None) -> None:
     assert papers._said(large, "rkmate 0.5") is None
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary(on_the_path: None, capsys: pytest.CaptureFixture[str],
                             monkeypatch: pytest.MonkeyPatch) -> None:
     import vocabulary

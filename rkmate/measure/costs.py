@@ -323,10 +323,11 @@ class _Runner:
     def _unchunked(self, i: int) -> tuple[Callable[[], Any], Any] | None:
         """The other kernel of a C node that works part by part."""
         whole = self.program.unchunked.get(self.program.operation[i])
-        if whole is not None and self.limit is not None and self.limit < whole.overhead + sum(
-                self.cd.d[j].size for j in {*self.cd.c[i].inputs, *self.cd.c[i].outputs, *self.constants}):
-            self.left_out.add(i)
-            return None
+        if whole is not None and self.limit is not None:
+            values = self.cd.bytes({*self.cd.c[i].inputs, *self.cd.c[i].outputs, *self.constants})
+            if self.limit < values + max(whole.overhead, self.overhead.get(self._second(i), values)):
+                self.left_out.add(i)
+                return None
         return self._bound(whole.target, whole.args, {}) if whole is not None else None
 
     def _second(self, i: int) -> int:
