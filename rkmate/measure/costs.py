@@ -229,8 +229,8 @@ class _Runner:
             self.left_out.add(i)
             return False
         missing = sum(self.cd.d[j].size for j in {*node.inputs, *node.outputs} if j not in self.values)
-        # What it takes beside that, nobody knows before its first run: say, copies of all.
-        missing += max(self.overhead.get(i, alone), temporary_bytes(operation, random=node.random))
+        # What it takes beside that, nobody knows before its first run: say, two copies of all.
+        missing += max(self.overhead.get(i, 2 * alone), temporary_bytes(operation, random=node.random))
         others = [j for j in self.values if j not in node.inputs and self._ours(j)]
         for j in sorted(others, key=lambda j: (self._chooses(j), -self.cd.d[j].size)):
             if self._level() + missing <= self.limit:

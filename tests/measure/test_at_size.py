@@ -105,7 +105,7 @@ def _traced(name: str) -> Traced:
 
 
 @pytest.mark.parametrize("name", [
-    "lstm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "resnet", "t5"))])
+    "lstm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "resnet", "t5", "unet"))])
 def test_no_more_memory_than_the_budget(name: str, request: pytest.FixtureRequest) -> None:
     """Of all budgets that can be met, none is smaller than what one operation takes."""
     blocked = block(_traced(name))
