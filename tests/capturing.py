@@ -4,7 +4,7 @@ time goes into them."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from rkmate.graph.capture.capture import Capture, capture
 from rkmate.pipeline import planning
 from rkmate.pipeline import prepare as pipeline
 from rkmate.pipeline.chains import Solved, solve
-from rkmate.pipeline.prepare import Prepared, Traced, prepare
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
 from rkmate.pipeline.variants import Variant
 
 _HERE = threading.local()
@@ -70,16 +70,17 @@ def _made_of(traced: Traced) -> _Made | None:
     return next((made for _, made in found.values() if made.capture is traced.capture), None)
 
 
-def _prepare(traced: Traced, variant: Variant | None = None) -> Prepared:
+def _prepare(traced: Traced, variant: Variant | None = None, *,
+             limit: Callable[[Blocked], int] | None = None) -> Prepared:
     made = _made_of(traced)
     if made is None:
-        return prepare(traced, variant)
+        return prepare(traced, variant, limit=limit)
     for known in made.prepared:
         before = known.blocked.traced
         if (before.wanted, before.settings) == (traced.wanted, traced.settings) and \
                 known.blocked.variant == (variant or pipeline.first(traced.settings)):
             return known
-    made.prepared.append(prepare(traced, variant))
+    made.prepared.append(prepare(traced, variant))          # without a limit: it serves all budgets
     return made.prepared[-1]
 
 

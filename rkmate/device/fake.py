@@ -74,6 +74,7 @@ class FakeDevice:
         self._rounding, self._part_bytes, self._total = rounding, part_bytes, total
         self._seconds, self._name = seconds, name
         self._stack = ExitStack()
+        self._counters: list[_Counting] = []
 
     def __enter__(self) -> FakeDevice:
         self._stack.enter_context(standing_in("cpu", self))
@@ -133,7 +134,8 @@ class FakeDevice:
     def counting(self) -> Iterator[None]:
         """Inside, the counters follow the storages of the results of operations; memory that an
         operation takes and gives back within itself is not seen."""
-        with _Counting(self):
+        self._counters.append(_Counting(self))      # kept: what was made inside may be freed after it
+        with self._counters[-1]:
             yield
 
 

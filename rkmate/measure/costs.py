@@ -1,7 +1,9 @@
 """Time and temporary memory of every operation, measured once per class of identical blocks.
 
-Real values flow through the chain block by block, so that integers stay valid indices and no more
-than one block is in memory: a model that only fits after rematerialization can be measured.
+The blocks that are not known yet are run one after the other on real values, first for their temporary
+memory, then for their times: no more than one block is in memory, so that a model that only fits after
+rematerialization can be measured. What lies between them is left out, and so is a long operation that is
+like one that was run: the numbers that they would have made are made up. Indices and masks are real.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from rkmate import device as devices
 from rkmate.device import Device, PartsMeter
@@ -21,8 +24,17 @@ from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
 from rkmate.graph.passes.simplify import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
+from rkmate.measure.analytic import analytic_costs
+from rkmate.measure.least import bytes_alone
+from rkmate.measure.least import hoisted as hoisted_data
+from rkmate.measure.made_up import chooses, made_up
 from rkmate.measure.remembered import CostMemory
+from rkmate.measure.runs import Timings
 from rkmate.measure.settings import MeasureSettings
+from rkmate.measure.temporaries import temporary_bytes
+
+LONG = 1e-3
+"""Seconds, counted: an operation that takes this long is not run again only for what it makes."""
 
 Costs = dict[int, Cost]
 """By C node."""
@@ -30,53 +42,57 @@ Costs = dict[int, Cost]
 
 def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source, torch.Tensor],
             memory: CostMemory, settings: MeasureSettings = MeasureSettings(),
-            on_progress: Callable[[int, int], None] | None = None) -> Costs:
+            on_progress: Callable[[int, int], None] | None = None,
+            limit: Callable[[], int] | None = None) -> Costs:
     """Costs of every C node.
 
     `texts`: each block's text; blocks with the same text are identical and measured once. `sources`
     gives the tensors that the caller holds. What `memory` knows, measured with equal settings, is not
-    measured again.
+    measured again. `limit`: asked for the bytes that measuring may take, if anything is to be measured.
+    Values that have no room are made up again when they are read; an operation that has no room by itself
+    (no schedule within the limit has one for it) is not run, its cost is counted, and not remembered.
     """
     device = devices.common(sources.values())
     hoisted = tuple(i for i, b in enumerate(partition.block_of) if b == HOISTED)
     # Which constants are hoisted depends on the whole graph: their key is the text of all blocks.
     beginning = f"{len(hoisted)} hoisted before\n" + "\n".join(texts)
-    costs: Costs = {}
-
-    def fill(c: Sequence[int], numbers: Sequence[Cost]) -> None:
-        costs.update(zip(c, numbers, strict=True))
-
-    unknown: dict[str, int] = {}
+    found: dict[str, tuple[Cost, ...]] = {}
+    unknown: dict[str, Block] = {}
     for block, text in zip(partition.blocks, texts, strict=True):
-        if memory.get(text, device, settings, len(block.c)) is None:
-            unknown.setdefault(text, block.index)
+        numbers = memory.get(text, device, settings, len(block.c))
+        if numbers is None:
+            unknown.setdefault(text, block)
+        else:
+            found[text] = numbers
     known_beginning = memory.get(beginning, device, settings, len(hoisted))
     if unknown or known_beginning is None:
-        runner = _Runner(partition, sources, settings, device)
-        last = max(unknown.values(), default=-1)
+        runner = _Runner(partition, sources, settings, device, None if limit is None else limit())
+        last = max((b.index for b in unknown.values()), default=-1)
+        walks = 1 + settings.passes
         # The traced operations hold the casts that autocast made.
         with torch.no_grad(), unchanged_random_state(device), \
                 torch.autocast(device.autocast_kind, enabled=False):
             runner.hoisted(hoisted)
             if known_beginning is None:
-                memory.put(beginning, device, settings, tuple(runner.costs[i] for i in hoisted))
-            for number in range(settings.passes):
-                runner.start_pass()
+                known_beginning = tuple(runner.cost(i) for i in hoisted)
+                memory.put(beginning, device, settings, known_beginning)
+            for number in range(walks):
+                if number == 1:
+                    runner.timings.share(sum(cost.time for text in texts for cost in (
+                        found[text] if text in found else map(runner.cost, unknown[text].c))))
+                runner.start_walk(number)
                 for block in partition.blocks[:last + 1]:
                     if on_progress is not None:
-                        on_progress(number * (last + 1) + block.index, settings.passes * (last + 1))
-                    runner.block(block, timed=unknown.get(texts[block.index]) == block.index,
-                                 metered=number == 0)
-            for text, k in unknown.items():
-                memory.put(text, device, settings,
-                           tuple(runner.costs[i] for i in partition.blocks[k].c))
-    found = memory.get(beginning, device, settings, len(hoisted))
-    assert found is not None
-    fill(hoisted, found)
+                        on_progress(number * (last + 1) + block.index, walks * (last + 1))
+                    runner.block(block, asked=unknown.get(texts[block.index]) is block)
+        for text, block in unknown.items():
+            found[text] = tuple(map(runner.cost, block.c))
+            if runner.left_out.isdisjoint(block.c):
+                memory.put(text, device, settings, found[text])
+    assert known_beginning is not None
+    costs: Costs = dict(zip(hoisted, known_beginning, strict=True))
     for block, text in zip(partition.blocks, texts, strict=True):
-        numbers = memory.get(text, device, settings, len(block.c))
-        assert numbers is not None
-        fill(block.c, numbers)
+        costs.update(zip(block.c, found[text], strict=True))
     return costs
 
 
@@ -84,22 +100,31 @@ class _Runner:
     """Interprets a partition's operations on real tensors."""
 
     def __init__(self, partition: Partition, sources: Mapping[Source, torch.Tensor],
-                 settings: MeasureSettings, device: Device) -> None:
+                 settings: MeasureSettings, device: Device, limit: int | None) -> None:
         self.partition = partition
         self.program = partition.program
         self.cd = self.program.cd
         self.sources = sources
         self.settings = settings
+        self.limit = limit
         self.values: dict[int, torch.Tensor] = {}
-        self.costs: Costs = {}
-        self.known: dict[Any, float] = {}
-        self.timed: set[Any] = set()
-        """What has been timed in this pass."""
         self.fixed: dict[int, torch.Tensor] = {}
-        self.overhead: dict[int, int] = {}
         self.device = device
+        self.metering = True
+        """In the first walk over the blocks; the others are for times."""
         self.places: dict[Source, torch.Tensor] = {}
-        """What stands for the gradients that the operation at hand adds to."""
+        """What the C node at hand adds to."""
+        self.keys: dict[int, Any] = {}
+        """What a C node's operation is known by (of the other kernels, too, by `_others`)."""
+        self.timings = Timings(device, settings)
+        self.overhead: dict[int, int] = {}
+        self.peaks: dict[Any, int] = {}
+        """Temporary memory and results of an operation, by what it is known by, and what is copied for it."""
+        self.left_out: set[int] = set()
+        """C nodes that have no room within the limit, or one of whose other kernels has none."""
+        self.constants = hoisted_data(partition)
+        self.over: int | None = None
+        """The D node whose place the result of the operation at hand takes."""
 
     def hoisted(self, nodes: Sequence[int]) -> None:
         """Constants that are computed once at the start, and stay."""
@@ -107,40 +132,56 @@ class _Runner:
             self.run_timed(i)
         self.fixed = dict(self.values)
 
-    def start_pass(self) -> None:
+    def start_walk(self, number: int) -> None:
         """Go back to the first block."""
+        self.metering = number == 0
         self.values = dict(self.fixed)
-        self.timed.clear()
+        self.timings.start_pass(number - 1)
 
-    def block(self, block: Block, *, timed: bool, metered: bool) -> None:
-        """Run a block; with its backward when it is `timed`, and before that for its temporary memory
-        when it is `metered`, too."""
-        if timed:
-            if metered:
-                self._meter(block)
+    def cost(self, i: int) -> Cost:
+        """Of a C node, by all runs that it has had."""
+        if i not in self.keys:
+            return self._counted[i]
+        return Cost(self.timings.fastest(self.keys[i]), self.overhead.get(i, 0), tuple(
+            Kernel(self.timings.fastest(self.keys[part]), self.overhead.get(part, 0))
+            for part in self._others(i) if part in self.keys))
+
+    @functools.cached_property
+    def _counted(self) -> Costs:
+        return analytic_costs(self.partition)
+
+    def block(self, block: Block, *, asked: bool) -> None:
+        """Run a block for its costs, if they are `asked` for and not known well enough; else for the indices
+        and masks that later blocks read, if it makes any."""
+        leaving = self.partition.cuts[block.index + 1]
+        if asked and self.metering:
+            self._meter(block)
+        elif asked and any(self.timings.wanted(self.keys[part]) for i in block.c
+                           for part in (i, *self._others(i)) if part in self.keys):
             self._forward(block, self.run_timed, block.c)
             self._backward(block, self.run_timed)
-        else:
+        elif any(self._chooses(j) for i in block.c for j in self.cd.c[i].outputs if j in leaving):
             self._forward(block, self.run, block.c[:block.graph.loss])
-        keep = self.partition.cuts[block.index + 1]
         for j in list(self.values):
-            if j not in keep and self._ours(j):
+            if j not in leaving and self._ours(j):
                 del self.values[j]
 
     def _meter(self, block: Block) -> None:
         """The temporary memory of each operation."""
-        entering = dict(self.values)
         meter = self.device.parts_meter()
+        self.metered: dict[int, Any] = {}
         with meter.running():
             self._forward(block, lambda i: self.run(i, meter), block.c)
             self._backward(block, lambda i: self.run(i, meter))
         for part, peak in meter.peaks().items():
-            i = part % len(self.cd.c)
-            kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs)
+            self.peaks[self.metered[part]] = max(peak, self.peaks.get(self.metered[part], 0))
+        for part, key in self.metered.items():
+            i, (*_, in_place) = part % len(self.cd.c), key
+            kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs) - in_place
             # The generator's state is read before and after a random operation.
             least = STATE_BYTES if self.cd.c[i].random else 0
-            self.overhead[part] = max(least, peak - kept)
-        self.values = entering
+            if key in self.peaks:
+                self.overhead[part] = max(least, self.peaks[key] - kept)
 
     def _forward(self, block: Block, run: Callable[[int], None], readers: Sequence[int]) -> None:
         """`readers`: the C nodes that will run, and need their values."""
@@ -148,8 +189,6 @@ class _Runner:
 
     def _backward(self, block: Block, run: Callable[[int], None]) -> None:
         nodes = block.c[block.graph.loss:]
-        for j in self.partition.grads[block.index + 1]:
-            self.values[j] = self._gradient(j)
         self._run(block, nodes, nodes, run)
 
     def _run(self, block: Block, nodes: Sequence[int], readers: Sequence[int],
@@ -167,22 +206,50 @@ class _Runner:
         made = self.cd.producer[j]
         return made is None or self.partition.block_of[made] != HOISTED
 
-    def _gradient(self, j: int) -> torch.Tensor:
-        like = self.program.owner[j].meta["val"]
-        result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-        return result.normal_(std=1e-2) if like.is_floating_point() or like.is_complex() \
-            else result.zero_()
+    def _chooses(self, j: int) -> bool:
+        return chooses(self.program.owner[j].meta["val"])
+
+    def _held(self, j: int) -> torch.Tensor:
+        """The value of a D node, made up where it is not there."""
+        if j not in self.values:
+            self.values[j] = made_up(self.program.owner[j].meta["val"], self.cd.d[j].kind)
+        return self.values[j]
+
+    def _level(self) -> int:
+        """Bytes that are held."""
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.values.values())}
+        return sum(self.device.storage_bytes(size) for size in storages.values())
+
+    def _fits(self, i: int) -> bool:
+        """Make room for a C node; False where there is none even when it is alone."""
+        self.over = None
+        if self.limit is None:
+            return True
+        node, operation = self.cd.c[i], self.program.operation[i]
+        alone = bytes_alone(self.cd, i, self.constants)
+        if alone > self.limit:
+            self.left_out.add(i)
+            return False
+        missing = sum(self.cd.d[j].size for j in {*node.inputs, *node.outputs} if j not in self.values)
+        # What it takes beside that, nobody knows before its first run: say, two copies of all.
+        missing += max(self.overhead.get(i, 2 * alone), temporary_bytes(operation, random=node.random))
+        others = [j for j in self.values if j not in node.inputs and self._ours(j)]
+        for j in sorted(others, key=lambda j: (self._chooses(j), -self.cd.d[j].size)):
+            if self._level() + missing <= self.limit:
+                break
+            del self.values[j]
+        if self._level() + missing > self.limit:
+            self.over = next((j for j in self.program.in_place.get(operation, ()) if self._ours(j)), None)
+        return True
 
     def value(self, node: fx.Node) -> Any:
         """A tensor, views derived from what holds their storage."""
         where = self.program.storage[node]
         if isinstance(where, Source):
-            if where.kind == "grad" and node.op == "placeholder":
-                return self.places[where]
             if node.op in ("placeholder", "get_attr"):
-                return self.sources[where]
+                return self.places[where] if where in self.places else self.sources[where]
         elif not is_view(node):
-            return self.values[where]
+            return self._held(where)
         if not isinstance(node.target, torch._ops.OpOverload):
             return self._call(node.args[0])[node.args[1]]
         return self._call(node)
@@ -195,40 +262,87 @@ class _Runner:
 
     def run(self, i: int, meter: PartsMeter | None = None) -> None:
         """Run a C node."""
-        self._make_places(i)
+        if not self._fits(i):
+            return
         if meter is None:
             self._keep(i, self._prepared(i)[0]())
             return
+        self._make_places(i)
+        others = self._alternatives(i)
+        for part, (_, other_key) in others.items():
+            self.keys[part], self.metered[part] = other_key, (other_key, (), 0)
+        call, key = self._prepared(i)
+        self.keys[i] = key
+        self.metered[i] = (key, self._copied(i, call), 0 if self.over is None else self.cd.d[self.over].size)
+        if all(self.metered[part] in self.peaks for part in (i, *others)) \
+                and self._passed_over(i):
+            return
         longest = self._at_zero(i)
         if self.device.first_call_allocates:
-            self._prepared(i)[0]()       # not a part: what is taken for good is not temporary
-        for k, (other, _) in enumerate(self._alternatives(i), 1):
+            call()                       # not a part: what is taken for good is not temporary
+        del call                         # nor are the copies that it holds
+        for part, other in others.items():
             if self.device.first_call_allocates:
-                other()
-            with meter.part(self._part(i, k)):
-                other()
+                other[0]()
+            with meter.part(part):
+                self.timings.clock(*other)
+        del others
         # Views that turn out to be copies belong to the operation that takes them.
         with meter.part(i):
             for long in longest:
                 long()
             call = self._prepared(i)[0]
-            self._keep(i, call())
+            self._keep(i, self.timings.clock(call, key))
             del call
 
     def run_timed(self, i: int) -> None:
-        """Run a C node and time it, unless an equal operation has been timed in this pass; the same
+        """Run a C node and time it, unless an equal operation has been timed often enough; the same
         for its other kernels, whose results go at once."""
+        if not self._fits(i):
+            return
         self._make_places(i)
-        others = self._alternatives(i)
-        for other in others:
-            if other[1] not in self.timed:
-                self._time(*other)
-        call, key = self._prepared(i)
-        result = call() if key in self.timed else self._time(call, key)
-        self._keep(i, result)
-        self.costs[i] = Cost(self.known[key], self.overhead.get(i, 0), tuple(
-            Kernel(self.known[other], self.overhead.get(self._part(i, k), 0))
-            for k, (_, other) in enumerate(others, 1)))
+        for other in self._alternatives(i).values():
+            if self.timings.wanted(other[1]):
+                self.timings.time(*other)
+        call, self.keys[i] = self._prepared(i)
+        if self.timings.wanted(self.keys[i]):
+            self._keep(i, self.timings.time(call, self.keys[i]))
+        elif not self._passed_over(i):
+            self._keep(i, call())
+
+    def _passed_over(self, i: int) -> bool:
+        """Whether an operation takes long, and makes no choices: then what it makes is made up."""
+        return self._counted[i].time >= LONG and not any(map(self._chooses, self.cd.c[i].outputs))
+
+    def _prepared(self, i: int) -> tuple[functools.partial[Any], Any]:
+        node = self.program.operation[i]
+        call, key = self._bound(node.target, node.args, node.kwargs)
+        if self.over is not None:
+            way = self.program.in_place[node][self.over]
+            args = list(call.args)
+            kwargs = call.keywords | ({} if way.keyword is None else {way.keyword: args[way.argument]})
+            args[:2] = reversed(args[:2]) if way.swapped else args[:2]
+            call = functools.partial(way.target, *args, **kwargs)
+        return call, key
+
+    def _alternatives(self, i: int) -> dict[int, tuple[Callable[[], Any], Any]]:
+        """The other kernels of a C node that works part by part, by their parts of the meter. Those that have
+        no room within the limit are left out, and with them those after them, which take more."""
+        found: dict[int, tuple[Callable[[], Any], Any]] = {}
+        kernels = self.program.alternatives.get(self.program.operation[i], ())
+        for part, other in zip(self._others(i), kernels, strict=True):
+            if self.limit is not None:
+                values = self.cd.bytes({*self.cd.c[i].inputs, *self.cd.c[i].outputs, *self.constants})
+                if self.limit < values + max(other.overhead, self.overhead.get(part, values)):
+                    self.left_out.add(i)
+                    break
+            found[part] = self._bound(other.target, other.args, {})
+        return found
+
+    def _others(self, i: int) -> range:
+        """The meter's parts for the other kernels of a C node."""
+        count = len(self.program.alternatives.get(self.program.operation[i], ()))
+        return range(len(self.cd.c) + i, (count + 1) * len(self.cd.c) + i, len(self.cd.c))
 
     def _make_places(self, i: int) -> None:
         """Zeros in the place of the gradients that a C node adds to: those of the model stay as they are."""
@@ -238,28 +352,17 @@ class _Runner:
             if isinstance(where, Source) and where.kind == "grad":
                 self.places[where] = torch.zeros_like(self.sources[Source("param", where.key)])
 
-    def _time(self, call: Callable[[], Any], key: Any) -> Any:
-        seconds, result = self._seconds(call)
-        self.known[key] = min(seconds, self.known.get(key, seconds))
-        self.timed.add(key)
-        return result
-
-    def _prepared(self, i: int) -> tuple[Callable[[], Any], Any]:
-        node = self.program.operation[i]
-        return self._bound(node.target, node.args, node.kwargs)
-
-    def _alternatives(self, i: int) -> list[tuple[Callable[[], Any], Any]]:
-        """The other kernels of a C node that works part by part."""
-        others = self.program.alternatives.get(self.program.operation[i], ())
-        return [self._bound(other.target, other.args, {}) for other in others]
-
-    def _part(self, i: int, kernel: int) -> int:
-        """The meter's part for one of them."""
-        return kernel * len(self.cd.c) + i
-
-    def _bound(self, target: Any, args: Any, kwargs: Any) -> tuple[Callable[[], Any], Any]:
+    def _bound(self, target: Any, args: Any, kwargs: Any) -> tuple[functools.partial[Any], Any]:
         args, kwargs = fx.node.map_arg((args, kwargs), self.value)
         return functools.partial(target, *args, **kwargs), _signature(target, args, kwargs)
+
+    def _copied(self, i: int, call: functools.partial[Any]) -> tuple[Any, ...]:
+        """Forms of the arguments that were copied for a call: views that turned out to be none."""
+        places = [self.program.storage[n] for n in self.program.reads(i)]
+        there = {(self.values[p] if isinstance(p, int) else self.sources[p]).untyped_storage().data_ptr()
+                 for p in places if p in self.values or p in self.sources}
+        return tuple((tuple(a.shape), a.dtype) for a in pytree.tree_leaves((call.args, call.keywords))
+                     if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() not in there)
 
     def _at_zero(self, i: int) -> list[Callable[[], Any]]:
         """Calls that need as much temporary memory as any, where that depends on values."""
@@ -276,18 +379,11 @@ class _Runner:
                 for zeros in (every, one)]
 
     def _keep(self, i: int, result: Any) -> None:
+        if self.over is not None:
+            self.values.pop(self.over, None)     # another value stands there now
         for j in self.cd.c[i].outputs:
             position = self.program.position[j]
             self.values[j] = result if position is None else result[position]
-
-    def _seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        times: list[float] = []
-        result = None
-        while len(times) < self.settings.repeats and sum(times) < self.settings.enough_seconds:
-            result = None                # freed before the call, as its memory may serve again
-            seconds, result = self.device.timed(call)
-            times.append(seconds)
-        return min(times), result
 
 
 def _signature(target: Any, args: Any, kwargs: Any) -> Any:

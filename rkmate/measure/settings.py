@@ -13,6 +13,12 @@ class MeasureSettings:
     """Times that the blocks are run, one after the other: what disturbs the machine for a second or two
     then disturbs one of the runs of an operation only."""
     repeats: int = 3
-    """Timed runs of an operation in each pass."""
+    """Timed runs of an operation in each pass, at most."""
     enough_seconds: float = 0.1
     """An operation that has been timed for this long is not repeated further in a pass."""
+    share: float = 0.4
+    """Where all these runs would take longer than `least_seconds`, they may take this part of the seconds
+    that one step's operations take, and each operation an equal time: what is short runs often, what is long
+    once or twice. Its run for temporary memory is one of them."""
+    least_seconds: float = 3.0
+    """So long the runs may take in any case."""

@@ -22,6 +22,7 @@ from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of, warn_of
 from rkmate.pipeline.prepare import Prepared, Traced, block, with_operation_costs
+from rkmate.pipeline.room import room_within
 from rkmate.pipeline.variants import Variant, first, is_faster, named
 from rkmate.planners.chain_search import ChainSearch
 from rkmate.planners.finish import finish
@@ -92,7 +93,7 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
     if not sources:
         return None
     prepared = with_operation_costs(blocked, None if measured else bounded_costs(
-        scaled_costs(sources, cd), blocked.partition.program))
+        scaled_costs(sources, cd), blocked.partition.program), limit=room_within(budget))
     limit = limit_of(prepared, budget)
     orders = next((k.orders for k in alike if k.orders), ())
     if prepared.baseline.peak <= limit:

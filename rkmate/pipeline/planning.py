@@ -22,6 +22,7 @@ from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
 from rkmate.pipeline.prepare import Prepared, Traced, prepare
+from rkmate.pipeline.room import room_within
 from rkmate.pipeline.runs import runs_of, runs_of_operations
 from rkmate.pipeline.smallest import Refused, error_of_all, lean_schedule, refused_at_once, smallest_of
 from rkmate.pipeline.summarise import summarise
@@ -77,7 +78,7 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
         PlanningTimeout: its time was over before it found one.
         ArgumentError: it has no schedule for this model at any budget.
     """
-    prepared = prepare(traced)
+    prepared = prepare(traced, limit=room_within(budget))
     tell(prepared, budget)
     return _compared(prepared, limit_of(prepared, budget), planner)
 
@@ -99,7 +100,7 @@ def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
         if variant is not blocked.variant:
             if taken is not None and not _may_win(taken.plan, prepared, limit, variant):
                 continue
-            here = prepare(traced, variant)
+            here = prepare(traced, variant, limit=lambda blocked: limit)
         if taken is None or _is_worth_solving(taken.plan, here, method, limit):
             found = _whole_or_searched(here, method, limit)
             if isinstance(found, Refused):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,8 +237,10 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
 
 
 @planning_lock
-def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None) -> Prepared:
-    """Measure each operation, or count. `costs`: of a saved plan, instead."""
+def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, *,
+                         limit: Callable[[Blocked], int] | None = None) -> Prepared:
+    """Measure each operation, or count. `costs`: of a saved plan, instead. `limit`: the bytes that measuring
+    may take."""
     traced, parts = blocked.traced, blocked.partition
     start = time.perf_counter()
     if costs is not None:
@@ -250,7 +252,8 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None) 
             try:
                 known = measure(parts, blocked.texts, traced.tensors, _cost_memory(),
                                 traced.settings.measure,
-                                on_progress=lambda done, total: tick(done * len(blocked.texts) // total))
+                                on_progress=lambda done, total: tick(done * len(blocked.texts) // total),
+                                limit=None if limit is None else functools.partial(limit, blocked))
             except (IndexError, RuntimeError) as error:
                 if isinstance(error, (RkmateError, torch.OutOfMemoryError)):
                     raise
@@ -268,9 +271,11 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None) 
         {**blocked.stage_seconds, "measure": time.perf_counter() - start})
 
 
-def prepare(traced: Traced, variant: Variant | None = None) -> Prepared:
-    """One variant of a captured model, in blocks and with costs."""
-    return with_operation_costs(block(traced, variant))
+def prepare(traced: Traced, variant: Variant | None = None, *,
+            limit: Callable[[Blocked], int] | None = None) -> Prepared:
+    """One variant of a captured model, in blocks and with costs. `limit`: the bytes that measuring may
+    take."""
+    return with_operation_costs(block(traced, variant), limit=limit)
 
 
 def _reserve_at_loss(graph: CDGraph) -> int:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
 from rkmate.ilp.grid import lean_options
 from rkmate.pipeline.bounds import bytes_of_any
-from rkmate.pipeline.chains import Solved, class_graphs, solve_with
+from rkmate.pipeline.chains import Solved, class_graphs, solve, solve_with
 from rkmate.pipeline.prepare import Prepared
+from rkmate.pipeline.room import wholly_measured
 from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Composed, Outcome, Planner, Problem
 from rkmate.planners.several_calls import smallest_steps
@@ -44,7 +45,7 @@ def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused 
     """That a budget is too small, where it is known without the options of blocks; None where it is not."""
     if not _is_quick(prepared, method) or limit >= bytes_of_any(prepared):
         return None
-    least = smallest_budget(method, lean_problem(prepared), limit)
+    least = smallest_budget(method, lean_problem(wholly_measured(prepared, limit)), limit)
     return None if least is None or least <= limit else Refused(prepared, limit, least=least)
 
 
@@ -78,6 +79,12 @@ def smallest_of(solved: Solved, method: Planner, above: int) -> int | None:
     return min((c.peak for c in smallest_steps(method, solved.problem, calls)), default=None)
 
 
+def _wholly(solved: Solved, limit: int) -> Solved:
+    """The same with nothing counted that has no room to be measured."""
+    prepared = wholly_measured(solved.prepared, limit)
+    return solved if prepared is solved.prepared else solve(prepared)
+
+
 def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
     """What a user hears where a planner has no schedule. `whole`: the peak of the model's own step."""
     name, limit, solved = method.name, refused.limit, refused.solved
@@ -86,7 +93,7 @@ def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
                                f"it had; {refused.note or 'give it more, or another planner'}")
     least = refused.least
     if least is None and solved is not None:
-        least = smallest_of(solved, method, limit)
+        least = smallest_of(_wholly(solved, limit), method, limit)
     if isinstance(method, Composed):
         assert least is not None
         return InfeasibleBudget(

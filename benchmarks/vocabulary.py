@@ -1,0 +1,115 @@
+"""A small model with a large vocabulary: what stands in memory is logits, and gradients of the embedding.
+
+GPT-2 of four layers (width 256, batch 2 x 128, 50,257 words, tied) at several parts of eager's peak, with
+default settings and, where this version knows it, with ``gradients="in_place"``: peak by the exact meter,
+time as ratio of medians of interleaved steps. Then a training run beside eager's: the greatest relative
+difference of losses.
+Prints Markdown tables. ``--small`` is the same with a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import statistics
+from typing import Any
+
+import torch
+import transformers
+from papers import _step
+from peers import Case, gpt
+from torch import nn
+
+import rkmate
+from rkmate.measure.meter import measure_peak
+
+FRACTIONS = (1.0, 0.7, 0.45, 0.3, 0.2)
+
+
+def ways() -> dict[str, dict[str, Any]]:
+    """How modules are wrapped: by name, more arguments of `wrap`."""
+    known = "gradients" in inspect.signature(rkmate.wrap).parameters
+    return {"default": {}} | ({"in place": {"gradients": "in_place"}} if known else {})
+
+
+def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
+    """Budget, measured and predicted peak, measured and predicted time: cells of a line."""
+    def eager() -> Any:
+        return case.model(**case.kwargs).loss
+
+    _step(eager, case.model)
+    level = measure_peak(lambda: _step(eager, case.model)).peak
+    try:
+        wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(fraction * level), progress=False,
+                              verify=False, **more)
+    except rkmate.InfeasibleBudget as error:
+        return f"infeasible: at least {error.minimum_bytes / level:.1%} | | | "
+
+    def forward() -> Any:
+        return wrapped(**case.kwargs).loss
+
+    _step(forward, case.model)
+    peak = measure_peak(lambda: _step(forward, case.model)).peak
+    own, theirs = [], []
+    for _ in range(repeats):
+        theirs.append(_step(eager, case.model))
+        own.append(_step(forward, case.model))
+    ratio = statistics.median(own) / statistics.median(theirs)
+    plan = wrapped.plan
+    return f"{peak / level:.1%} | {plan.peak_bytes / level:.1%} | {ratio:.3f} | {1 + plan.overhead:.3f}"
+
+
+def losses(model: nn.Module, kwargs: dict[str, Any], steps: int) -> list[float]:
+    """Of a training run."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    result = []
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(**kwargs).loss
+        loss.backward()
+        optimizer.step()
+        result.append(loss.item())
+    return result
+
+
+def difference(case: Case, fraction: float, more: dict[str, Any], steps: int) -> float:
+    """The greatest relative difference between the losses of two runs from the same parameters."""
+    plain, other = copy.deepcopy(case.model), copy.deepcopy(case.model)
+    expected = losses(plain, case.kwargs, steps)
+    del plain
+    for p in other.parameters():
+        p.grad = torch.zeros_like(p)
+    wrapped = rkmate.wrap(other, (), case.kwargs, budget=fraction, progress=False, **more)
+    found = losses(wrapped, case.kwargs, steps)
+    return max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)))
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=100, help="of the training runs")
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    case = gpt(2, 32, 16, 2, 512) if options.small else gpt(4, 256, 128, 2, 50257)
+    case.model.train()
+    print("| gradients | budget | peak | predicted | time | predicted |\n|---|--:|--:|--:|--:|--:|")
+    feasible: dict[str, float] = {}
+    for name, more in ways().items():
+        for fraction in map(float, options.fractions.split(",")):
+            cells = row(case, fraction, more, options.repeats)
+            if not cells.startswith("infeasible"):
+                feasible[name] = fraction
+            print(f"| {name} | {fraction:.0%} | {cells} |", flush=True)
+    print(f"\n| gradients | budget | greatest relative difference of {options.steps} losses |\n|---|--:|--:|")
+    for name, fraction in feasible.items():
+        found = difference(case, fraction, ways()[name], options.steps)
+        print(f"| {name} | {fraction:.0%} | {found:.1e} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

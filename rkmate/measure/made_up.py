@@ -1,0 +1,33 @@
+"""Values in the place of those that were not computed, or not kept: all that an operation asks of them is a
+form, and a range."""
+
+from __future__ import annotations
+
+import torch
+
+from rkmate.ir.cd import DKind
+
+
+def chooses(value: torch.Tensor) -> bool:
+    """Whether a value may be an index, a mask or a count, which cannot be any number."""
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
+    """A tensor of the form of a (fake) one, with all of its storage.
+
+    Gradients are small; other numbers lie between a quarter and three quarters, where logarithms, roots and
+    probabilities are defined, and which are zero as whole numbers. Indices are zero, masks true.
+    """
+    count = like.untyped_storage().nbytes() // like.element_size()
+    flat = torch.empty(count, dtype=like.dtype, device=like.device)
+    if chooses(flat):
+        flat.fill_(flat.dtype == torch.bool)
+    elif flat.dtype.itemsize == 1:
+        flat.zero_()                                # nothing draws numbers of eight bits
+    elif kind == "grad":
+        flat.normal_(std=1e-2)
+    else:
+        numbers = torch.view_as_real(flat) if flat.is_complex() else flat
+        numbers.uniform_(0.25, 0.75)
+    return flat.as_strided(like.shape, like.stride(), like.storage_offset())

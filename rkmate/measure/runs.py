@@ -1,0 +1,92 @@
+"""How long operations take, and how often each is timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+from rkmate.device import Device
+from rkmate.measure.settings import MeasureSettings
+
+K = TypeVar("K", bound=Hashable)
+
+
+def runs_within(seconds: Mapping[K, float], allowance: float, most: int) -> dict[K, int]:
+    """Runs of each operation, of which one takes so many `seconds`: all together within `allowance`
+    seconds, each `most` times at most.
+
+    Operations get equal time, as far as they need it: the shortest come first, and what they leave of their
+    part goes to the longer ones. What takes longer than its part is not run.
+    """
+    result = dict.fromkeys(seconds, 0)
+    left, still = max(0.0, allowance), len(seconds)
+    for key, one in sorted(seconds.items(), key=lambda item: item[1]):
+        part = left / still
+        runs = most if one * most <= part else int(part / one)
+        result[key] = runs
+        left -= runs * one
+        still -= 1
+    return result
+
+
+class Timings:
+    """Seconds of operations, by what they are known by. Equal ones share their runs."""
+
+    def __init__(self, device: Device, settings: MeasureSettings) -> None:
+        self._device, self._settings = device, settings
+        self._first: dict[Any, float] = {}
+        self._known: dict[Any, float] = {}
+        self._runs: Mapping[Any, int] = {}
+        self._spent = 0.0
+        self._number = 0
+        self._timed: set[Any] = set()
+
+    def start_pass(self, number: int) -> None:
+        """Each operation may be timed once more. `number`: from 0."""
+        self._number = number
+        self._timed.clear()
+
+    def share(self, step: float) -> None:
+        """Decide how often each operation that was clocked is timed. `step`: seconds of all operations of a
+        step."""
+        settings = self._settings
+        allowance = max(settings.least_seconds, settings.share * step - self._spent)
+        self._runs = runs_within(self._first, allowance, settings.passes * settings.repeats)
+
+    def fastest(self, key: Any) -> float:
+        """Seconds of the fastest timed run, or of the clocked one where there is none."""
+        return self._known[key] if key in self._known else self._first[key]
+
+    def wanted(self, key: Any) -> bool:
+        """Whether an operation is still to be timed in this pass."""
+        return key not in self._timed and self._repeats(key) > 0
+
+    def clock(self, call: Callable[[], Any], key: Any) -> Any:
+        """Run an operation for another reason, with a clock as a first estimate; its result."""
+        self._device.synchronize()
+        begin = time.perf_counter()
+        result = call()
+        self._device.synchronize()
+        seconds = time.perf_counter() - begin
+        self._first[key] = min(seconds, self._first.get(key, seconds))
+        self._spent += seconds
+        return result
+
+    def time(self, call: Callable[[], Any], key: Any) -> Any:
+        """Time an operation as often as this pass has runs for it; its result."""
+        times: list[float] = []
+        result = None
+        while len(times) < self._repeats(key) and sum(times) < self._settings.enough_seconds:
+            result = None                # freed before the call, as its memory may serve again
+            seconds, result = self._device.timed(call)
+            times.append(seconds)
+        self._known[key] = min(*times, self._known.get(key, times[0]))
+        self._timed.add(key)
+        return result
+
+    def _repeats(self, key: Any) -> int:
+        """In this pass: an operation's runs are dealt out to the passes in turn."""
+        if key not in self._runs:
+            return self._settings.repeats
+        return -((self._number - self._runs[key]) // self._settings.passes)

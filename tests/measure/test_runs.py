@@ -1,0 +1,59 @@
+"""What is short runs often, what is long once or twice, all within a share of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from rkmate.device.fake import FakeDevice
+from rkmate.measure import runs
+from rkmate.measure.runs import Timings, runs_within
+from rkmate.measure.settings import MeasureSettings
+
+
+def test_all_run_often_where_there_is_time() -> None:
+    assert runs_within({"a": 0.1, "b": 0.2}, 2.0, 6) == {"a": 6, "b": 6}
+
+
+def test_what_is_long_runs_less() -> None:
+    found = runs_within({"long": 1.0, "short": 0.01, "middle": 0.3}, 3.0, 6)
+    assert found == {"short": 6, "middle": 4, "long": 1}
+
+
+def test_nothing_runs_without_time() -> None:
+    assert runs_within({"a": 1.0, "b": 2.0}, -5.0, 6) == {"a": 0, "b": 0}
+    assert runs_within({}, 1.0, 6) == {}
+
+
+@pytest.mark.parametrize("allowance", [0.5, 3.0, 40.0, 1000.0])
+def test_the_allowance_is_kept(allowance: float) -> None:
+    seconds = {k: 0.001 * 1.5**k for k in range(24)}
+    found = runs_within(seconds, allowance, 6)
+    assert sum(seconds[k] * n for k, n in found.items()) <= allowance * (1 + 1e-9)
+    assert list(found.values()) == sorted(found.values(), reverse=True) or allowance == 1000.0
+    assert max(found.values()) == 6
+
+
+def _runs(monkeypatch: pytest.MonkeyPatch, seconds: float, step: float) -> list[int]:
+    """Timed runs in each pass of one operation that takes so long."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(runs.time, "perf_counter", lambda: next(clock) * seconds)
+    counts = []
+    with FakeDevice(seconds=lambda n: seconds) as device:
+        timings = Timings(device, MeasureSettings(enough_seconds=1e9))
+        timings.clock(lambda: None, "op")
+        timings.share(step)
+        for number in range(2):
+            timings.start_pass(number)
+            before = device.calls
+            while timings.wanted("op"):
+                timings.time(lambda: None, "op")
+            counts.append(device.calls - before)
+        assert timings.fastest("op") == seconds
+    return counts
+
+
+def test_runs_are_dealt_out_to_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _runs(monkeypatch, 0.25, 1.0) == [3, 3]          # three seconds are there in any case
+    assert _runs(monkeypatch, 1.0, 0.0) == [2, 1]
+    assert _runs(monkeypatch, 10.0, 60.0) == [1, 0]         # and the first run, for its memory
+    assert _runs(monkeypatch, 10.0, 10.0) == [0, 0]

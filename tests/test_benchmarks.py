@@ -1,0 +1,62 @@
+"""The benchmarks of real sizes run: on tiny models of the same kinds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_a_paper_s_table_is_measured_once(on_the_path: None, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    import papers
+
+    path = tmp_path / "rows.json"
+    found = papers.run(["gpt2-large-2x512"], [0.6], path, small=True, repeats=1)
+    assert [method for _, method in found] == ["checkpoint", "rkmate 0.6", "rotor 0.6"]
+    ours = found["gpt2-large-2x512", "rkmate 0.6"]
+    assert not ours.failed and ours.peak <= 0.6 and abs(ours.predicted_peak / ours.peak - 1) < 0.02
+    assert found["gpt2-large-2x512", "checkpoint"].peak < 1
+    lines = papers.table("gpt2-large-2x512", found).splitlines()
+    assert len(lines) == 5 and all(line.count("|") == 9 for line in lines)
+
+    def never(*args: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(papers, "measured", never)
+    assert papers.run(["gpt2-large-2x512"], [0.6], path, small=True, repeats=1) == found
+
+
+def test_papers_rows_stand_at_their_budgets(on_the_path: None) -> None:
+    import papers
+
+    for model in papers.MODELS.values():
+        for method in papers.methods_of(model, None):
+            kind = method.split()[0]
+            assert kind in ("checkpoint", "rkmate", *model.planners)
+    large = papers.MODELS["gpt2-large-2x512"]
+    said = papers._said(large, "rkmate 0.41")
+    assert round(said.peak, 3) == 0.409 and round(said.time, 3) == 1.054
+    assert round(papers._said(large, "rkmate 0.122").time, 3) == 1.234
+    assert papers._said(large, "rkmate 0.5") is None
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary(on_the_path: None, capsys: pytest.CaptureFixture[str],
+                            monkeypatch: pytest.MonkeyPatch) -> None:
+    import vocabulary
+
+    monkeypatch.setattr(sys, "argv", ["vocabulary.py", "--small", "--fractions", "0.9", "--repeats", "1",
+                                      "--steps", "3"])
+    vocabulary.main()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert float(last.split("|")[3]) <= 1e-5
