@@ -90,8 +90,8 @@ def test_the_largest_batch_is_the_largest() -> None:
 def test_most_sizes_are_derived_from_two_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[int] = []
     full = prepare_module.capture
-    monkeypatch.setattr(prepare_module, "capture", lambda model, args, kwargs: (
-        captured.append(len(args[0])), full(model, args, kwargs))[1])
+    monkeypatch.setattr(prepare_module, "capture", lambda model, args, *more: (
+        captured.append(len(args[0])), full(model, args, *more))[1])
     found = rkmate.max_batch_size(Net(), inputs, device_memory="1GiB", most=20, costs="analytic",
                                   progress=False)
     assert len(found.tried) > 4

@@ -18,7 +18,7 @@ from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.cd import Cost, Kernel
-from rkmate.measure.temporaries import temporary_bytes, tile_bytes
+from rkmate.measure.temporaries import bytes_of, temporary_bytes
 
 FLOPS_PER_SECOND = 1e11
 BYTES_PER_SECOND = 2e10
@@ -33,8 +33,8 @@ def analytic_costs(partition: Partition) -> dict[int, Cost]:
         seconds = _seconds(node)
         # All kernels of an operation that is not tiled move the same bytes once.
         costs[i] = Cost(seconds, temporary_bytes(node, random=partition.program.cd.c[i].random), tuple(
-            Kernel(_seconds_of_tiles(other.target), tile_bytes(other.target))
-            if isinstance(other.target, Tiled) else Kernel(seconds, other.overhead)
+            Kernel(_seconds_of_tiles(other.target) if isinstance(other.target, Tiled) else seconds,
+                   bytes_of(other))
             for other in alternatives.get(node, ())))
     return costs
 

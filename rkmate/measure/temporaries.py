@@ -15,8 +15,9 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
 from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators of torch.ops.rkmate
+from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.embedding_sums import bytes_of_rows
-from rkmate.graph.passes.operators import part_bytes
+from rkmate.graph.passes.operators import part_bytes, stretches
 from rkmate.graph.passes.reduced_losses import torchs_operator
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.opaque_memory import opaque_bytes
@@ -50,6 +51,11 @@ def bytes_of_parts(node: fx.Node) -> int:
     return tile_bytes(node.target) if isinstance(node.target, Tiled) else 0
 
 
+def bytes_of(other: Alternative) -> int:
+    """Bytes beside results that another kernel takes, at most."""
+    return tile_bytes(other.target) if isinstance(other.target, Tiled) else other.overhead
+
+
 def tile_bytes(tiled: Tiled) -> int:
     """Bytes beside results of one tile, with the temporary memory of its operations."""
     return tiled.tile_bytes(lambda n: temporary_bytes(n, random=False))
@@ -80,6 +86,12 @@ def _promoted(inputs: Tensors, outputs: Tensors) -> int:
     """Operands that are cast to the type of the result."""
     return sum(t.numel() * outputs[0].element_size() for t in inputs
                if t.dtype != outputs[0].dtype and t.dim())
+
+
+def _part(value: torch.Tensor, dim: int) -> int:
+    """What is worked on at a time where a dimension is cut."""
+    step = next(stretches(value.shape[dim], value.nbytes, part_bytes(value, value.nbytes)), slice(0, 0)).stop
+    return step * (value.nbytes // max(1, value.shape[dim]))
 
 
 def _masked_softmax(inputs: Tensors, outputs: Tensors) -> int:
@@ -117,6 +129,8 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten.embedding: lambda inputs, outputs: _copies(inputs),
     aten.embedding_dense_backward: lambda inputs, outputs: _copies(inputs),
     torch.ops.rkmate.add_embedding_rows: lambda inputs, outputs: bytes_of_rows(*inputs[1:3]),
+    own.cross_entropy_backward: lambda inputs, outputs: _part(outputs[0], 0),
+    own.batch_norm_backward: lambda inputs, outputs: 4 * _part(outputs[0], 1),
     aten.add_: _promoted, own.add_convolution_gradient: _part_of_weight,
     own.add_embedding_gradient: lambda inputs, outputs: _copies(inputs[1:2]) + outputs[0][:1].nbytes,
     aten.add: _promoted, aten.sub: _promoted, aten.mul: _promoted, aten.div: _promoted, aten.sum: _promoted,

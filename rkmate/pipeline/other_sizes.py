@@ -17,7 +17,7 @@ from rkmate.ilp import OptionSet
 from rkmate.ilp.evaluate_option import evaluate_option
 from rkmate.ir.cd import CDGraph, Cost, Kernel
 from rkmate.ir.schedule import Schedule, from_order
-from rkmate.measure.temporaries import bytes_of_parts
+from rkmate.measure.temporaries import bytes_of, bytes_of_parts
 from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of, warn_of
@@ -144,7 +144,7 @@ def bounded_costs(costs: Sequence[Cost], program: Program) -> list[Cost]:
         others = program.alternatives.get(node, ())
         known = cost.alternatives if len(cost.alternatives) == len(others) else ()
         result.append(Cost(cost.time, max(cost.overhead, bytes_of_parts(node)), tuple(
-            Kernel(k.time, max(k.overhead, o.overhead)) for k, o in zip(known, others, strict=False))))
+            Kernel(k.time, max(k.overhead, bytes_of(o))) for k, o in zip(known, others, strict=False))))
     return result
 
 

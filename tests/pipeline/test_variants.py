@@ -94,7 +94,7 @@ def middle() -> int:
 
 def test_where_the_step_fits_whole_nothing_is_traded(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[Any] = []
-    monkeypatch.setattr(planning, "prepare", lambda *a: prepared.append(a) or prepare(*a))
+    monkeypatch.setattr(planning, "prepare", lambda *a, **k: prepared.append(a) or prepare(*a, **k))
     plan = make_plan(traced(), Budget(fraction=1.0), "rockmate").plan
     assert plan.variant == "plain" and not plan.schedule.recomputed() and not heard
     assert len(prepared) == 1                        # no variant, no work
@@ -126,7 +126,7 @@ def test_a_little_faster_is_not_enough(heard: Any, monkeypatch: pytest.MonkeyPat
 def test_what_can_gain_nothing_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Just below the peak of the plain step, what is computed again is less than a percent of it."""
     prepared: list[Any] = []
-    monkeypatch.setattr(planning, "prepare", lambda *a: prepared.append(a) or prepare(*a))
+    monkeypatch.setattr(planning, "prepare", lambda *a, **k: prepared.append(a) or prepare(*a, **k))
     plan = make_plan(traced(), Budget(bytes=own_peak() - 1), "rockmate").plan
     assert plan.overhead < FASTER_BY and plan.variant == "plain" and len(prepared) == 1
 
@@ -180,9 +180,9 @@ def test_plans_are_followed_on_their_variant() -> None:
 def test_the_chunked_loss_has_kernels_of_fewer_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "PART_BYTES", 2**17)
     graph = prepare(traced(), CHUNKED_LOSS).graph
-    (node,) = (c for c in graph.c if c.alternatives and c.phase == "backward")
+    (node,) = (c for c in graph.c if c.alternatives)
     kernels = [Kernel(node.time, node.overhead), *node.alternatives]
-    assert len(kernels) == 3                         # 64 parts, 16, 4
+    assert len(kernels) == 3                         # 32 parts, 8, 2
     for lean, fast in itertools.pairwise(kernels):
         assert fast.time < lean.time and fast.overhead > lean.overhead
 
@@ -222,7 +222,7 @@ def test_kernels_at_another_size_are_bounded_by_their_parts(monkeypatch: pytest.
     program = prepared.partition.program
     known = [prepared.costs[i] for i in range(len(prepared.graph.c))]
     assert bounded_costs(known, program) == known
-    (k,) = (i for i, c in enumerate(prepared.graph.c) if c.alternatives and c.phase == "backward")
+    (k,) = (i for i, c in enumerate(prepared.graph.c) if c.alternatives)
     less = [c._replace(overhead=1, alternatives=tuple(o._replace(overhead=1) for o in c.alternatives))
             for c in known]
     assert bounded_costs(less, program)[k] == known[k]

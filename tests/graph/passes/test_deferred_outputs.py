@@ -41,7 +41,7 @@ def _head(*, capped: bool = False, wanted: tuple[bool, ...] = (True, False), rea
     value, total = made.item(loss, 0), made.item(loss, 1)
     outputs: list[fx.Node | None] = [value, returned]
     if read:
-        outputs.append(made.call(aten.amax.default, logits, [1]))
+        outputs.append(made.call(aten.amax.default, logits, [0]))
     back = made.call(own.cross_entropy_backward.default, grad, log_probs, target, None, 1, -100, total, 1,
                      backward=True)
     grads = [(w, made.call(aten.mm.default, made.call(aten.t.default, back, backward=True), hidden,

@@ -17,10 +17,10 @@ from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.sums import emit_sum
 from rkmate.graph.passes.tiles.tiled import Tiled, propagate
 
-MOST_PARTS = 8
-LEAST_ROWS = 32
-"""In more parts, or of fewer rows, a region is slower than the whole: each tile reads and writes the sums of
-the weights' gradients."""
+MOST_PARTS = 32
+LEAST_ROWS = 16
+"""In more parts, or of fewer rows, a region is much slower than the whole: each tile reads and writes the
+sums of the weights' gradients. Fewer parts take their place where there is room (`alternatives`)."""
 
 
 def default_parts(region: Region, like: torch.Tensor) -> int:
