@@ -14,8 +14,9 @@ from rkmate.ir.simulate import simulate
 
 
 def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] = (),
-                   reserve_at_loss: int = 0) -> Schedule:
-    """The schedule with, at each step, the fastest kernel that leaves the peak as it is.
+                   reserve_at_loss: int = 0, room: int = 0) -> Schedule:
+    """The schedule with, at each step, the fastest kernel that leaves the peak as it is, or within `room`
+    bytes where that is more.
 
     Its choices do not touch one another: what such a kernel takes more is freed right after it. A step that
     has another kernel than its computation's own keeps it.
@@ -23,6 +24,7 @@ def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] 
     if not any(node.alternatives for node in graph.c):
         return schedule
     simulation = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss)
+    most = max(simulation.peak, room)
     steps: list[Step] = []
     for k, step in enumerate(schedule.steps):
         if isinstance(step, Compute) and graph.c[step.c].alternatives and not step.kernel:
@@ -31,7 +33,7 @@ def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] 
             # Its own only where it is the fastest alone.
             _, _, kernel = min([(node.time, 0, 0), *(
                 (other.time, -1, n) for n, other in enumerate(node.alternatives, 1)
-                if beside + other.overhead <= simulation.peak)])
+                if beside + other.overhead <= most)])
             step = Compute(step.c, kernel)
         steps.append(step)
     return Schedule(tuple(steps))

@@ -108,6 +108,8 @@ class _Runner:
         self.settings = settings
         self.limit = limit
         self.values: dict[int, torch.Tensor] = {}
+        self.dtypes: dict[int, torch.dtype] = {}
+        """Of D nodes that an operation has made: not always what its trace says."""
         self.fixed: dict[int, torch.Tensor] = {}
         self.device = device
         self.metering = True
@@ -212,7 +214,8 @@ class _Runner:
     def _held(self, j: int) -> torch.Tensor:
         """The value of a D node, made up where it is not there."""
         if j not in self.values:
-            self.values[j] = made_up(self.program.owner[j].meta["val"], self.cd.d[j].kind)
+            value = made_up(self.program.owner[j].meta["val"], self.cd.d[j].kind)
+            self.values[j] = value.to(self.dtypes.get(j, value.dtype))
         return self.values[j]
 
     def _level(self) -> int:
@@ -384,6 +387,7 @@ class _Runner:
         for j in self.cd.c[i].outputs:
             position = self.program.position[j]
             self.values[j] = result if position is None else result[position]
+            self.dtypes[j] = self.values[j].dtype
 
 
 def _signature(target: Any, args: Any, kwargs: Any) -> Any:

@@ -320,12 +320,13 @@ def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit:
 
 
 def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, outcome: Outcome) -> Plan:
-    """The plan of an outcome that has a schedule, with torch's own kernels where there is room for them.
+    """The plan of an outcome that has a schedule, with the fastest kernels that there is room for.
     `solved`: None where no options were solved for it."""
     assert outcome.schedule is not None
     blocked, parts = prepared.blocked, prepared.partition
     whole = prepared.baseline
-    schedule, calls = prepared.with_kernels(outcome.schedule), prepared.settings.calls
+    calls = prepared.settings.calls
+    schedule = prepared.with_kernels(outcome.schedule, limit if calls == 1 else 0)
     if prepared.peak(schedule, calls) > limit:
         schedule = outcome.schedule             # they leave the peak of one call alone as it is
     result = prepared.simulate(schedule)

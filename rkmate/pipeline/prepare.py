@@ -157,9 +157,10 @@ class Prepared:
         """Where the model stands."""
         return self.blocked.traced.device
 
-    def with_kernels(self, schedule: Schedule) -> Schedule:
-        """The schedule with torch's own kernels where they leave its peak as it is."""
-        return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
+    def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
+        """The schedule with the fastest kernels that leave its peak as it is, or within `room` bytes."""
+        return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss,
+                              room=room)
 
     def peak(self, schedule: Schedule, calls: int) -> int:
         """The simulator's verdict on a step of so many calls that follow a schedule, in bytes."""

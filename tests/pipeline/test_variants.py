@@ -182,7 +182,7 @@ def test_the_chunked_loss_has_kernels_of_fewer_parts(monkeypatch: pytest.MonkeyP
     graph = prepare(traced(), CHUNKED_LOSS).graph
     (node,) = (c for c in graph.c if c.alternatives)
     kernels = [Kernel(node.time, node.overhead), *node.alternatives]
-    assert len(kernels) == 3                         # 32 parts, 8, 2
+    assert len(kernels) == 3                         # 16 parts, 4, 2
     for lean, fast in itertools.pairwise(kernels):
         assert fast.time < lean.time and fast.overhead > lean.overhead
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -177,7 +178,7 @@ def test_a_chunked_loss_adds_the_gradient_of_its_weight() -> None:
     model, i = Tied(20000), torch.randint(0, 20000, (128,))
     other = copy.deepcopy(model)
     module = planned(other, i, gradients="in_place", settings=Settings(chunked_loss="always"))
-    assert "add_linear_cross_entropy_gradient" in module.source
+    assert re.search(r"def tiled_head_backward\w*\(.*, into_\d\):", module.source)
     for run in (model, module):
         run(i).backward()
     assert_grads(model, other, exact=False)

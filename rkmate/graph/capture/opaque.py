@@ -90,7 +90,7 @@ class OpaqueCall:
         state = {f"module.{name}": tensors[k] for name, k in self.names}
         versions = [t._version for t in tensors]
         with ExitStack() as stack:
-            for kind in sorted({"cpu", *(t.device.type for t in tensors)}):
+            for kind in sorted(devices.autocast_kinds((torch.device("cpu"), *(t.device for t in tensors)))):
                 dtype = dict(self.autocast).get(kind)
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None,
                                                    cache_enabled=False))
@@ -276,7 +276,7 @@ def traced_as_one(module: nn.Module, name: str) -> Callable[..., Any]:
                 state.append(now[n])
                 actual.append(held[n])
         names = tuple((n, places[id(now[n])]) for n in registered)
-        kinds = sorted({"cpu", *(t.device.type for t in (*given, *actual))})
+        kinds = sorted(devices.autocast_kinds((torch.device("cpu"), *(t.device for t in (*given, *actual)))))
         autocast = tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k))
         key = _key_of(module, name, inputs, names, autocast)
         call = _calls[key]

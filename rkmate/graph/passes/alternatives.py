@@ -36,8 +36,8 @@ def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
 def _fewer_parts(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
     """The same in fewer tiles, two at least."""
     found: list[Alternative] = []
-    while tiled.parts >= 2 * FEWER:
+    while tiled.parts > 2:
         with node.all_input_nodes[0].meta["val"].fake_mode:
-            tiled = tiled.with_parts(tiled.parts // FEWER)
+            tiled = tiled.with_parts(max(2, tiled.parts // FEWER))
         found.append(Alternative(tiled, node.args, tiled.tile_bytes(lambda n: 0)))
     return tuple(found)

@@ -11,6 +11,7 @@ from torch import fx
 
 from rkmate.errors import GraphError
 from rkmate.graph.passes.joint import Joint, adds, is_backward, is_random, is_view
+from rkmate.graph.passes.tiles.tiled import Tiled
 
 Form = tuple[torch.Size, torch.dtype] | None
 """What of a value no rewriting may change; None for what is no tensor."""
@@ -62,10 +63,17 @@ def _verify_additions(joint: Joint) -> None:
                 raise GraphError(f"{node.name} reads the gradient {min(n.name for n in read)}, which is "
                                  "there to be added to")
             places.update([node] if read else [])
-        elif not is_backward(node) or not read or node.args[0] not in read \
+        elif not is_backward(node) or not read or not read.issuperset(_added_to(node)) \
                 or any(u.target is not operator.getitem for u in node.users):
-            raise GraphError(f"{node.name} adds to a gradient, and should do so in the backward, to its "
-                             "first argument, and for nobody to read")
+            raise GraphError(f"{node.name} adds to a gradient, and should do so in the backward, to "
+                             "places for gradients, and for nobody to read")
+
+
+def _added_to(node: fx.Node) -> set[Any]:
+    """The arguments that an operation adds to: the first one, or those that a tiled one sums up in."""
+    if isinstance(node.target, Tiled):
+        return set(node.args[len(node.args) - len(node.target.into):])
+    return {node.args[0]}
 
 
 def _verify_call(node: fx.Node, before: set[fx.Node], late: set[fx.Node], results: set[fx.Node]) -> None:

@@ -18,7 +18,7 @@ from rkmate.graph.passes.tiles.sums import emit_sum
 from rkmate.graph.passes.tiles.tiled import Tiled, propagate
 
 MOST_PARTS = 32
-LEAST_ROWS = 16
+LEAST_ROWS = 32
 """In more parts, or of fewer rows, a region is much slower than the whole: each tile reads and writes the
 sums of the weights' gradients. Fewer parts take their place where there is room (`alternatives`)."""
 

@@ -108,6 +108,6 @@ def test_what_has_rows_has_no_first_value() -> None:
 def test_the_default_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rkmate.device.cpu.PART_BYTES", 2**12)
     wide = Region(rows=1024, width=64)
-    assert [default_parts(r, torch.empty(0)) for r in (_entropy()[1], wide, Region(128, 64))] == [1, 32, 8]
+    assert [default_parts(r, torch.empty(0)) for r in (_entropy()[1], wide, Region(128, 64))] == [1, 32, 4]
     monkeypatch.setattr("rkmate.device.cpu.PART_BYTES", 2**17)
     assert default_parts(wide, torch.empty(0)) == 2
