@@ -16,6 +16,7 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
+@pytest.mark.slow
 def test_a_paper_s_table_is_measured_once(on_the_path: None, tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     import papers

@@ -75,7 +75,8 @@ class _Called(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("name", ["give", "rng", "env", "take", "input", "aten", "tanh", "_"])
+@pytest.mark.parametrize("name", ["give", "rng", "env", "input", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("take", "aten", "tanh", "_"))])
 def test_parameters_of_any_name(name: str) -> None:
     _same(_Called(name), torch.randn(16, 6))
 
@@ -130,7 +131,7 @@ class _Rows(nn.Module):
         return torch.stack([torch.sin(r) * k for k, r in enumerate(rows)])
 
 
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("copies", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_operation_with_many_results(copies: bool) -> None:
     _same(_Rows(copies), torch.randn(40, 4))
 

@@ -80,8 +80,9 @@ def _least(model: nn.Module, settings: Settings) -> int:
 
 
 @pytest.mark.parametrize("kwargs", [
-    {}, {"biased": True}, {"turned": True}, {"tied": True}, {"returns": "logits"},
-    {"returns": "logits", "biased": True}], ids=str)
+    {"biased": True}, {"tied": True}, {"returns": "logits"}, *(
+        pytest.param(kwargs, marks=pytest.mark.slow) for kwargs in (
+            {}, {"turned": True}, {"returns": "logits", "biased": True}))], ids=str)
 @captured_once()
 def test_budgets_that_nothing_else_meets(kwargs: dict[str, Any]) -> None:
     model, reference, inputs = _model(**kwargs), _model(**kwargs), _inputs()

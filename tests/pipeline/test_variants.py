@@ -133,13 +133,13 @@ def test_what_can_gain_nothing_is_not_prepared(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_slower_by_its_bound_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that computes as much again as the plain graph does is prepared, and no more."""
-    low, solved = least("always"), list[Any]()
+    low, between, solved = least("always"), middle(), list[Any]()
     here = prepare(traced(), CHUNKED_LOSS)
     always = make_plan(traced("always"), Budget(bytes=low), "rockmate").plan
     assert seconds_once(here.graph) < seconds_of_any(here, low) <= always.step_seconds
     monkeypatch.setattr(planning, "seconds_of_any", lambda *_: 1.0)
     monkeypatch.setattr(planning, "solve", lambda p: solved.append(p) or solve(p))
-    plan = make_plan(traced(), Budget(bytes=middle()), "rockmate").plan
+    plan = make_plan(traced(), Budget(bytes=between), "rockmate").plan
     assert plan.variant == "plain" and len(solved) == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,6 +35,7 @@ def resnet() -> nn.Module:
         embedding_size=16, hidden_sizes=[32, 64, 128, 256], depths=[2, 3, 4, 2]))
 
 
+@pytest.mark.slow
 def test_the_same_step() -> None:
     with captured_once():
         check_the_same_step()

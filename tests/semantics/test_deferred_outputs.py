@@ -115,7 +115,7 @@ def test_a_step_that_reads_no_logits() -> None:
     assert kept() is None
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_logits_that_are_read_are_those_of_the_plain_forward(after: bool) -> None:
     reference = _model()
     model, wrapped = _wrapped()

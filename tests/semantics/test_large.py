@@ -44,6 +44,7 @@ def _plan(depth: int) -> tuple[Plan, int]:
     return plan, sum(entry.callcount for entry in profile.getstats())
 
 
+@pytest.mark.slow
 def test_work_grows_with_the_depth() -> None:
     """Counted, not timed: twice the layers may take little more than twice the calls."""
     (shallow, few), (deep, many) = _plan(5), _plan(10)

@@ -116,8 +116,9 @@ def undisturbed() -> str:
 
 
 @pytest.mark.parametrize(("within", "at"), [
-    *CASES, *(pytest.param(within, at * k, marks=pytest.mark.slow) for within, at in CASES if at > 10
-              for k in (0.1, 0.5, 1.5))])
+    *(pytest.param(*case, marks=[pytest.mark.slow] * ("torch" in case[0])) for case in CASES),
+    *(pytest.param(within, at * k, marks=pytest.mark.slow) for within, at in CASES if at > 10
+      for k in (0.1, 0.5, 1.5))])
 def test_an_interrupt_leaves_nothing_broken(within: str, at: float, monkeypatch: pytest.MonkeyPatch,
                                             tmp_path: Path) -> None:
     model, (ids,) = tower(2)

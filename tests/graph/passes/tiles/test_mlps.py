@@ -54,7 +54,8 @@ def _weights(model: nn.Module, x: torch.Tensor) -> tuple[str, ...]:
     return tuple(block(traced, PLAIN).concerned["tiled-mlps"])
 
 
-@pytest.mark.parametrize("kind", [{}, {"gated": True, "bias": False}], ids=["gelu", "gated"])
+@pytest.mark.parametrize("kind", [
+    pytest.param({}, marks=pytest.mark.slow), {"gated": True, "bias": False}], ids=["gelu", "gated"])
 def test_the_step_is_the_originals_in_less_memory(kind: dict[str, bool]) -> None:
     torch.manual_seed(0)
     model, x = Loss(*(Mlp(**kind) for _ in range(3))), torch.randn(2, TOKENS // 2, WIDTH, requires_grad=True)
