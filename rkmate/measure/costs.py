@@ -143,10 +143,19 @@ class _Runner:
     def cost(self, i: int) -> Cost:
         """Of a C node, by all runs that it has had."""
         if i not in self.keys:
-            return self._counted[i]
+            counted = self._counted[i]
+            return Cost(counted.time * self._pace, counted.overhead, tuple(
+                Kernel(k.time * self._pace, k.overhead) for k in counted.alternatives))
         return Cost(self.timings.fastest(self.keys[i]), self.overhead.get(i, 0), tuple(
             Kernel(self.timings.fastest(self.keys[part]), self.overhead.get(part, 0))
             for part in self._others(i) if part in self.keys))
+
+    @property
+    def _pace(self) -> float:
+        """What this machine takes for a second that is counted, by the operations that were run."""
+        ran = [i for i in self.keys if i < len(self.cd.c)]
+        counted = sum(self._counted[i].time for i in ran)
+        return sum(self.timings.fastest(self.keys[i]) for i in ran) / counted if counted else 1.0
 
     @functools.cached_property
     def _counted(self) -> Costs:
