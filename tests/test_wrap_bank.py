@@ -26,14 +26,14 @@ FAITHFUL = 0.02
 
 
 SLOW = ("transformer", "transformer_decoder", "transformer_encoder", "t5", "bert", "llama", "vit",
-        "mlp_mixer", "densenet", "unet", "views")
+        "mlp_mixer", "densenet", "unet", "views", "gpt2")
 """With dropout; others of the same kind are left."""
 LONG: dict[float | str, tuple[str, ...]] = {
     1.0: ("llama", "vit", "t5", "regnet", "transformer", "transformer_decoder", "mlp_mixer",
           "densenet", "resnet", "bert", "transformer_encoder"),
     0.7: ("vit", "views", "regnet", "t5", "unet", "llama", "transformer", "transformer_decoder", "mlp_mixer",
           "densenet"),
-    "smallest": ("regnet", "resnet", "transformer", "transformer_decoder", "vit", "llama")}
+    "smallest": ("regnet", "resnet", "transformer", "transformer_decoder", "vit", "llama", "t5")}
 """By budget; others of the same kinds (gpt2, bert, unet, batch_norm_cnn, ...) are left."""
 
 

@@ -102,6 +102,7 @@ def test_larger_budgets_are_never_slower() -> None:
         assert fits == sorted(fits), name
 
 
+@pytest.mark.slow
 def test_what_is_found_for_one_budget_serves_the_larger_ones() -> None:
     """In whatever order the budgets come."""
     falling: list[int | float | str] = [1.0, 0.85, 0.7, 0.6, 0.5]

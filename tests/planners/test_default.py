@@ -192,6 +192,7 @@ def test_a_budget_that_is_too_small(name: str) -> None:
     assert plan_prepared(solved.prepared, least, name).planner == name
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_counts_what_the_whole_graphs_program_reaches() -> None:
     """Asked for it, and for a little more, the planner finds a schedule; for less it names it again."""
     patient = PlannerSettings(first_seconds=AMPLE, smallest_seconds=AMPLE)

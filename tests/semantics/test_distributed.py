@@ -237,6 +237,7 @@ def test_shards_around_a_planned_module(processes: Processes) -> None:
     _in_two(processes, _sharded)
 
 
+@pytest.mark.slow
 def test_shards_under_a_planned_module_are_refused(processes: Processes) -> None:
     _in_two(processes, _sharded_inside)
 
