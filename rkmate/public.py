@@ -87,9 +87,10 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
             wide products and their losses are computed a few rows at a time (``"auto"``: where the step
             does not fit whole and that is faster, or nothing else fits; ``"always"``; ``"never"``);
-            ``tiled_mlps``, the same of wide MLPs; ``deferred_outputs``, whether logits beside such a loss are
-            computed when they are read (``"auto"``, ``"never"``); ``opaque``, submodules that run as they
-            are, where they cannot be captured; ``planner``, how long the default planner looks
+            ``tiled_mlps``, the same of wide MLPs (``"auto"``: where nothing else fits);
+            ``deferred_outputs``, whether logits beside such a loss are computed when they are read
+            (``"auto"``, ``"never"``); ``opaque``, submodules that run as they are, where they cannot be
+            captured; ``planner``, how long the default planner looks
             (`rkmate.PlannerSettings`); ``kept_plans_bytes``, how much memory plans may take.
         loss: a function or module that gets the model's output; ``wrap(model, args, kwargs, loss=fn,
             loss_args=(y,))`` is ``wrap(with_loss(model, fn), args, {**kwargs, "loss_args": (y,)})``: a module

@@ -122,7 +122,8 @@ def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
     """Whether another variant is worth preparing, beside a plan of the first one or of another."""
-    return prepared.baseline_peak > limit and may_be_faster(plan.step_seconds, prepared.graph, variant)
+    return not variant.takes_longer and prepared.baseline_peak > limit \
+        and may_be_faster(plan.step_seconds, prepared.graph, variant)
 
 
 def _is_worth_solving(plan: Plan, prepared: Prepared, method: Planner, limit: int) -> bool:

@@ -56,8 +56,9 @@ class Settings:
     that are returned beside it) is computed when somebody reads it. ``"never"``: it is computed in the step,
     and counted in the budget."""
     tiled_mlps: When = "auto"
-    """Run wide MLPs a few rows at a time, likewise: what they hold between their two products then does not
-    grow with the sequence. The last bits of their weights' gradients differ."""
+    """Run wide MLPs a few rows at a time: where nothing else meets the budget, always, or never. What they
+    hold between their two products then does not grow with the sequence; the backward computes the first
+    product again, and the last bits of their weights' gradients differ."""
     gradients: Gradients = "returned"
     """``"returned"``: autograd gets the gradients of parameters, one after the other. ``"in_place"``: the
     step itself adds them to what stands in ``.grad``, so that none is a tensor of its own; hooks on

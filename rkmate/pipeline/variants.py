@@ -1,7 +1,8 @@
 """The variants of a model's graph: each trades something else than time for memory.
 
 Where the step fits whole, nothing is traded. Else every variant that the settings allow, and that the graph
-has a place for, is planned; the fastest plan counts (`rkmate.pipeline.planning`). The pipeline prepares
+has a place for, is planned; the fastest plan counts (`rkmate.pipeline.planning`). One that computes more than
+the plain graph is planned where the others meet no budget. The pipeline prepares
 a variant when its turn comes, from the same capture.
 """
 
@@ -40,6 +41,8 @@ class Variant:
     """Whether the last products and their cross entropies are computed a few rows at a time."""
     tiled_mlps: bool = False
     """Whether wide MLPs run a few rows at a time."""
+    takes_longer: bool = False
+    """Whether it computes more than the plain graph: it is tried where nothing else meets the budget."""
     note: str = ""
     """What its plans say, with ``{names}`` of the weights that it concerns."""
     combines: tuple[str, ...] = ()
@@ -83,6 +86,7 @@ TILED_MLPS = Variant(
            "their last bits differ",
     setting="tiled_mlps",
     tiled_mlps=True,
+    takes_longer=True,
     note="the MLPs of {names} run a few rows at a time",
     combines=("chunked-loss",))
 VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, TILED_MLPS)
