@@ -29,7 +29,7 @@ from rkmate.measure.least import bytes_alone
 from rkmate.measure.least import hoisted as hoisted_data
 from rkmate.measure.made_up import chooses, made_up
 from rkmate.measure.remembered import CostMemory
-from rkmate.measure.runs import Timings
+from rkmate.measure.runs import Timings, signature
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import temporary_bytes
 
@@ -366,7 +366,7 @@ class _Runner:
 
     def _bound(self, target: Any, args: Any, kwargs: Any) -> tuple[functools.partial[Any], Any]:
         args, kwargs = fx.node.map_arg((args, kwargs), self.value)
-        return functools.partial(target, *args, **kwargs), _signature(target, args, kwargs)
+        return functools.partial(target, *args, **kwargs), signature(target, args, kwargs)
 
     def _copied(self, i: int, call: functools.partial[Any]) -> tuple[Any, ...]:
         """Forms of the arguments that were copied for a call: views that turned out to be none."""
@@ -397,13 +397,3 @@ class _Runner:
             position = self.program.position[j]
             self.values[j] = result if position is None else result[position]
             self.dtypes[j] = self.values[j].dtype
-
-
-def _signature(target: Any, args: Any, kwargs: Any) -> Any:
-    def freeze(a: Any) -> Any:
-        if isinstance(a, torch.Tensor):
-            return (tuple(a.shape), a.stride(), a.dtype)
-        if isinstance(a, (list, tuple)):
-            return tuple(freeze(x) for x in a)
-        return repr(a)
-    return (target, freeze(args), tuple((k, freeze(v)) for k, v in sorted(kwargs.items())))

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
+import torch
+
 from rkmate.device import Device
 from rkmate.measure.settings import MeasureSettings
 
@@ -90,3 +92,14 @@ class Timings:
         if key not in self._runs:
             return self._settings.repeats
         return -((self._number - self._runs[key]) // self._settings.passes)
+
+
+def signature(target: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation is known by: equal for those that take as long."""
+    def freeze(a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return (tuple(a.shape), a.stride(), a.dtype)
+        if isinstance(a, (list, tuple)):
+            return tuple(freeze(x) for x in a)
+        return repr(a)
+    return (target, freeze(args), tuple((k, freeze(v)) for k, v in sorted(kwargs.items())))

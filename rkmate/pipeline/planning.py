@@ -8,6 +8,7 @@ may be faster.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -333,6 +334,8 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
     result = prepared.simulate(schedule)
     # Of schedules whose computations all go part by part, as planners see them.
     bound = None if outcome.bound is None else max(0.0, outcome.bound - seconds_to_save(prepared.graph))
+    if bound is not None and math.isclose(bound, result.seconds):
+        bound = min(bound, result.seconds)      # the same numbers, added up in another order
     runs: Sequence[Run]
     if solved is None or not outcome.ops or any(op.save_index is not None for op in outcome.ops):
         runs = tuple(runs_of(outcome.schedule, prepared.graph, parts.block_of))

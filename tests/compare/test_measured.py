@@ -43,6 +43,7 @@ def processes(monkeypatch: pytest.MonkeyPatch, real: int) -> None:
     monkeypatch.setattr(measured, "multiprocessing", SimpleNamespace(get_context=lambda kind: context))
 
 
+@pytest.mark.slow
 def test_two_planners_and_todays_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     processes(monkeypatch, 1)
     sample = stack()

@@ -103,7 +103,8 @@ def test_png_and_pdf(tmp_path: Path) -> None:
 
 
 @needs_dot
-@pytest.mark.parametrize("what", ["forward", pytest.param("simplified", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["forward", "simplified"])
 def test_a_graph_of_thousands_of_nodes_is_collapsed_to_pages(what: str, tmp_path: Path) -> None:
     plan = long_plan()
     assert len(plan.graph.computations) > 2000
@@ -165,6 +166,7 @@ def test_nodes_name_the_module_before_the_operation() -> None:
 
 
 @needs_dot
+@pytest.mark.slow
 def test_a_long_chain_is_drawn_in_columns(tmp_path: Path) -> None:
     plan = long_plan()
     root = ElementTree.parse(plan.draw(tmp_path / "chain.svg")).getroot()
