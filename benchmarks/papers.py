@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from peers import DOCS, Case, Forward, checkpointed, gpt, images
+from peers import DOCS, Case, Forward, checkpointed, gpt, images, step
 from torch import nn
 
 import rkmate
@@ -171,16 +171,6 @@ def methods_of(model: Model, fractions: Sequence[float] | None) -> list[str]:
                             for planner in ("rkmate", *model.planners))]
 
 
-def _step(forward: Forward, module: nn.Module) -> float:
-    """Seconds of a step. Gradients stand from step to step, as zeros."""
-    for p in module.parameters():
-        if p.grad is not None:
-            p.grad.zero_()
-    start = time.perf_counter()
-    forward().backward()
-    return time.perf_counter() - start
-
-
 def _forward(name: str, case: Case, eager: int) -> tuple[Forward, rkmate.Plan | None]:
     """A method's forward of the same parameters."""
     if name == "checkpoint":
@@ -201,14 +191,25 @@ def _sharing(case: Case) -> Case:
     return other
 
 
+def beside(eager: Forward, forward: Forward, module: nn.Module, repeats: int) -> tuple[int, float, float]:
+    """A method's peak in bytes, and the medians of its steps' seconds and of eager's, taken in turn."""
+    step(forward, module)
+    peak = measure_peak(lambda: step(forward, module)).peak
+    own, theirs = [], []
+    for _ in range(repeats):
+        theirs.append(step(eager, module))
+        own.append(step(forward, module))
+    return peak, statistics.median(own), statistics.median(theirs)
+
+
 def measured(name: str, method: str, case: Case, repeats: int) -> Row:
     """One method beside eager."""
     def eager() -> torch.Tensor:
         loss: torch.Tensor = case.model(**case.kwargs).loss
         return loss
 
-    _step(eager, case.model)
-    level = measure_peak(lambda: _step(eager, case.model)).peak
+    step(eager, case.model)
+    level = measure_peak(lambda: step(eager, case.model)).peak
     start = time.perf_counter()
     try:
         forward, plan = _forward(method, _sharing(case) if method == "checkpoint" else case, level)
@@ -219,14 +220,8 @@ def measured(name: str, method: str, case: Case, repeats: int) -> Row:
         return Row(name, method, ready=time.perf_counter() - start, eager_bytes=level,
                    failed=str(error)[:120])
     ready = time.perf_counter() - start
-    _step(forward, case.model)
-    peak = measure_peak(lambda: _step(forward, case.model)).peak
-    own, theirs = [], []
-    for _ in range(repeats):
-        theirs.append(_step(eager, case.model))
-        own.append(_step(forward, case.model))
-    middle = statistics.median(theirs)
-    return Row(name, method, peak / level, statistics.median(own) / middle,
+    peak, own, middle = beside(eager, forward, case.model, repeats)
+    return Row(name, method, peak / level, own / middle,
                None if plan is None else plan.peak_bytes / level, None if plan is None else 1 + plan.overhead,
                ready, level, middle)
 

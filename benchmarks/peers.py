@@ -263,6 +263,16 @@ def method(name: str, case: Case, eager_peak: int) -> Forward:
     return lambda: wrapped(**kwargs).loss
 
 
+def step(forward: Forward, module: nn.Module) -> float:
+    """Seconds of a step. Gradients stand from step to step, as zeros."""
+    for p in module.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    start = time.perf_counter()
+    forward().backward()
+    return time.perf_counter() - start
+
+
 def one(model_name: str, method_name: str, repeats: int) -> None:
     """Measure one method on one model; prints one line of JSON."""
     transformers.logging.set_verbosity_error()
@@ -272,14 +282,6 @@ def one(model_name: str, method_name: str, repeats: int) -> None:
     case = MODELS[model_name]()
     reference.model.train()
     case.model.train()
-
-    def step(forward: Forward, module: nn.Module) -> float:
-        for p in module.parameters():
-            if p.grad is not None:
-                p.grad.zero_()
-        start = time.perf_counter()
-        forward().backward()
-        return time.perf_counter() - start
 
     def plain() -> Any:
         return reference.model(**reference.kwargs).loss

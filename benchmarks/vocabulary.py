@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
-import statistics
 from typing import Any
 
 import torch
 import transformers
-from papers import _step
-from peers import Case, gpt
+from papers import beside
+from peers import Case, gpt, step
 from torch import nn
 
 import rkmate
@@ -38,8 +37,8 @@ def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
     def eager() -> Any:
         return case.model(**case.kwargs).loss
 
-    _step(eager, case.model)
-    level = measure_peak(lambda: _step(eager, case.model)).peak
+    step(eager, case.model)
+    level = measure_peak(lambda: step(eager, case.model)).peak
     try:
         wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(fraction * level), progress=False,
                               verify=False, **more)
@@ -49,15 +48,10 @@ def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
     def forward() -> Any:
         return wrapped(**case.kwargs).loss
 
-    _step(forward, case.model)
-    peak = measure_peak(lambda: _step(forward, case.model)).peak
-    own, theirs = [], []
-    for _ in range(repeats):
-        theirs.append(_step(eager, case.model))
-        own.append(_step(forward, case.model))
-    ratio = statistics.median(own) / statistics.median(theirs)
+    peak, own, theirs = beside(eager, forward, case.model, repeats)
     plan = wrapped.plan
-    return f"{peak / level:.1%} | {plan.peak_bytes / level:.1%} | {ratio:.3f} | {1 + plan.overhead:.3f}"
+    return (f"{peak / level:.1%} | {plan.peak_bytes / level:.1%} | {own / theirs:.3f} | "
+            f"{1 + plan.overhead:.3f}")
 
 
 def losses(model: nn.Module, kwargs: dict[str, Any], steps: int) -> list[float]:

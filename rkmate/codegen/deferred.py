@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rkmate.codegen.from_schedule import InEnvironment, source_name
-from rkmate.codegen.slices import RESERVED, Call, Free, Function, Run, Slice
+from rkmate.codegen.from_schedule import InEnvironment, LocalNames
+from rkmate.codegen.slices import Call, Free, Function, Run, Slice
 from rkmate.graph.blocks.expressions import Expressions, local_names, source_key
 from rkmate.graph.blocks.lower import lower
-from rkmate.graph.blocks.names import NameTable
-from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.deferred import Deferred
 from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.tiles.tiled import Tiled
@@ -47,28 +45,14 @@ def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Fu
                     (key,))
 
 
-class _Names:
+class _Names(LocalNames):
     """Names inside the function."""
 
-    def __init__(self, aliases: Mapping[str, str]) -> None:
-        self.table = NameTable({*RESERVED, *aliases.values()})
-        self.local: dict[int, str] = {}
-        self.sources: dict[Source, str] = {}
-        self.used: dict[str, None] = {}
-        self._aliases = aliases
+    local: dict[int, str]
 
     def value(self, j: int) -> str:
         self.used[self.local[j]] = None
         return self.local[j]
-
-    def source(self, source: Source) -> str:
-        if source not in self.sources:
-            self.sources[source] = self.table.fresh(source_name(source))
-        self.used[self.sources[source]] = None
-        return self.sources[source]
-
-    def namespace(self, name: str) -> str:
-        return self._aliases[name]
 
     def function(self, tiled: Tiled) -> str:
         raise AssertionError("what is computed when it is read is computed whole")

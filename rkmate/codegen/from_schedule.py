@@ -246,22 +246,39 @@ def _free(do: Freed, naming: _Locals, cd: CDGraph) -> slices.Free:
     return slices.Free(naming.values(do.d), sum(cd.d[j].size for j in do.d if j != do.donor))
 
 
-class _Locals:
-    """Names inside one generated function."""
+class LocalNames:
+    """Names of what one generated function reads from outside, and what it has read."""
+
+    def __init__(self, aliases: Mapping[str, str], taken: Collection[str] = ()) -> None:
+        """`aliases`: of namespaces of operators. `taken`: names that stand for something else."""
+        self.aliases = aliases
+        self.table = NameTable({*RESERVED, *aliases.values(), *taken})
+        self.sources: dict[Source, str] = {}
+        self.used: dict[str, None] = {}
+        """What was read since this was emptied."""
+
+    def source(self, source: Source) -> str:
+        if source not in self.sources:
+            self.sources[source] = self.table.fresh(source_name(source))
+        self.used[self.sources[source]] = None
+        return self.sources[source]
+
+    def namespace(self, name: str) -> str:
+        return self.aliases[name]
+
+
+class _Locals(LocalNames):
+    """Names inside one slice's function."""
 
     def __init__(self, maker: _Maker, block: int) -> None:
-        self.aliases = maker.aliases
+        super().__init__(maker.aliases, maker.tiled.values())
         self.tiled, self.called = maker.tiled, maker.called
-        self.table = NameTable({*RESERVED, *maker.aliases.values(), *maker.tiled.values()})
         parts = maker.partition
         if block == HOISTED:
             c = tuple(i for i, b in enumerate(parts.block_of) if b == HOISTED)
             self.local = local_names(maker.program, None, c, self.table)
         else:
             self.local = local_names(maker.program, parts.blocks[block], parts.blocks[block].c, self.table)
-        self.sources: dict[Source, str] = {}
-        self.used: dict[str, None] = {}
-        """What was read since this was emptied."""
 
     def value(self, j: int, *, read: bool = True) -> str:
         if j not in self.local:
@@ -272,15 +289,6 @@ class _Locals:
 
     def values(self, ds: Collection[int]) -> tuple[str, ...]:
         return tuple(self.value(j, read=False) for j in ds)
-
-    def source(self, source: Source) -> str:
-        if source not in self.sources:
-            self.sources[source] = self.table.fresh(source_name(source))
-        self.used[self.sources[source]] = None
-        return self.sources[source]
-
-    def namespace(self, name: str) -> str:
-        return self.aliases[name]
 
     def function(self, tiled: Tiled) -> str:
         self.called.add(self.tiled[tiled])

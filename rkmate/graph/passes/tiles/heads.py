@@ -19,7 +19,7 @@ from rkmate.graph.passes.joint import Rewriting, copied, is_backward
 from rkmate.graph.passes.tiles.build import default_parts
 from rkmate.graph.passes.tiles.forms import WHOLE
 from rkmate.graph.passes.tiles.losses import by_rows
-from rkmate.graph.passes.tiles.region import Region, grow, makers_of
+from rkmate.graph.passes.tiles.region import Region, grow, makers_of, seeds_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes, tile
 from rkmate.graph.passes.tiles.shifts import Shift, leave_out, shift_of
 
@@ -65,15 +65,7 @@ def _shifts(work: Rewriting) -> Iterator[Shift]:
 
 def find_heads(work: Rewriting, *, keep_outputs: bool = True) -> list[fx.Node]:
     """The product of each head."""
-    found: list[fx.Node] = []
-    taken: set[fx.Node] = set()
-    for node in work.graph.nodes:
-        if node not in taken and _is_seed(node):
-            region = _region(work, node, keep_outputs=keep_outputs)
-            if region is not None:
-                found.append(node)
-                taken.update(region.forms)
-    return found
+    return seeds_of(work.graph, _is_seed, lambda seed: _region(work, seed, keep_outputs=keep_outputs))
 
 
 def _is_seed(node: fx.Node) -> bool:

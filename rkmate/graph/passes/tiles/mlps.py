@@ -16,7 +16,7 @@ from torch import fx
 from rkmate.graph.passes.chunked_kernels import is_wide
 from rkmate.graph.passes.joint import Rewriting, is_backward
 from rkmate.graph.passes.tiles.heads import weight_of
-from rkmate.graph.passes.tiles.region import Region, grow
+from rkmate.graph.passes.tiles.region import Region, grow, seeds_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes, tile
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ MOST_PARTS = 256
 
 def tile_mlps(work: Rewriting) -> None:
     """Note the weights of wide MLPs; let the MLPs run a few rows at a time where that is asked for."""
-    found = _mlps(work)
+    found = seeds_of(work.graph, _is_seed, lambda seed: _region(work, seed))
     work.wide_mlps = tuple(dict.fromkeys(work.name(weight_of(seed)) for seed in found))
     if work.tiled_mlps:
         for seed in found:
@@ -41,19 +41,6 @@ def tile_mlps(work: Rewriting) -> None:
 def parts_of(region: Region) -> int:
     """In how many tiles a region runs: as many as have enough rows."""
     return max(1, min(MOST_PARTS, region.rows // ROWS))
-
-
-def _mlps(work: Rewriting) -> list[fx.Node]:
-    """The first product of each MLP."""
-    found: list[fx.Node] = []
-    taken: set[fx.Node] = set()
-    for node in work.graph.nodes:
-        if node not in taken and _is_seed(node):
-            region = _region(work, node)
-            if region is not None:
-                found.append(node)
-                taken.update(region.forms)
-    return found
 
 
 def _is_seed(node: fx.Node) -> bool:

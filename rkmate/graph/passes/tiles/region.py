@@ -86,6 +86,20 @@ def grow(seed: fx.Node, entering: Iterable[fx.Node] = ()) -> Region:
     return region
 
 
+def seeds_of(graph: fx.Graph, is_seed: Callable[[fx.Node], bool],
+             region_of: Callable[[fx.Node], Region | None]) -> list[fx.Node]:
+    """The seeds that have a region, none of them in the region of one before."""
+    found: list[fx.Node] = []
+    taken: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node not in taken and is_seed(node):
+            region = region_of(node)
+            if region is not None:
+                found.append(node)
+                taken.update(region.forms)
+    return found
+
+
 def close(region: Region) -> bool:
     """Take in what stands between operations of the region. False: it does not work row by row."""
     between = _reached(region.forms, lambda n: n.users) & _reached(region.forms, lambda n: n.all_input_nodes)
