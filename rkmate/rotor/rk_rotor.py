@@ -57,9 +57,10 @@ class Table:
     def sequence(self, budget_bytes: int, *, prepared: bool = True) -> list[Op] | None:
         """The fastest sequence known within a budget; None below `minimum_bytes`.
 
-        Never slower than `seconds` promises, and never slower than at a smaller budget: what it
-        returns is the best of a fixed set of sequences, of which it takes those that fit. Without
-        that set (`prepared`), which takes a while to make, just what the table promises.
+        Never slower than `seconds` promises: what it returns is the best of a set of sequences, of
+        which it takes those that fit, and of what the table promises. With that set for every slot
+        (`slots` no more than `BUDGETS`) also never slower than at a smaller budget. Without it
+        (`prepared`), as it takes a while to make, just what the table promises.
         """
         inside = [(cost, ops) for cost, ops in self.candidates()
                   if cost.peak_bytes <= budget_bytes] if prepared else []
@@ -84,8 +85,12 @@ class Table:
                 high = min(high, replay(self.chain, fast).peak_bytes - self.chain.input_bytes)
             pool = [] if fast is None else [fast]
             count = max(16, min(BUDGETS, BUDGETS * LONG**2 // len(self.chain)**2))
-            for k in range(count):
-                ops = self._backtrack.ops(low + (high - low) * k // count)
+            budgets = {low + (high - low) * k // count for k in range(count)}
+            if self.slots <= BUDGETS:
+                # Carried in bytes, a sequence may be faster than promised: each counts at larger budgets.
+                budgets.update(slot * self.slot_bytes for slot in range(self.slots + 1))
+            for budget in sorted(budgets):
+                ops = self._backtrack.ops(budget)
                 if ops is not None and (not pool or ops != pool[-1]):
                     pool.append(ops)
             self._pool = [(replay(self.chain, ops), ops) for ops in pool]

@@ -111,6 +111,26 @@ def test_slots_never_exceed_the_budget(chain: Chain, slot: int) -> None:
         before = cost.seconds
 
 
+def test_sequences_never_get_slower_where_kept_data_beats_every_option() -> None:
+    """Found by chance: carried in bytes, the sequence of a smaller budget is faster than its slot promises,
+    and what partial saves give is beyond the budget of the fastest options."""
+    free = Option((), (), 0, 0, 0, 0, 0)
+    kept = PartialSave(0, (), 0, 0, 0, (free,))
+    two = replace(free, backward_seconds=2)
+    blocks = (
+        Block(3, 0, (free,), 0, (kept, kept)),
+        Block(3, 0, (replace(free, backward_seconds=4),), 0, (kept, kept)),
+        Block(3, 0, (replace(two, saved_bytes=1),), 0, (PartialSave(1, (), 0, 0, 1, (two,)), kept)),
+        Block(3, 0, (free,), 1, (kept, kept)),
+    )
+    cuts = (frozenset({0, 2, 3}), frozenset(), frozenset({1}), frozenset(), frozenset())
+    table = solve(Chain(blocks, cuts, {0: 0, 1: 1, 2: 0, 3: 0}, (0,) * 5).verify(), slot_bytes=2)
+    found = [table.sequence(table.minimum_bytes + more) for more in range(20)]
+    seconds = [replay(table.chain, ops).seconds for ops in found if ops is not None]
+    assert len(seconds) == 20
+    assert seconds == sorted(seconds, reverse=True)
+
+
 def line(length: int) -> Chain:
     """Blocks of four seconds, of which a kept byte saves three."""
     option = Option((), (), 4.0, 1.0, 20, 22, 24)
