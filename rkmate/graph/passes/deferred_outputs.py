@@ -37,7 +37,7 @@ def take_outputs_off(work: Rewriting) -> None:
     if not work.deferring:
         return
     for number, node in enumerate(work.outputs):
-        if node is None or work.wanted[number] or not is_wide(node.meta.get("val"), 0):
+        if node is None or work.wanted[number] or not _is_wide(node.meta.get("val")):
             continue
         recipe = _Recipe(work, node)
         if recipe.found:
@@ -137,6 +137,11 @@ class _Recipe:
                 sources[copies[node]] = self._sources[node]
         return Deferred(number, graph, sources, kept, copies[self._output],
                         {copies[n]: n for n in self._nodes})
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether it has several wide rows: a batch may be of one sequence."""
+    return isinstance(value, torch.Tensor) and any(is_wide(value, dim) for dim in range(value.dim()))
 
 
 def _is_by_elements(node: fx.Node) -> bool:

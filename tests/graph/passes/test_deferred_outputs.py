@@ -24,7 +24,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _head(*, capped: bool = False, wanted: tuple[bool, ...] = (True, False), read: bool = False,
           deferring: bool = True, chunked_loss: bool = True, overwritten: bool = False,
-          wide: int = WIDTH) -> tuple[Made, Rewriting]:
+          wide: int = WIDTH, batch: int = 2) -> tuple[Made, Rewriting]:
     """A linear loss, and the logits beside it. `capped`: something is done to what is returned; `read`:
     something else of the step reads the logits."""
     made = Made()
@@ -33,7 +33,7 @@ def _head(*, capped: bool = False, wanted: tuple[bool, ...] = (True, False), rea
     hidden = made.call(aten.relu.default, x)
     turned = made.call(aten.t.default, w)
     logits = made.call(aten.mm.default, hidden, turned)
-    returned = made.call(aten.view.default, logits, [2, ROWS // 2, CLASSES])
+    returned = made.call(aten.view.default, logits, [batch, ROWS // batch, CLASSES])
     if capped:
         returned = made.call(aten.mul.Tensor, made.call(aten.tanh.default, returned), 30.0)
     log_probs = made.call(aten._log_softmax.default, logits, 1, False)
@@ -73,6 +73,12 @@ def test_logits_are_left_out_and_what_they_are_computed_from_is_kept(capped: boo
     assert done == [aten.t.default, aten.mm.default, aten.view.default,
                     *([aten.tanh.default, aten.mul.Tensor] if capped else [])]
     assert set(work.joint().kept) <= work.results()
+
+
+def test_the_logits_of_one_sequence_are_left_out_too() -> None:
+    _, work = _head(batch=1)
+    _passed(work)
+    assert work.outputs[1] is None
 
 
 @pytest.mark.parametrize("how", [
