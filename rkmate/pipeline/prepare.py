@@ -207,7 +207,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
                             "requires a gradient, so there is nothing to train")
     arguments, _ = take_apart((args, kwargs), result=False)
     return Traced(type(model).__name__, captured, trained_outputs(captured, trains),
-                  held_tensors(captured, model, arguments),
+                  held_tensors(captured, model, captured.given(arguments)),
                   devices.common((*model.parameters(), *arguments)).torch_device, _children(model),
                   settings, progress, time.perf_counter() - start, origin_of(model, args, kwargs))
 
@@ -310,7 +310,7 @@ def check_model(model: Any) -> None:
 
 def held_tensors(captured: Capture, model: nn.Module,
                  tensors: Sequence[torch.Tensor]) -> dict[Source, torch.Tensor]:
-    """The tensors that the caller holds, by source."""
+    """The tensors that the caller holds, by source. `tensors`: the inputs (`Capture.given`)."""
     params = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     result: dict[Source, torch.Tensor] = {}

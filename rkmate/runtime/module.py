@@ -62,7 +62,7 @@ class PlannedModule(StandIn):
         key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
         self._reader.follow(known.capture.assigned)
-        self.__dict__["_latest"] = self._plans.current(known, tensors)
+        self.__dict__["_latest"] = self._plans.current(known, known.capture.given(tensors))
 
     def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
                 on_new_shape: NewShape) -> None:
@@ -122,12 +122,15 @@ class PlannedModule(StandIn):
         if self._lengths is not None:
             args, kwargs, cut = self._lengths.fitted(args, kwargs)
         key, tensors = guards_of(self._reader, args, kwargs)
+        key, computed = self._plans.observations.of(key, tensors)
         known = self._plans.find(key)
         if known is None:
             known = self._new_signature(key, args, kwargs)
             if known is None:
                 result = self._run_original(args, kwargs)
                 return result if cut is None else cut(result)
+            computed = known.capture.given(tensors)
+        tensors = computed
         latest = self._plans.current(known, tensors)
         self.__dict__["_latest"] = latest
         found, pattern = known, latest.compiled.wanted

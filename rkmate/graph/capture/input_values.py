@@ -1,0 +1,370 @@
+"""Values that depend on inputs alone, while a forward is traced.
+
+A trace knows shapes and no values, so a forward that looks at values stops it. Where these come from the
+arguments alone (labels, masks, edges), and not from parameters or activations, they are known: beside each
+traced tensor of that kind its *twin* is computed, the same on the real arguments. Where a call stops the trace,
+its twin answers, and how it was computed is a recipe, which runs before each planned step (`recipe`).
+
+Uses private names of torch (the modes of a trace, a tensor's version); tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rkmate import device as devices
+from rkmate.device.random_state import RandomState
+from rkmate.errors import CaptureError
+from rkmate.graph.capture.known_parts import PARTS
+from rkmate.graph.capture.refusals import is_data_dependent
+from rkmate.graph.capture.recipe import Builder, Recipe, Slot, Step, observed, tensors_of
+
+_SCALARS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+            torch.memory_format, type(Ellipsis))
+_READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__", "equal",
+                    "is_nonzero", "allclose"))
+"""Calls that give Python a value."""
+_UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
+                    "resize_", "resize_as_", "set_", "requires_grad_", "retain_grad", "backward"))
+_LARGEST = 1 << 24
+"""Bytes of a floating-point tensor that a twin is made of."""
+_KEPT = frozenset(("_assert", "sym_", "_guard"))
+_here = threading.local()
+
+
+def is_stopped_by_values(error: Exception) -> bool:
+    """Whether a trace may have failed because it has no values."""
+    text = str(error)
+    return is_data_dependent(error) or isinstance(error, NotImplementedError) or "data pointer" in text \
+        or "UnsupportedOperator" in type(error).__name__
+
+
+@contextmanager
+def from_inputs(tensors: Sequence[torch.Tensor]) -> Iterator[Values]:
+    """While a model is captured for a call with these tensors: what its forward asks of their values is
+    answered."""
+    _here.values = values = Values(tensors)
+    try:
+        # What depends on other values stops the trace where it is asked for.
+        with mock.patch.multiple(ShapeEnv, allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False):
+            yield values
+    finally:
+        _here.values = None
+
+
+@contextmanager
+def values_of_inputs(model: nn.Module) -> Iterator[None]:
+    """While a forward is traced: twins are computed where they are wanted."""
+    values = getattr(_here, "values", None)
+    if values is None:
+        yield
+    else:
+        with values.recording():
+            yield
+
+
+def begin(traced: Sequence[torch.Tensor]) -> None:
+    """Tell what stands in the place of the arguments."""
+    values = getattr(_here, "values", None)
+    if values is not None:
+        values.begin(traced)
+
+
+@dataclass
+class _Known:
+    """A traced tensor with a twin."""
+
+    traced: torch.Tensor
+    twin: torch.Tensor
+    slot: int
+    version: int
+    """Of the traced tensor when both were equal."""
+
+
+@dataclass
+class _Given:
+    """A tensor that the trace takes as it is: the plan gets another one at each call."""
+
+    slot: int
+    step: int
+    twin: torch.Tensor
+    value: torch.Tensor
+    """What the trace has."""
+
+
+class Values:
+    """The twins of one trace, and the recipe of what was asked of them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._start()
+
+    def _start(self) -> None:
+        self._builder = Builder(len(self._tensors))
+        self._known: dict[int, _Known] = {}
+        self._given: list[_Given] = []
+        self._computed: dict[Any, Any] = {}
+        """What known parts of calls were computed already."""
+        self._inputs: frozenset[int] = frozenset()
+        """Storages of the arguments' twins."""
+        self._autocast: list[Any] = []
+        self.asked = False
+
+    def begin(self, traced: Sequence[torch.Tensor]) -> None:
+        """A forward begins on these."""
+        self._start()
+        self._autocast = _autocast()
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for k, (t, real) in enumerate(zip(traced, self._tensors, strict=True)):
+                if not real.requires_grad:
+                    self._known[id(t)] = _Known(t, real.detach().clone(), k, t._version)
+        self._inputs = frozenset(_storage(k.twin) for k in self._known.values())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, calls are watched."""
+        with _Watching(self):
+            yield
+
+    def twin(self, t: Any) -> torch.Tensor | None:
+        """The real value of a traced tensor; None where it depends on others than inputs."""
+        known = self._of(t)
+        return None if known is None else known.twin
+
+    def _of(self, t: Any) -> _Known | None:
+        known = self._known.get(id(t))
+        if known is not None and known.version != t._version:
+            self._forget(_storage(known.twin))      # it was written to, who knows what
+            return None
+        return known
+
+    def _forget(self, storage: int) -> None:
+        self._known = {i: k for i, k in self._known.items() if _storage(k.twin) != storage}
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of the forward."""
+        tensors = tensors_of((args, kwargs))
+        if func.__name__ in ("__getitem__", "__setitem__") and len(args) > 1:
+            args = (args[0], self._with_ints(args[1]), *args[2:])
+        if func.__name__ == "__get__" or not _is_plain((args, kwargs)) or _autocast() != self._autocast:
+            return func(*args, **kwargs)
+        if all(self._of(t) is not None for t in tensors):
+            return self._of_known(func, args, kwargs, tensors)
+        part = PARTS.get(func)
+        if part is not None and any(self._of(t) is not None for t in tensors):
+            return part(self, func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _with_ints(self, index: Any) -> Any:
+        """An index whose slices have numbers, not tensors."""
+        if isinstance(index, tuple):
+            return tuple(map(self._with_ints, index))
+        if isinstance(index, slice):
+            return slice(*(self.read(torch.Tensor.__index__, n) if self._of(n) is not None else n
+                           for n in (index.start, index.stop, index.step)))
+        return index
+
+    def read(self, func: Callable[..., Any], *args: Any) -> Any:
+        """What a call of known tensors gives Python."""
+        return self._of_known(func, args, {}, tensors_of(args))
+
+    def compute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a call of known tensors returns, as tensors that the plan gets."""
+        tensors = tensors_of((args, kwargs))
+        at = (func, *((self._known[id(t)].slot, t._version) for t in tensors))
+        if at not in self._computed:
+            self._computed[at] = self._answer(func, args, kwargs, tensors, None)
+        return self._computed[at]
+
+    def _of_known(self, func: Callable[..., Any], args: Any, kwargs: Any,
+                  tensors: Sequence[torch.Tensor]) -> Any:
+        name = func.__name__
+        if name in _UNSET:
+            return func(*args, **kwargs)
+        if name in _READS and tensors:
+            return self._answer(func, args, kwargs, tensors, None)
+        try:
+            out = func(*args, **kwargs)
+        except (CaptureError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if not tensors:
+                raise
+            return self._answer(func, args, kwargs, tensors, error)
+        found = tensors_of(out)
+        if found or out is None:
+            self._follow(func, args, kwargs, tensors, found)
+        return out
+
+    def _follow(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor],
+                found: Sequence[torch.Tensor]) -> None:
+        """Compute the twins of what the trace returned."""
+        ran = self._run(func, args, kwargs, tensors)
+        if ran is None:
+            return
+        real, writes = ran
+        twins = tensors_of(real)
+        if len(twins) != len(found) or any(t.shape != r.shape or t.dtype != r.dtype
+                                           for t, r in zip(found, twins, strict=True)):
+            return
+        for known in self._known.values():
+            if _storage(known.twin) in writes:
+                known.version = known.traced._version
+        slots = []
+        for t, r in zip(found, twins, strict=True):
+            known = self._known.get(id(t))
+            if known is None:
+                known = self._known[id(t)] = _Known(t, r, self._builder.new_slot(), t._version)
+            slots.append(known.slot)
+        self._record(func, args, kwargs, tuple(slots), tensors, writes)
+
+    def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor],
+                error: Exception | None) -> Any:
+        """The twin of a call in its place. `error`: what the trace said."""
+        ran = self._run(func, args, kwargs, tensors)
+        failed = error or CaptureError(f"{func.__name__} of values of the inputs cannot be repeated")
+        if ran is None:
+            raise failed
+        real, writes = ran
+        leaves, spec = pytree.tree_flatten(real)
+        twins = [t for t in leaves if isinstance(t, torch.Tensor)]
+        if writes or (twins and len(twins) != len(leaves)) or not all(
+                isinstance(x, (torch.Tensor, int, bool, str, type(None))) for x in leaves):
+            # A floating-point number is another one in each step: each would take a plan of its own.
+            raise failed if error is not None else CaptureError(
+                f"the forward reads a floating-point number from its inputs ({func.__name__}), which is another "
+                "one in each step: compute with the tensor. rkmate.dtr runs such models")
+        self.asked = True
+        slots = tuple(self._builder.new_slot() for _ in twins)
+        step = self._record(func, args, kwargs, slots, tensors, frozenset())
+        self._builder.observe(step, observed(real, twins), slots)
+        if not twins:
+            return real
+        made = []
+        for slot, twin in zip(slots, twins, strict=True):
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                value = twin.detach().clone()
+            # A copy is the trace's own: it may be written to, and nothing is known of its values.
+            traced = torch.ops.aten.clone.default(value)
+            self._given.append(_Given(slot, step, twin, value))
+            self._known[id(traced)] = _Known(traced, twin, slot, traced._version)
+            made.append(traced)
+        return pytree.tree_unflatten(made, spec)
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+             ) -> tuple[Any, frozenset[int]] | None:
+        """The call on twins, and the storages that it has written to. None where it draws, fails, writes to
+        an argument, or where its result is too large."""
+        by_id = {id(t): self._known[id(t)].twin for t in tensors}
+        twins = list(by_id.values())
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            taken, given = pytree.tree_map_only(torch.Tensor, lambda t: by_id[id(t)], (args, kwargs))
+            before, versions = RandomState.of(*devices.in_use()), [t._version for t in twins]
+            failed, real = False, None
+            try:
+                real = func(*taken, **given)
+            except Exception:
+                failed = True
+            drew = RandomState.of(*devices.in_use()).states != before.states
+            if drew:
+                before.restore()
+        writes = frozenset(_storage(t) for t, v in zip(twins, versions, strict=True) if t._version != v)
+        if drew or failed or writes & self._inputs or any(
+                t.is_floating_point() and t.nbytes > _LARGEST for t in tensors_of(real)):
+            for storage in writes:
+                self._forget(storage)
+            if writes & self._inputs:       # arguments may share memory
+                for storage in self._inputs:
+                    self._forget(storage)
+            return None
+        return real, writes
+
+    def _record(self, func: Callable[..., Any], args: Any, kwargs: Any, slots: tuple[int, ...],
+                tensors: Sequence[torch.Tensor], writes: frozenset[int]) -> int:
+        numbers = {id(t): Slot(self._known[id(t)].slot) for t in tensors}
+        reads = frozenset(_storage(self._known[id(t)].twin) for t in tensors)
+        taken, given = _map(lambda t: numbers[id(t)], (args, kwargs))
+        return self._builder.add(Step(func, taken, given, slots), reads, writes)
+
+    def found_in(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, int], Recipe | None]:
+        """Which of a program's own tensors are not its own: of each name the number among what the recipe
+        computes. None where nothing was asked."""
+        if not self.asked:
+            return {}, None
+        names = {id(t): n for n, t in tensors.items()}
+        copied: dict[int, bool] = {}
+        order: dict[str, int] = {}
+        storages = [_storage(g.twin) for g in self._given]
+        for g in self._given:
+            if id(g.value) in names:
+                order[names[id(g.value)]] = len(order)
+                copied[g.slot] = g.twin.stride() != g.value.stride() or g.twin._base is not None \
+                    or storages.count(_storage(g.twin)) > 1 or _storage(g.twin) in self._inputs \
+                    or self._builder.is_written_after(g.step, _storage(g.twin))
+        return order, self._builder.recipe(copied)
+
+
+def drop_unused(program: fx.GraphModule) -> None:
+    """Take away the calls that stopped the trace, and were answered: nobody reads them."""
+    for node in reversed(list(program.graph.nodes)):
+        if node.op == "call_function" and not node.users and isinstance(node.target, torch._ops.OpOverload) \
+                and node.target.namespace == "aten" and not node.target._schema.is_mutable \
+                and torch.Tag.nondeterministic_seeded not in node.target.tags \
+                and not any(word in node.target.name() for word in _KEPT):
+            program.graph.erase_node(node)
+    program.recompile()
+
+
+class _Watching(TorchFunctionMode):
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._values.call(func, args, kwargs or {})
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _autocast() -> list[Any]:
+    kinds = sorted({"cpu", *(d.autocast_kind for d in devices.in_use())})
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a call can be repeated with the same arguments, but for tensors."""
+    if isinstance(value, slice):
+        return _is_plain((value.start, value.stop, value.step)) and not tensors_of(
+            (value.start, value.stop, value.step))
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, (torch.Tensor, *_SCALARS))
+
+
+def _map(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Containers again, as tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return of(value)
+    if isinstance(value, list):
+        return [_map(of, v) for v in value]
+    if isinstance(value, tuple):
+        return tuple(_map(of, v) for v in value)
+    if isinstance(value, dict):
+        return {k: _map(of, v) for k, v in value.items()}
+    return value
