@@ -157,6 +157,12 @@ class Prepared:
         """Where the model stands."""
         return self.blocked.traced.device
 
+    @property
+    def beside(self) -> int:
+        """Bytes that stand beside the planned step: values of inputs that are computed before it."""
+        recipe = self.capture.recipe
+        return 0 if recipe is None else recipe.bytes
+
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
         """The schedule with the fastest kernels that leave its peak as it is, or within `room` bytes."""
         return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss,

@@ -25,7 +25,14 @@ from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.closed_over import ClosedOverError
-from rkmate.graph.capture.input_values import Values, begin, drop_unused, from_inputs, is_stopped_by_values
+from rkmate.graph.capture.input_values import (
+    Values,
+    begin,
+    drop_unused,
+    from_inputs,
+    is_stopped_by_values,
+    may_be_asked,
+)
 from rkmate.graph.capture.inner_gradients import OwnBackwardError, noting_inner_gradients
 from rkmate.graph.capture.opaque_parts import Opaque, with_opaque
 from rkmate.graph.capture.pieces import piece_name
@@ -235,7 +242,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
     except CaptureError as error:
         cause, given = error.__cause__, take_apart((args, kwargs), result=False)[0]
         if not isinstance(cause, Exception) or not is_stopped_by_values(cause) \
-                or all(t.requires_grad for t in given):
+                or not any(map(may_be_asked, given)):
             raise
         before.restore()
         with from_inputs(given) as values:

@@ -1,8 +1,8 @@
 """Values that depend on inputs alone, while a forward is traced.
 
-A trace knows shapes and no values, so a forward that looks at values stops it. Where these come from the
-arguments alone (labels, masks, edges), and not from parameters or activations, they are known: beside each
-traced tensor of that kind its *twin* is computed, the same on the real arguments. Where a call stops the trace,
+A trace knows shapes and no values, so a forward that looks at values stops it. Where these come from integers and
+masks among the arguments alone (labels, lengths, edges), and not from parameters or activations, they are known:
+beside each traced tensor of that kind its *twin* is computed, the same on the real arguments. Where a call stops the trace,
 its twin answers, and how it was computed is a recipe, which runs before each planned step (`recipe`).
 
 Uses private names of torch (the modes of a trace, a tensor's version); tested with torch 2.13.
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.known_parts import PARTS
+from rkmate.graph.capture.known_parts import FILLED, PARTS
 from rkmate.graph.capture.refusals import is_data_dependent
 from rkmate.graph.capture.recipe import Builder, Recipe, Slot, Step, observed, tensors_of
 
@@ -49,6 +49,12 @@ def is_stopped_by_values(error: Exception) -> bool:
     text = str(error)
     return is_data_dependent(error) or isinstance(error, NotImplementedError) or "data pointer" in text \
         or "UnsupportedOperator" in type(error).__name__
+
+
+def may_be_asked(t: torch.Tensor) -> bool:
+    """Whether the values of an argument may decide how a forward goes on: those of other types are other ones in
+    each step."""
+    return not t.is_floating_point() and not t.is_complex() and t.layout is torch.strided
 
 
 @contextmanager
@@ -128,7 +134,7 @@ class Values:
         self._autocast = _autocast()
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             for k, (t, real) in enumerate(zip(traced, self._tensors, strict=True)):
-                if not real.requires_grad:
+                if may_be_asked(real):
                     self._known[id(t)] = _Known(t, real.detach().clone(), k, t._version)
         self._inputs = frozenset(_storage(k.twin) for k in self._known.values())
 
@@ -162,10 +168,21 @@ class Values:
             return func(*args, **kwargs)
         if all(self._of(t) is not None for t in tensors):
             return self._of_known(func, args, kwargs, tensors)
+        if func.__name__ in FILLED:
+            return self._filled(func, args, kwargs)
         part = PARTS.get(func)
         if part is not None and any(self._of(t) is not None for t in tensors):
             return part(self, func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _filled(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A tensor of one number, in the shape of one of which nothing else is known."""
+        out = func(*args, **kwargs)
+        fill = FILLED[func.__name__](*args, **kwargs)
+        if isinstance(out, torch.Tensor) and isinstance(fill, (int, float)):
+            self._follow(torch.full, (tuple(out.shape), fill), {"dtype": out.dtype, "device": out.device}, (),
+                         [out])
+        return out
 
     def _with_ints(self, index: Any) -> Any:
         """An index whose slices have numbers, not tensors."""
@@ -313,7 +330,8 @@ class Values:
                 copied[g.slot] = g.twin.stride() != g.value.stride() or g.twin._base is not None \
                     or storages.count(_storage(g.twin)) > 1 or _storage(g.twin) in self._inputs \
                     or self._builder.is_written_after(g.step, _storage(g.twin))
-        return order, self._builder.recipe(copied)
+        return order, self._builder.recipe(copied, sum(
+            g.value.nbytes for g in self._given if g.slot in copied))
 
 
 def drop_unused(program: fx.GraphModule) -> None:

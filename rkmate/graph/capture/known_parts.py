@@ -105,3 +105,14 @@ PARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ctc_loss: _ctc_loss,
 }
 """By the function that is called: what is called in its place, with what is known before its arguments."""
+
+
+FILLED: dict[str, Callable[..., Any]] = {
+    "zeros_like": lambda *_, **__: 0,
+    "ones_like": lambda *_, **__: 1,
+    "new_zeros": lambda *_, **__: 0,
+    "new_ones": lambda *_, **__: 1,
+    "full_like": lambda input, fill_value, **_: fill_value,
+    "new_full": lambda self, size, fill_value, **_: fill_value,
+}
+"""Calls that read of a tensor only its shape, its type and its device: by name, the number that they fill with."""

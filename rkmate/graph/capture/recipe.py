@@ -65,8 +65,8 @@ class Recipe:
     segments: tuple[Segment, ...]
     observed: tuple[str, ...]
     """After each segment."""
-    arguments: int
-    """Number of tensors among the arguments."""
+    bytes: int
+    """Of what it computes for the plan: they stand beside it, through the whole step."""
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the plan takes beside the arguments, for the arguments that it was recorded with."""
@@ -128,7 +128,6 @@ class Builder:
     """Collects steps while a forward is recorded, and leaves out those that nothing is observed of."""
 
     def __init__(self, arguments: int) -> None:
-        self._arguments = arguments
         self._slots = arguments
         self._steps: list[_Recorded] = []
         self._of: dict[int, int] = {}
@@ -156,8 +155,9 @@ class Builder:
         """Whether a later step writes to it."""
         return any(storage in s.writes for s in self._steps[number + 1:])
 
-    def recipe(self, copied: dict[int, bool]) -> Recipe:
-        """All that was observed. `copied`: the slots that the plan gets, and whether as copies."""
+    def recipe(self, copied: dict[int, bool], size: int) -> Recipe:
+        """All that was observed. `copied`: the slots that the plan gets, and whether as copies; `size`: their
+        bytes."""
         done: set[int] = set()
         segments: list[Segment] = []
         for number, _, given in self._observations:
@@ -166,7 +166,7 @@ class Builder:
             steps = [self._steps[k].step for k in sorted(needed) if k != number]
             segments.append(Segment((*steps, self._steps[number].step),
                                     tuple((s, copied[s]) for s in given if s in copied)))
-        return Recipe(tuple(segments), tuple(what for _, what, _ in self._observations), self._arguments)
+        return Recipe(tuple(segments), tuple(what for _, what, _ in self._observations), size)
 
     def _needed(self, number: int) -> set[int]:
         """A step, and those before it that it depends on. Where one writes, what reads there before it comes
