@@ -16,6 +16,7 @@ from rkmate.graph.capture.gradient_places import refuse_data_parallelism
 from rkmate.graph.capture.modes import inside_fake_mode, inside_transform
 from rkmate.graph.capture.structure import tensors_in
 from rkmate.pipeline.loss_inside import traceable
+from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
@@ -149,8 +150,17 @@ class PlannedModule(StandIn):
         opened.check(latest.plan, forward=True)
         first = self._first_step(latest)
         result = latest.compiled(tensors, redo, first.finish if first is not None else None,
-                                 lambda call: opened.add(call, latest.plan), self._plans.reads.call())
+                                 lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
+                                 Original(self._run_again, self._reader, key))
         return result if cut is None else cut(result)
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original's forward, once more, where its backward has to leave a graph."""
+        self._tell("graph", "a backward with create_graph=True runs the original's forward once more, and "
+                            "differentiates that: this takes the original's memory, outside of the budget. A "
+                            "gradient that is computed inside of the module is planned ('Gradient penalties' "
+                            "in docs/recipes.md)")
+        return self._run_original(args, kwargs)
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is planned, as it is without a plan."""

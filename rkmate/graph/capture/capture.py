@@ -25,6 +25,7 @@ from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.closed_over import ClosedOverError
+from rkmate.graph.capture.inner_gradients import OwnBackwardError, noting_inner_gradients
 from rkmate.graph.capture.input_values import (
     Values,
     begin,
@@ -33,7 +34,6 @@ from rkmate.graph.capture.input_values import (
     is_stopped_by_values,
     may_be_asked,
 )
-from rkmate.graph.capture.inner_gradients import OwnBackwardError, noting_inner_gradients
 from rkmate.graph.capture.opaque_parts import Opaque, with_opaque
 from rkmate.graph.capture.pieces import piece_name
 from rkmate.graph.capture.quiet import quiet
@@ -234,8 +234,8 @@ def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
 
 def _capture(model: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
-    """The capture of a forward that asks for no values; else, where it asks for those of its inputs alone, the
-    capture for inputs that answer as these do."""
+    """The capture of a forward that asks for no values; else, where it asks for those of its inputs alone,
+    the capture for inputs that answer as these do."""
     before = PythonState(model)
     try:
         return _once(model, args, kwargs, None)

@@ -1,7 +1,7 @@
 """The CTC loss as an operation whose results have known shapes.
 
-Torch's own returns a table as wide as the longest target: a length is a value, which a trace has not. This one
-is told it. What runs is torch's kernel.
+Torch's own returns a table as wide as the longest target: a length is a value, which a trace has not. This
+one is told it. What runs is torch's kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _library = torch.library.Library("rkmate", "FRAGMENT")
 _library.define("ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
                 "int blank, bool zero_infinity, int longest) -> (Tensor, Tensor)")
 _library.define("ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
-                "Tensor target_lengths, Tensor losses, Tensor table, int blank, bool zero_infinity) -> Tensor")
+                "Tensor target_lengths, Tensor losses, Tensor table, int blank, bool zero_infinity) "
+                "-> Tensor")
 
 
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,

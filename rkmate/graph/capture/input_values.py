@@ -1,9 +1,10 @@
 """Values that depend on inputs alone, while a forward is traced.
 
-A trace knows shapes and no values, so a forward that looks at values stops it. Where these come from integers and
-masks among the arguments alone (labels, lengths, edges), and not from parameters or activations, they are known:
-beside each traced tensor of that kind its *twin* is computed, the same on the real arguments. Where a call stops the trace,
-its twin answers, and how it was computed is a recipe, which runs before each planned step (`recipe`).
+A trace knows shapes and no values, so a forward that looks at values stops it. Where these come from integers
+and masks among the arguments alone (labels, lengths, edges), and not from parameters or activations, they are
+known: beside each traced tensor of that kind its *twin* is computed, the same on the real arguments. Where a
+call stops the trace, its twin answers, and how it was computed is a recipe, which runs before each planned
+step (`recipe`).
 
 Uses private names of torch (the modes of a trace, a tensor's version); tested with torch 2.13.
 """
@@ -28,16 +29,17 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.known_parts import FILLED, PARTS
-from rkmate.graph.capture.refusals import is_data_dependent
 from rkmate.graph.capture.recipe import Builder, Recipe, Slot, Step, observed, tensors_of
+from rkmate.graph.capture.refusals import is_data_dependent
 
 _SCALARS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
             torch.memory_format, type(Ellipsis))
-_READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__", "equal",
-                    "is_nonzero", "allclose"))
+_READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__",
+                    "equal", "is_nonzero", "allclose"))
 """Calls that give Python a value."""
-_UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
-                    "resize_", "resize_as_", "set_", "requires_grad_", "retain_grad", "backward"))
+_UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
+                    "empty_permuted", "resize_", "resize_as_", "set_", "requires_grad_", "retain_grad",
+                    "backward"))
 _LARGEST = 1 << 24
 """Bytes of a floating-point tensor that a twin is made of."""
 _KEPT = frozenset(("_assert", "sym_", "_guard"))
@@ -52,8 +54,8 @@ def is_stopped_by_values(error: Exception) -> bool:
 
 
 def may_be_asked(t: torch.Tensor) -> bool:
-    """Whether the values of an argument may decide how a forward goes on: those of other types are other ones in
-    each step."""
+    """Whether the values of an argument may decide how a forward goes on: those of other types are other ones
+    in each step."""
     return not t.is_floating_point() and not t.is_complex() and t.layout is torch.strided
 
 
@@ -261,8 +263,8 @@ class Values:
                 isinstance(x, (torch.Tensor, int, bool, str, type(None))) for x in leaves):
             # A floating-point number is another one in each step: each would take a plan of its own.
             raise failed if error is not None else CaptureError(
-                f"the forward reads a floating-point number from its inputs ({func.__name__}), which is another "
-                "one in each step: compute with the tensor. rkmate.dtr runs such models")
+                f"the forward reads a floating-point number from its inputs ({func.__name__}), which is "
+                "another one in each step: compute with the tensor. rkmate.dtr runs such models")
         self.asked = True
         slots = tuple(self._builder.new_slot() for _ in twins)
         step = self._record(func, args, kwargs, slots, tensors, frozenset())
@@ -350,7 +352,8 @@ class _Watching(TorchFunctionMode):
         super().__init__()
         self._values = values
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
         return self._values.call(func, args, kwargs or {})
 
 

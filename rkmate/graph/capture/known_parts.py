@@ -1,7 +1,7 @@
-"""Calls of which a part is known: a mask, lengths or counts come from the inputs, what they apply to does not.
+"""Calls of which a part is known: masks, lengths or counts come from the inputs, what they apply to does not.
 
-The shapes of their results depend on that part alone, so its values are computed before the step, and the call
-is written without them: with indices in the place of a mask, with the number of elements in its result.
+The shapes of their results depend on that part alone, so its values are computed before the step, and the
+call is written without them: with indices in the place of a mask, with the number of elements in its result.
 """
 
 from __future__ import annotations
@@ -115,4 +115,4 @@ FILLED: dict[str, Callable[..., Any]] = {
     "full_like": lambda input, fill_value, **_: fill_value,
     "new_full": lambda self, size, fill_value, **_: fill_value,
 }
-"""Calls that read of a tensor only its shape, its type and its device: by name, the number that they fill with."""
+"""Calls that read of a tensor only its shape, type and device: by name, the number that they fill with."""

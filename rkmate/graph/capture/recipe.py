@@ -1,8 +1,8 @@
 """What a forward computes from values of its inputs, to be computed anew before each planned step.
 
 A `Recipe` is the straight line of calls that lead from inputs to what a trace has not: tensors whose shapes
-depend on values, and values that Python reads. Each of these is an *observation*: a call of other inputs follows
-the same recipe as long as it observes the same, and so does the same as the forward did.
+depend on values, and values that Python reads. Each of these is an *observation*: a call of other inputs
+follows the same recipe as long as it observes the same, and so does the same as the forward did.
 """
 
 from __future__ import annotations

@@ -139,8 +139,9 @@ REPAIRS = (
          _of_any_model(lost_tensors_refused)),
     Pass("values of inputs", "forward",
          "A trace has no values: a forward that looks at those of its labels, masks or edges stops it. What "
-         "depends on inputs alone is computed from the real ones, before each planned step (and a CTC loss is "
-         "told its longest target, which says how large its results are). At work where a trace was stopped.",
+         "depends on inputs alone is computed from the real ones, before each planned step (and a CTC loss "
+         "is told its longest target, which says how large its results are). At work where a trace was "
+         "stopped.",
          values_of_inputs, ()),
     Pass("library paths", "export",
          "Libraries take another path when they notice that they are traced (explicit attention masks, "
