@@ -6,8 +6,6 @@ they observe belongs to the key of a plan, and what they compute to its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from rkmate.graph.capture.recipe import Recipe, Recipes
@@ -31,7 +29,7 @@ class Observations:
         self._of.setdefault(key, Recipes()).add(recipe)
         return key._replace(values=recipe.observed)
 
-    def of(self, key: Guards, tensors: list[torch.Tensor]) -> tuple[Guards, Sequence[torch.Tensor]]:
+    def of(self, key: Guards, tensors: list[torch.Tensor]) -> tuple[Guards, list[torch.Tensor]]:
         """The key of a call with these tensors, and the inputs of its plan."""
         recipes = self._of.get(key) if self._of else None
         if recipes is None:

@@ -97,14 +97,17 @@ class Call:
     def run_with_graph(self, number: int, given: Mapping[int, torch.Tensor] | None = None) -> list[Any]:
         """The same for ``create_graph=True``, by the original's forward: the planned step stays as it is."""
         if given is not None:
-            assert self.again_with_graph is not None
-            self.with_graph = self.again_with_graph(self, given) if given else {}
+            self.with_graph = self._with_graph(given) if given else {}
         return [self.with_graph.pop(k, None) for k in self.targets[number]]
 
     def all_with_graph(self, given: Mapping[int, torch.Tensor]) -> list[Any]:
         """All gradients at once, where they come through outputs that were not planned for."""
-        assert self.again_with_graph is not None
-        return list(self.again_with_graph(self, given).values())
+        return list(self._with_graph(given).values())
+
+    def _with_graph(self, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        if self.again_with_graph is None:
+            raise BackwardError(_GONE)
+        return self.again_with_graph(self, given)
 
     def check_untouched(self) -> None:
         """Raise `BackwardError` where a backward was here, or something has changed since the forward."""

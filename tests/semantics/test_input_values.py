@@ -155,11 +155,14 @@ FORMS = {
     "filled": (_filled, (2, 3, 1), (4, 3, 1)),
     "repeats": (lambda y, n: y.repeat_interleave(n.repeat(2), 0).cumsum(0), (2, 3, 1), (2, 3, 2)),
     "loop": (lambda y, n: sum(y * k for k in range(1, n.max())), (2, 3, 1), (2, 4, 1)),
+    "transposed": (lambda y, n: y * sum(n[None].T.squeeze(1).unique().tolist()), (2, 3, 1), (1, 4, 4)),
     "setting": (_set, (2, 3, 1), (1, 1, 4)),
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [
+    "in place", "setting", *(pytest.param(f, marks=pytest.mark.slow)
+                             for f in ("lengths", "filled", "repeats", "loop", "transposed"))])
 def test_forms_of_asking_for_values(form: str) -> None:
     fn, *values = FORMS[form]
     x, (some, others) = torch.randn(6, 6), map(torch.tensor, values)
@@ -193,7 +196,8 @@ def _overwritten(y: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     return y[:int(m.max())]
 
 
-@pytest.mark.parametrize("fn", [_writes, _draws, _activations, _floats, _overwritten])
+@pytest.mark.parametrize("fn", [
+    _writes, _activations, *(pytest.param(f, marks=pytest.mark.slow) for f in (_draws, _floats, _overwritten))])
 def test_what_does_not_depend_on_integers_alone_is_refused(fn: Any) -> None:
     with pytest.raises(rkmate.CaptureError, match=r"rkmate\.dtr"):
         planned(Scaled(fn), torch.randn(6, 6), torch.tensor([1, 2, 3]))
@@ -217,7 +221,8 @@ def _targets(*lengths: int) -> torch.Tensor:
     return torch.stack([F.pad(torch.randint(1, CLASSES, (n,)), (0, 6 - n), value=-100) for n in lengths])
 
 
-@pytest.mark.parametrize(("zero_infinity", "reduction"), [(False, "mean"), (True, "sum")])
+@pytest.mark.parametrize(("zero_infinity", "reduction"), [
+    (False, "mean"), pytest.param(True, "sum", marks=pytest.mark.slow)])
 def test_a_ctc_loss_inside(zero_infinity: bool, reduction: str) -> None:
     model, x = Transcriber(zero_infinity, reduction), torch.randn(2, 20, 5)
     module = planned(copy.deepcopy(model), x, torch.tensor([20, 15]), _targets(6, 4))

@@ -33,6 +33,7 @@ from rkmate.graph.capture.input_values import (
     from_inputs,
     is_stopped_by_values,
     may_be_asked,
+    storage_of,
 )
 from rkmate.graph.capture.opaque_parts import Opaque, with_opaque
 from rkmate.graph.capture.pieces import piece_name
@@ -290,7 +291,9 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     held = dict(program.named_buffers(remove_duplicate=False))
-    computed, recipe = ({}, None) if values is None else values.found_in(held)
+    lifted = [getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"]
+    given, recipe = ({}, None) if values is None else values.found_in(
+        t for t in (*held.values(), *lifted) if isinstance(t, torch.Tensor))
     sources: dict[torch.fx.Node, Source] = {}
     constants: dict[str, torch.Tensor] = {}
 
@@ -301,8 +304,8 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                 return Source("param", name)
             if name in buffers:
                 return Source("buffer", name)
-            if desc.target in computed:
-                return Source("input", inputs.count + computed[desc.target])
+            if given and storage_of(held[desc.target]) in given:
+                return Source("input", inputs.count + given[storage_of(held[desc.target])])
             constants[desc.target] = held[desc.target].detach()
             return Source("constant", desc.target)
         if isinstance(desc, D.SubclassGetAttrAOTInput):
@@ -339,6 +342,9 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                 raise CaptureError(f"{type(model).__name__} uses the higher-order operation "
                                    f"{node.target}, which cannot be planned statically; "
                                    "rkmate.dtr runs such models")
+            if given and storage_of(value) in given:
+                sources[node] = Source("input", inputs.count + given[storage_of(value)])
+                continue
             constants[node.target] = value.detach()
             sources[node] = Source("constant", node.target)
     output = next(n for n in reversed(module.graph.nodes) if n.op == "output")

@@ -12,7 +12,7 @@ Uses private names of torch (the modes of a trace, a tensor's version); tested w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,17 +29,27 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.known_parts import FILLED, PARTS
-from rkmate.graph.capture.recipe import Builder, Recipe, Slot, Step, observed, tensors_of
+from rkmate.graph.capture.recipe import (
+    Builder,
+    Recipe,
+    Recipes,
+    Slot,
+    Step,
+    is_plain,
+    mapped,
+    observed,
+    tensors_of,
+)
 from rkmate.graph.capture.refusals import is_data_dependent
 
-_SCALARS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
-            torch.memory_format, type(Ellipsis))
 _READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__",
                     "equal", "is_nonzero", "allclose"))
 """Calls that give Python a value."""
 _UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
                     "empty_permuted", "resize_", "resize_as_", "set_", "requires_grad_", "retain_grad",
                     "backward"))
+_VIEWS = frozenset(("T", "mT", "H", "mH"))
+"""Attributes that are tensors, views of another one."""
 _LARGEST = 1 << 24
 """Bytes of a floating-point tensor that a twin is made of."""
 _KEPT = frozenset(("_assert", "sym_", "_guard"))
@@ -138,7 +148,7 @@ class Values:
             for k, (t, real) in enumerate(zip(traced, self._tensors, strict=True)):
                 if may_be_asked(real):
                     self._known[id(t)] = _Known(t, real.detach().clone(), k, t._version)
-        self._inputs = frozenset(_storage(k.twin) for k in self._known.values())
+        self._inputs = frozenset(storage_of(k.twin) for k in self._known.values())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -154,19 +164,20 @@ class Values:
     def _of(self, t: Any) -> _Known | None:
         known = self._known.get(id(t))
         if known is not None and known.version != t._version:
-            self._forget(_storage(known.twin))      # it was written to, who knows what
+            self._forget(storage_of(known.twin))      # it was written to, who knows what
             return None
         return known
 
     def _forget(self, storage: int) -> None:
-        self._known = {i: k for i, k in self._known.items() if _storage(k.twin) != storage}
+        self._known = {i: k for i, k in self._known.items() if storage_of(k.twin) != storage}
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of the forward."""
         tensors = tensors_of((args, kwargs))
         if func.__name__ in ("__getitem__", "__setitem__") and len(args) > 1:
             args = (args[0], self._with_ints(args[1]), *args[2:])
-        if func.__name__ == "__get__" or not _is_plain((args, kwargs)) or _autocast() != self._autocast:
+        getter = func.__name__ == "__get__" and _attribute(func) not in _VIEWS
+        if getter or not is_plain((args, kwargs)) or _autocast() != self._autocast:
             return func(*args, **kwargs)
         if all(self._of(t) is not None for t in tensors):
             return self._of_known(func, args, kwargs, tensors)
@@ -230,7 +241,7 @@ class Values:
     def _follow(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor],
                 found: Sequence[torch.Tensor]) -> None:
         """Compute the twins of what the trace returned."""
-        ran = self._run(func, args, kwargs, tensors)
+        ran = None if any(map(_is_large, found)) else self._run(func, args, kwargs, tensors)
         if ran is None:
             return
         real, writes = ran
@@ -239,14 +250,13 @@ class Values:
                                            for t, r in zip(found, twins, strict=True)):
             return
         for known in self._known.values():
-            if _storage(known.twin) in writes:
+            if storage_of(known.twin) in writes:
                 known.version = known.traced._version
         slots = []
         for t, r in zip(found, twins, strict=True):
-            known = self._known.get(id(t))
-            if known is None:
-                known = self._known[id(t)] = _Known(t, r, self._builder.new_slot(), t._version)
-            slots.append(known.slot)
+            if id(t) not in self._known:
+                self._known[id(t)] = _Known(t, r, self._builder.new_slot(), t._version)
+            slots.append(self._known[id(t)].slot)
         self._record(func, args, kwargs, tuple(slots), tensors, writes)
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor],
@@ -299,9 +309,8 @@ class Values:
             drew = RandomState.of(*devices.in_use()).states != before.states
             if drew:
                 before.restore()
-        writes = frozenset(_storage(t) for t, v in zip(twins, versions, strict=True) if t._version != v)
-        if drew or failed or writes & self._inputs or any(
-                t.is_floating_point() and t.nbytes > _LARGEST for t in tensors_of(real)):
+        writes = frozenset(storage_of(t) for t, v in zip(twins, versions, strict=True) if t._version != v)
+        if drew or failed or writes & self._inputs or any(map(_is_large, tensors_of(real))):
             for storage in writes:
                 self._forget(storage)
             if writes & self._inputs:       # arguments may share memory
@@ -313,27 +322,34 @@ class Values:
     def _record(self, func: Callable[..., Any], args: Any, kwargs: Any, slots: tuple[int, ...],
                 tensors: Sequence[torch.Tensor], writes: frozenset[int]) -> int:
         numbers = {id(t): Slot(self._known[id(t)].slot) for t in tensors}
-        reads = frozenset(_storage(self._known[id(t)].twin) for t in tensors)
-        taken, given = _map(lambda t: numbers[id(t)], (args, kwargs))
+        reads = frozenset(storage_of(self._known[id(t)].twin) for t in tensors)
+        taken, given = mapped(lambda t: numbers[id(t)], (args, kwargs))
         return self._builder.add(Step(func, taken, given, slots), reads, writes)
 
-    def found_in(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, int], Recipe | None]:
-        """Which of a program's own tensors are not its own: of each name the number among what the recipe
-        computes. None where nothing was asked."""
+    def found_in(self, tensors: Iterable[torch.Tensor]) -> tuple[dict[int, int], Recipe | None]:
+        """Which of the tensors that a trace holds are given at each call: of each storage the number among
+        what the recipe computes. The recipe is None where nothing was asked. Raises `CaptureError`."""
         if not self.asked:
             return {}, None
-        names = {id(t): n for n, t in tensors.items()}
-        copied: dict[int, bool] = {}
-        order: dict[str, int] = {}
-        storages = [_storage(g.twin) for g in self._given]
-        for g in self._given:
-            if id(g.value) in names:
-                order[names[id(g.value)]] = len(order)
-                copied[g.slot] = g.twin.stride() != g.value.stride() or g.twin._base is not None \
-                    or storages.count(_storage(g.twin)) > 1 or _storage(g.twin) in self._inputs \
-                    or self._builder.is_written_after(g.step, _storage(g.twin))
-        return order, self._builder.recipe(copied, sum(
-            g.value.nbytes for g in self._given if g.slot in copied))
+        held = set(map(storage_of, tensors))
+        used = [g for g in self._given if storage_of(g.value) in held]
+        storages = [storage_of(g.twin) for g in self._given]
+        copied = {g.slot: g.twin.stride() != g.value.stride() or g.twin._base is not None
+                  or storages.count(storage_of(g.twin)) > 1 or storage_of(g.twin) in self._inputs
+                  or self._builder.is_written_after(g.step, storage_of(g.twin)) for g in used}
+        recipe = self._builder.recipe(copied, sum(g.value.nbytes for g in used))
+        self._try(recipe, used)
+        return {storage_of(g.value): k for k, g in enumerate(used)}, recipe
+
+    def _try(self, recipe: Recipe, used: Sequence[_Given]) -> None:
+        """Raise `CaptureError` where the recipe does not lead from the arguments to what the trace has."""
+        recipes = Recipes()
+        recipes.add(recipe)
+        found = recipes.run(self._tensors)
+        if found is None or observed(None, found[1]) != observed(None, [g.value for g in used]):
+            raise CaptureError("what the forward computes from values of its inputs comes out otherwise a "
+                               "second time, so it cannot be computed before each step. rkmate.dtr runs such "
+                               "models")
 
 
 def drop_unused(program: fx.GraphModule) -> None:
@@ -357,8 +373,9 @@ class _Watching(TorchFunctionMode):
         return self._values.call(func, args, kwargs or {})
 
 
-def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
+def storage_of(t: torch.Tensor) -> int:
+    """What tells storages from each other."""
+    return int(t.untyped_storage()._cdata)
 
 
 def _autocast() -> list[Any]:
@@ -366,26 +383,10 @@ def _autocast() -> list[Any]:
     return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a call can be repeated with the same arguments, but for tensors."""
-    if isinstance(value, slice):
-        return _is_plain((value.start, value.stop, value.step)) and not tensors_of(
-            (value.start, value.stop, value.step))
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(map(_is_plain, value.values()))
-    return isinstance(value, (torch.Tensor, *_SCALARS))
+def _attribute(func: Any) -> str:
+    """Of which attribute a function is the getter."""
+    return str(getattr(func.__self__, "__name__", ""))
 
 
-def _map(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Containers again, as tuples, lists and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        return of(value)
-    if isinstance(value, list):
-        return [_map(of, v) for v in value]
-    if isinstance(value, tuple):
-        return tuple(_map(of, v) for v in value)
-    if isinstance(value, dict):
-        return {k: _map(of, v) for k, v in value.items()}
-    return value
+def _is_large(t: torch.Tensor) -> bool:
+    return t.is_floating_point() and t.numel() * t.element_size() > _LARGEST

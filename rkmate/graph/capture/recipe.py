@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+_SCALARS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+            torch.memory_format, type(Ellipsis))
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -92,7 +95,8 @@ class Recipes:
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, ...], list[torch.Tensor]] | None:
         """What is observed of a call, and what its plan takes beside the arguments; None where it observes
         what no recipe has."""
-        slots, given, path = dict(enumerate(tensors)), list[torch.Tensor](), ()
+        slots, given = dict(enumerate(tensors)), list[torch.Tensor]()
+        path: tuple[str, ...] = ()
         with torch.no_grad():
             while path in self._next:
                 segment = self._next[path]
@@ -110,6 +114,31 @@ def filled(value: Any, slots: dict[int, torch.Tensor]) -> Any:
         return type(value)(filled(v, slots) for v in value)
     if isinstance(value, dict):
         return {k: filled(v, slots) for k, v in value.items()}
+    return value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a call can be repeated with the same arguments, but for tensors."""
+    if isinstance(value, slice):
+        return is_plain((value.start, value.stop, value.step)) and not tensors_of(
+            (value.start, value.stop, value.step))
+    if isinstance(value, (tuple, list)):
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(map(is_plain, value.values()))
+    return isinstance(value, (torch.Tensor, *_SCALARS))
+
+
+def mapped(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Containers again, as tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return of(value)
+    if isinstance(value, list):
+        return [mapped(of, v) for v in value]
+    if isinstance(value, tuple):
+        return tuple(mapped(of, v) for v in value)
+    if isinstance(value, dict):
+        return {k: mapped(of, v) for k, v in value.items()}
     return value
 
 
