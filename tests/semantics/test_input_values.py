@@ -196,8 +196,8 @@ def _overwritten(y: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     return y[:int(m.max())]
 
 
-@pytest.mark.parametrize("fn", [
-    _writes, _activations, *(pytest.param(f, marks=pytest.mark.slow) for f in (_draws, _floats, _overwritten))])
+@pytest.mark.parametrize("fn", [_writes, _activations, *(
+    pytest.param(f, marks=pytest.mark.slow) for f in (_draws, _floats, _overwritten))])
 def test_what_does_not_depend_on_integers_alone_is_refused(fn: Any) -> None:
     with pytest.raises(rkmate.CaptureError, match=r"rkmate\.dtr"):
         planned(Scaled(fn), torch.randn(6, 6), torch.tensor([1, 2, 3]))
