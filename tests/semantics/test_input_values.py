@@ -233,6 +233,14 @@ def test_a_ctc_loss_inside(zero_infinity: bool, reduction: str) -> None:
     assert len(module._plans) == (2 if zero_infinity else 1)        # as many labels, and as long a target
 
 
+def test_measuring_takes_lengths_as_they_are() -> None:
+    """In a budget without room for more, other values are made up."""
+    model, x = Transcriber(False, "mean"), torch.randn(2, 20, 5)
+    args = (x, torch.tensor([20, 15]), _targets(6, 4))
+    module = rkmate.wrap(copy.deepcopy(model), args, budget=1.0, progress=False)
+    assert_same_step(model, module, _sample(model, *args), steps=1)
+
+
 def _recipe(model: nn.Module, args: Sequence[Any]) -> Recipe | None:
     return capture(model, tuple(args), {}).recipe
 

@@ -49,6 +49,12 @@ def _index(known: Known, index: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _given(known: Known, t: Any) -> Any:
+    """A known tensor, computed before the step: calls that hold it against other values never see one that is
+    made up, as where costs are measured."""
+    return t if known.twin(t) is None else known.compute(torch.clone, t)
+
+
 def _get(known: Known, func: Callable[..., Any], x: torch.Tensor, index: Any) -> Any:
     return func(x, _index(known, index))
 
@@ -74,7 +80,7 @@ def _repeat_interleave(known: Known, func: Callable[..., Any], input: torch.Tens
         flat = input.numel() if dim is None else input.shape[dim]
         each = known.call(torch.Tensor.expand, (repeats, (flat,)), {}) if repeats.numel() == 1 else repeats
         output_size = known.read(torch.Tensor.__int__, known.call(torch.Tensor.sum, (each,), {}))
-    return func(input, repeats, dim, output_size=output_size)
+    return func(input, _given(known, repeats), dim, output_size=output_size)
 
 
 def _ctc_loss(known: Known, func: Callable[..., Any], log_probs: torch.Tensor, targets: torch.Tensor,
@@ -86,12 +92,12 @@ def _ctc_loss(known: Known, func: Callable[..., Any], log_probs: torch.Tensor, t
         longest = known.read(torch.Tensor.__int__, known.call(torch.Tensor.max, (target_lengths,), {}))
     else:
         longest = max(target_lengths)
-    return ctc_loss(log_probs, targets, _lengths(input_lengths), _lengths(target_lengths), blank,
-                    reduction, zero_infinity, longest)
+    lengths = _lengths(known, input_lengths), _lengths(known, target_lengths)
+    return ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity, longest)
 
 
-def _lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    return lengths if isinstance(lengths, torch.Tensor) else torch.tensor(lengths)
+def _lengths(known: Known, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    return _given(known, lengths) if isinstance(lengths, torch.Tensor) else torch.tensor(lengths)
 
 
 PARTS: dict[Callable[..., Any], Callable[..., Any]] = {
