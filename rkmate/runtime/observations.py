@@ -10,7 +10,10 @@ import torch
 
 from rkmate.graph.capture.recipe import Recipe, Recipes
 from rkmate.runtime.guards import Guards
+from rkmate.support.warn import warn
 
+MANY = 8
+"""Plans of calls that differ in nothing else, until it is said that each takes one."""
 _NEW = ("new",)
 """What no recipe has observed yet."""
 
@@ -20,6 +23,7 @@ class Observations:
 
     def __init__(self) -> None:
         self._of: dict[Guards, Recipes] = {}
+        self._seen: dict[Guards, set[tuple[str, ...]]] = {}
 
     def add(self, key: Guards, recipe: Recipe | None) -> Guards:
         """A call of this signature was captured; its key, with what the forward observed."""
@@ -27,6 +31,14 @@ class Observations:
         if recipe is None:
             return key
         self._of.setdefault(key, Recipes()).add(recipe)
+        seen = self._seen.setdefault(key, set())
+        if recipe.observed not in seen:
+            seen.add(recipe.observed)
+            if len(seen) == MANY:
+                warn(f"the forward looks at values of its inputs, and {MANY} calls of the same shapes had "
+                     "other ones (how many elements a mask picks, say): each takes a plan of its own. Let "
+                     "fewer occur, by padding, or compute without looking ('Values of inputs' in "
+                     "docs/limits.md)")
         return key._replace(values=recipe.observed)
 
     def of(self, key: Guards, tensors: list[torch.Tensor]) -> tuple[Guards, list[torch.Tensor]]:
