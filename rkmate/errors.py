@@ -50,7 +50,7 @@ class PlanError(RkmateError):
 
 
 class BackwardError(RkmateError, RuntimeError):
-    """A backward that cannot be done: twice through one forward, or a double backward."""
+    """A backward that cannot be done: twice through one forward, say, or after a change of what it reads."""
 
 
 class DeferredOutputError(RkmateError, RuntimeError):

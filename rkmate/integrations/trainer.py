@@ -29,7 +29,8 @@ class _BudgetCallback:
     When training begins, a budget is applied (`rkmate.apply`) to the model that Trainer was given: inside of
     what accelerate wraps around it, so that it is saved, evaluated and loaded as ever. The first batch is
     planned when it comes, and what was planned is logged and put in the state's ``log_history``. When
-    training ends, the model is as it was. An error in between leaves the budget on it: `rkmate.remove`.
+    training ends, the model is as it was. An error in between leaves the budget on it, unless the callback is
+    a context around the training (``with BudgetCallback(...) as budget:``), or `rkmate.remove` takes it off.
 
     Args:
         budget: as of `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation
@@ -56,6 +57,16 @@ class _BudgetCallback:
             "planning_seconds": planning_seconds}
         self._plans: list[Plan] = []
         self._first: FirstStep | None = None
+        self._model: nn.Module | None = None
+
+    def __enter__(self) -> _BudgetCallback:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The model is the user's again, however the training ended."""
+        if self._model is not None:
+            remove(self._model)
+            self._model = None
 
     @property
     def plans(self) -> list[Plan]:
@@ -76,6 +87,7 @@ class _BudgetCallback:
                                 "launch), or show one device (CUDA_VISIBLE_DEVICES)")
         self._plans, self._first = [], None
         apply(model, **self._options)
+        self._model = model
         call = planned_call_of(model)
         if call is not None:
             call.as_tensors = ("num_items_in_batch",)      # another one in each step
@@ -94,6 +106,7 @@ class _BudgetCallback:
             logger.warning("the first planned step took %s bytes, new parameter gradients included",
                            f"{self.measured_bytes:,}")
         remove(model)
+        self._model = None
 
     def _look(self, state: Any, model: nn.Module) -> None:
         call = planned_call_of(model)

@@ -11,8 +11,9 @@ logger = logging.getLogger("rkmate")
 
 
 def limit_of(prepared: Prepared, budget: Budget) -> int:
-    """A budget in bytes: a fraction is one of the peak that ``Settings.fraction_of`` names."""
-    return budget.of(_reference(prepared))
+    """The bytes that a budget leaves a schedule: a fraction is one of the peak that ``Settings.fraction_of``
+    names."""
+    return max(0, budget.of(_reference(prepared) + prepared.beside) - prepared.beside)
 
 
 def _reference(prepared: Prepared) -> int:

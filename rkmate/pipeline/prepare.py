@@ -157,6 +157,12 @@ class Prepared:
         """Where the model stands."""
         return self.blocked.traced.device
 
+    @property
+    def beside(self) -> int:
+        """Bytes that stand beside the planned step: values of inputs that are computed before it."""
+        recipe = self.capture.recipe
+        return 0 if recipe is None else recipe.bytes
+
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
         """The schedule with the fastest kernels that leave its peak as it is, or within `room` bytes."""
         return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss,
@@ -207,7 +213,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
                             "requires a gradient, so there is nothing to train")
     arguments, _ = take_apart((args, kwargs), result=False)
     return Traced(type(model).__name__, captured, trained_outputs(captured, trains),
-                  held_tensors(captured, model, arguments),
+                  held_tensors(captured, model, captured.given(arguments)),
                   devices.common((*model.parameters(), *arguments)).torch_device, _children(model),
                   settings, progress, time.perf_counter() - start, origin_of(model, args, kwargs))
 
@@ -310,7 +316,7 @@ def check_model(model: Any) -> None:
 
 def held_tensors(captured: Capture, model: nn.Module,
                  tensors: Sequence[torch.Tensor]) -> dict[Source, torch.Tensor]:
-    """The tensors that the caller holds, by source."""
+    """The tensors that the caller holds, by source. `tensors`: the inputs (`Capture.given`)."""
     params = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     result: dict[Source, torch.Tensor] = {}

@@ -94,6 +94,8 @@ def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
     least = refused.least
     if least is None and solved is not None:
         least = smallest_of(_wholly(solved, limit), method, limit)
+    beside = refused.prepared.beside
+    limit, whole, least = limit + beside, whole + beside, None if least is None else least + beside
     if isinstance(method, Composed):
         assert least is not None
         return InfeasibleBudget(

@@ -17,6 +17,7 @@ _WORDS = {
     "autocast": "the autocast state",
     "places": "the shapes, dtypes, devices or strides of parameters or buffers, or which of them are tied",
     "default_dtype": "the default dtype",
+    "values": "what its forward reads from the values of its inputs, or how many elements they pick",
 }
 
 

@@ -82,6 +82,10 @@ class Environment:
                 raise BackwardError(_changed(n))
         return found
 
+    def check_sources(self) -> None:
+        """Raise `BackwardError` when one of them was changed."""
+        self.sources([n for n in self._versions if n in self._sources])
+
     def source(self, name: str) -> torch.Tensor:
         """One of them."""
         return self.sources((name,))[0]

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from rkmate.codegen.emit import Generated
+from rkmate.device.random_state import RandomState
 from rkmate.errors import BackwardError
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.partition import Partition
@@ -19,6 +20,7 @@ from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.pieces import owner_name, piece_of
 from rkmate.runtime.added_gradients import Additions, Held
 from rkmate.runtime.deferred import DeferredOutputs
+from rkmate.runtime.double_backward import Again, Original
 from rkmate.runtime.environment import (
     Environment,
     RerunState,
@@ -107,17 +109,27 @@ class PlannedStep:
             | joint.additions()
         self._unrepeatable = [source_key(s) for n, s in joint.sources.items() if s in written and any(
             u.target is torch.ops.aten.clone.default and _leads_to(u, results) for u in n.users)]
+        self._not_twice = self._why_not_twice()
         cd = partition.program.cd
         self._output_names = [cd.d[j].name for j in partition.program.pinned]
         self._draws = any(c.random for c in cd.c)
 
+    def _why_not_twice(self) -> str:
+        """Why the original's forward cannot run again after this one; empty where it can."""
+        if self._additions:
+            return 'with gradients="in_place" the backward adds to .grad itself'
+        written = [k for k in self._free if k in self._inputs]
+        if written or self._unrepeatable:
+            return f"the forward has overwritten {(*written, *self._unrepeatable)[0].partition(':')[2]!r}"
+        return ""
+
     def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo,
                  finished: Callable[[], None] | None = None,
                  opened: Callable[[Call], None] | None = None,
-                 read: Callable[[str], None] | None = None) -> Any:
+                 read: Callable[[str], None] | None = None, original: Original | None = None) -> Any:
         """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
         told of the call when its forward has run; `read`: told the name of an output that is
-        read and that the step leaves out."""
+        read and that the step leaves out; `original`: for a double backward."""
         sources = Held((k, s.get()) for k, s in self._slots.items())
         additions = Additions(sources, self._additions) if self._additions else None
         sources.update(self._fixed)
@@ -125,7 +137,7 @@ class PlannedStep:
             sources[key] = tensors[i].detach()                 # detach: the boundary of autograd
         versions = {k: version(t) for k, t in sources.items() if k not in self._free}
         several = len(self._unplanned) + len(self._tangents) > 1
-        state = generator_state(self.device) if several and self._draws else None
+        state = generator_state(self.device) if self._draws else None
         env = Environment(sources, versions, self.device)
         with torch.no_grad(), without_autocast(self.device):
             results = self._forward(env)
@@ -134,6 +146,8 @@ class PlannedStep:
         call.rerun = RerunState(sources, versions, state) if several else None
         call.finished = finished
         call.additions = additions
+        if original is not None:
+            call.again_with_graph = self._again(original, tensors, state).gradients
         if opened is not None:
             opened(call)
         params = [[s.get() for s in slots] for slots in self._params]
@@ -165,6 +179,13 @@ class PlannedStep:
                        for k in self._all_targets]
             connect_unplanned(call, unplanned, flat, self._unplanned, targets)
         return self.result.fill(flat)
+
+    def _again(self, original: Original, tensors: Sequence[torch.Tensor], draws: RandomState | None) -> Again:
+        """For a double backward."""
+        return Again(original, self.capture, tensors[:self.capture.inputs.count], draws,
+                     {k: self._inputs[k] if k in self._inputs else self._slots[k].get()
+                      for k in self._all_targets},
+                     [self._slots[k].get() for k in self._free if k in self._slots], self._not_twice)
 
     def _receive(self, call: Call, grads: list[torch.Tensor | None], redo: Redo) -> None:
         """Move the gradients of the outputs into the environment; empties the list."""

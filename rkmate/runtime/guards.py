@@ -64,6 +64,8 @@ class Guards(NamedTuple):
     """Of each device type where it is on: the type, and the dtype."""
     places: Part
     default_dtype: torch.dtype
+    values: tuple[str, ...] = ()
+    """What the forward observes of its inputs' values, where it looks at them."""
 
 
 class ModuleReader:

@@ -16,6 +16,7 @@ from rkmate.graph.capture.gradient_places import refuse_data_parallelism
 from rkmate.graph.capture.modes import inside_fake_mode, inside_transform
 from rkmate.graph.capture.structure import tensors_in
 from rkmate.pipeline.loss_inside import traceable
+from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
 from rkmate.runtime.first_step import FirstStep, statistics_of
@@ -62,7 +63,7 @@ class PlannedModule(StandIn):
         key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
         self._reader.follow(known.capture.assigned)
-        self.__dict__["_latest"] = self._plans.current(known, tensors)
+        self.__dict__["_latest"] = self._plans.current(known, known.capture.given(tensors))
 
     def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
                 on_new_shape: NewShape) -> None:
@@ -122,12 +123,15 @@ class PlannedModule(StandIn):
         if self._lengths is not None:
             args, kwargs, cut = self._lengths.fitted(args, kwargs)
         key, tensors = guards_of(self._reader, args, kwargs)
+        key, computed = self._plans.observations.of(key, tensors)
         known = self._plans.find(key)
         if known is None:
             known = self._new_signature(key, args, kwargs)
             if known is None:
                 result = self._run_original(args, kwargs)
                 return result if cut is None else cut(result)
+            computed = known.capture.given(tensors)
+        tensors = computed
         latest = self._plans.current(known, tensors)
         self.__dict__["_latest"] = latest
         found, pattern = known, latest.compiled.wanted
@@ -146,8 +150,17 @@ class PlannedModule(StandIn):
         opened.check(latest.plan, forward=True)
         first = self._first_step(latest)
         result = latest.compiled(tensors, redo, first.finish if first is not None else None,
-                                 lambda call: opened.add(call, latest.plan), self._plans.reads.call())
+                                 lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
+                                 Original(self._run_again, self._reader, key))
         return result if cut is None else cut(result)
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original's forward, once more, where its backward has to leave a graph."""
+        self._tell("graph", "a backward with create_graph=True runs the original's forward once more, and "
+                            "differentiates that: this takes the original's memory, outside of the budget. A "
+                            "gradient that is computed inside of the module is planned ('Gradient penalties' "
+                            "in docs/recipes.md)")
+        return self._run_original(args, kwargs)
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is planned, as it is without a plan."""

@@ -34,6 +34,7 @@ from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards
+from rkmate.runtime.observations import Observations
 from rkmate.runtime.open_calls import OpenCalls
 from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, derive
 from rkmate.show.plan import Plan
@@ -119,6 +120,7 @@ class PlanCache:
         self.open_calls = OpenCalls()
         self.new_sizes = NewSizes()
         self.reads = Reads()
+        self.observations = Observations()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -183,9 +185,10 @@ class PlanCache:
                                        error.minimum_bytes) from error
             budget = self.planning.budget.at_least(executable.plan.budget_bytes)
             self.planning = replace(self.planning, budget=budget)
+            key = self.observations.add(key, traced.capture.recipe)
             # What is kept holds no tensors of this call.
             known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
-            if derived is None:
+            if derived is None and traced.capture.recipe is None:
                 known.member = Member(key, known_call(traced.capture, args, kwargs, recording))
             if len(self):
                 self.new_sizes.add(derived is not None, time.perf_counter() - start)

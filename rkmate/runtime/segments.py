@@ -16,13 +16,15 @@ _GONE = ("this forward has been through a backward already, and its activations 
          "again for each loss (retain_graph=True cannot keep them), or add the losses up, and take all "
          "the gradients that share a forward in one backward: (first + second).backward()")
 Function = Callable[[Environment], list[Any]]
+WithGraph = Callable[["Call", Mapping[int, torch.Tensor]], dict[str, "torch.Tensor | None"]]
+"""Gradients with a graph, by source key, of those of some outputs, by number."""
 
 
 class Call:
     """One forward and the backward that belongs to it."""
 
-    __slots__ = ("__weakref__", "additions", "begins", "env", "finished", "functions", "last", "next",
-                 "ready", "rerun", "targets", "token", "went")
+    __slots__ = ("__weakref__", "additions", "again_with_graph", "begins", "env", "finished", "functions",
+                 "last", "next", "ready", "rerun", "targets", "token", "went", "with_graph")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -45,6 +47,10 @@ class Call:
         """Called when the last segment has run."""
         self.rerun: RerunState | None = None
         """For a second run, where there are outputs that this backward was not planned for."""
+        self.again_with_graph: WithGraph | None = None
+        """Gradients that can be differentiated, by the original's forward."""
+        self.with_graph: dict[str, torch.Tensor | None] = {}
+        """Such gradients, for the segments to hand out."""
         self.token = token(env.device)
         """The gradient of every token."""
 
@@ -83,9 +89,31 @@ class Call:
         if number == self.last:
             self.env.clear()
             self.let_go()
+            self.again_with_graph = None
             if self.ready is None and self.finished is not None:
                 self.finished()
         return result
+
+    def run_with_graph(self, number: int, given: Mapping[int, torch.Tensor] | None = None) -> list[Any]:
+        """The same for ``create_graph=True``, by the original's forward: the planned step stays as it is."""
+        if given is not None:
+            self.with_graph = self._with_graph(given) if given else {}
+        return [self.with_graph.pop(k, None) for k in self.targets[number]]
+
+    def all_with_graph(self, given: Mapping[int, torch.Tensor]) -> list[Any]:
+        """All gradients at once, where they come through outputs that were not planned for."""
+        return list(self._with_graph(given).values())
+
+    def _with_graph(self, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        if self.again_with_graph is None:
+            raise BackwardError(_GONE)
+        return self.again_with_graph(self, given)
+
+    def check_untouched(self) -> None:
+        """Raise `BackwardError` where a backward was here, or something has changed since the forward."""
+        if self.next or self.went:
+            raise BackwardError(_GONE)
+        self.env.check_sources()
 
     @property
     def is_open(self) -> bool:
@@ -160,8 +188,8 @@ class _Segment(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        _no_double_backward()
-        result = ctx.call.run(ctx.number)
+        call = ctx.call
+        result = call.run_with_graph(ctx.number) if torch.is_grad_enabled() else call.run(ctx.number)
         return (None, None, None, None if ctx.first else ctx.call.token, *(None,) * ctx.added, *result)
 
 
@@ -184,10 +212,12 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        _no_double_backward()
         box = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
         del grads
-        result = ctx.call.run(0, lambda: ctx.receive(ctx.call, box))
+        if torch.is_grad_enabled():
+            result = ctx.call.run_with_graph(0, {i: g for i, g in enumerate(box) if g is not None})
+        else:
+            result = ctx.call.run(0, lambda: ctx.receive(ctx.call, box))
         return (None, None, None, None, None, None if ctx.first else ctx.call.token,
                 *(None,) * ctx.added, *result)
 
@@ -208,21 +238,14 @@ class _Unplanned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        _no_double_backward()
         given = {n: g for n, g in zip(ctx.numbers, grads, strict=True) if g is not None}
-        ctx.call.goes_through(given)
         nothing = (None,) * len(ctx.numbers)
+        if torch.is_grad_enabled():
+            return (None, None, None, None, *nothing, *ctx.call.all_with_graph(given))
+        ctx.call.goes_through(given)
         results = ctx.redo(given) if given else [None] * ctx.count
         ctx.call.let_go()
         return (None, None, None, None, *nothing, *results)
-
-
-def _no_double_backward() -> None:
-    if torch.is_grad_enabled():
-        raise BackwardError("a planned module has no double backward (create_graph=True): compute "
-                            "the inner gradient in the forward of the module that is wrapped "
-                            "(torch.autograd.grad: see 'Gradient penalties' in docs/recipes.md), on the "
-                            "original module, or with rkmate.dtr")
 
 
 def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], None],

@@ -289,3 +289,15 @@ def test_two_processes(tmp_path: Path) -> None:
     done = subprocess.run([*start, str(script), str(tmp_path)], capture_output=True, text=True, check=False,
                           cwd=EXAMPLES.parent, env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)})
     assert done.returncode == 0, done.stderr
+
+
+def test_as_a_context_it_is_taken_off_after_an_error() -> None:
+    model = Tower()
+    with pytest.raises(KeyError), callback() as made:
+        told(made, "on_train_begin", model)
+        model(X).sum().backward()
+        assert rkmate.applied(model) is not None
+        raise KeyError
+    assert rkmate.applied(model) is None
+    with callback():
+        pass                                # nothing was trained

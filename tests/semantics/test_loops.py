@@ -178,12 +178,6 @@ def test_a_part_of_the_backward_and_then_all_of_it() -> None:
         loss.backward()
 
 
-def test_double_backward() -> None:
-    model, x = Tower(), torch.randn(8, 16)
-    with pytest.raises(rkmate.BackwardError, match="no double backward"):
-        torch.autograd.grad(planned(model, x)(x).sum(), model.layers[0].weight, create_graph=True)
-
-
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
 def test_copies_are_modules_of_their_own(way: str) -> None:
     model, x = Tower(dropout=0.2), torch.randn(32, 16)

@@ -26,9 +26,19 @@ from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.closed_over import ClosedOverError
 from rkmate.graph.capture.inner_gradients import OwnBackwardError, noting_inner_gradients
+from rkmate.graph.capture.input_values import (
+    Values,
+    begin,
+    drop_unused,
+    from_inputs,
+    is_stopped_by_values,
+    may_be_asked,
+    storage_of,
+)
 from rkmate.graph.capture.opaque_parts import Opaque, with_opaque
 from rkmate.graph.capture.pieces import piece_name
 from rkmate.graph.capture.quiet import quiet
+from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import explained, has_generator, is_data_dependent
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_transient
@@ -72,6 +82,13 @@ class Capture:
     assigned: tuple[Assigned, ...] = ()
     """Attributes of objects (not of modules) that the forward has left changed; a trace from either
     value is the same."""
+    recipe: Recipe | None = None
+    """How to compute what the graph takes beside the arguments' tensors, as inputs with the numbers after
+    theirs; None where the forward asks for no values."""
+
+    def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the graph takes as inputs, in order. `tensors`: those among the arguments."""
+        return [*tensors, *(() if self.recipe is None else self.recipe.run(tensors))]
 
 
 class _Found:
@@ -98,6 +115,7 @@ class _Flat(nn.Module):
         self._before = before
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        begin(tensors)
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
         with repaired("forward", self.model), noting_inner_gradients(self.found.note_gradient):
@@ -186,35 +204,59 @@ def _text(found: Capture) -> str:
     return "\n".join([*lines, repr(constants)])
 
 
-def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...]) -> Any:
+def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | None) -> Any:
     """The exported program, in the first way in which that succeeds; the module itself where none does and
-    its forward differentiates."""
+    its forward differentiates, and asks for no values."""
     *ways, last = ways_to_export(flat.model)
     failed: list[Exception] = []
     for way in ways:
         try:
-            return _export_once(flat, tensors, way)
+            return _export_once(flat, tensors, way, values)
         except Exception as error:
             failed.append(error)
     try:
-        return _export_once(flat, tensors, last)
+        return _export_once(flat, tensors, last, values)
     except Exception as error:
-        if flat.found.differentiates and not isinstance(error, CaptureError):
+        if values is None and flat.found.differentiates and not isinstance(error, CaptureError):
             return flat
         # A library's last way may stumble over what its own code does not expect there.
         raise next((e for e in (error, *failed) if is_data_dependent(e)), error) from None
 
 
 def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
-                 way: Callable[[], AbstractContextManager[None]]) -> Any:
+                 way: Callable[[], AbstractContextManager[None]], values: Values | None) -> Any:
     with way():
         program = torch.export.export(flat, tensors, strict=False).module()
+    if values is not None:
+        drop_unused(program)
     repair_program(program)
     return program
 
 
 def _capture(model: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
+    """The capture of a forward that asks for no values; else, where it asks for those of its inputs alone,
+    the capture for inputs that answer as these do."""
+    before = PythonState(model)
+    try:
+        return _once(model, args, kwargs, None)
+    except CaptureError as error:
+        cause, given = error.__cause__, take_apart((args, kwargs), result=False)[0]
+        if not isinstance(cause, Exception) or not is_stopped_by_values(cause) \
+                or not any(map(may_be_asked, given)):
+            raise
+        before.restore()
+        with from_inputs(given) as values:
+            try:
+                return _once(model, args, kwargs, values)
+            except CaptureError:
+                if values.asked:            # the first obstacle is none, and there is another
+                    raise
+                raise error from cause
+
+
+def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+          values: Values | None) -> tuple[Capture, Sequence[Assigned]]:
     # Takes seconds, with torch._dynamo; and it must not see what the contexts below replace.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -228,7 +270,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
         flat = flat_module(model, inputs, PythonState(model))
         program = None
         try:
-            program = _export(flat, tuple(tensors))
+            program = _export(flat, tuple(tensors), values)
             with contextlib.ExitStack() as stack:
                 joint = aot_export_joint_with_descriptors(stack, program, tuple(tensors))
                 module = joint.graph_module
@@ -241,14 +283,17 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
         except Exception as error:
             raise explained(model, args, kwargs, error, program) from error
     repair_joint(module.graph)
-    return _read(module, model, program, inputs, structure), flat.found.assigned
+    return _read(module, model, program, inputs, structure, values), flat.found.assigned
 
 
 def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
-          inputs: Structure, structure: Structure) -> Capture:
+          inputs: Structure, structure: Structure, values: Values | None) -> Capture:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     held = dict(program.named_buffers(remove_duplicate=False))
+    lifted = [getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"]
+    given, recipe = ({}, None) if values is None else values.found_in(
+        t for t in (*held.values(), *lifted) if isinstance(t, torch.Tensor))
     sources: dict[torch.fx.Node, Source] = {}
     constants: dict[str, torch.Tensor] = {}
 
@@ -259,6 +304,8 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                 return Source("param", name)
             if name in buffers:
                 return Source("buffer", name)
+            if given and storage_of(held[desc.target]) in given:
+                return Source("input", inputs.count + given[storage_of(held[desc.target])])
             constants[desc.target] = held[desc.target].detach()
             return Source("constant", desc.target)
         if isinstance(desc, D.SubclassGetAttrAOTInput):
@@ -295,6 +342,9 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                 raise CaptureError(f"{type(model).__name__} uses the higher-order operation "
                                    f"{node.target}, which cannot be planned statically; "
                                    "rkmate.dtr runs such models")
+            if given and storage_of(value) in given:
+                sources[node] = Source("input", inputs.count + given[storage_of(value)])
+                continue
             constants[node.target] = value.detach()
             sources[node] = Source("constant", node.target)
     output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
@@ -320,4 +370,4 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                                f"that is not supported: {desc}")
     tangents = {s.key for s in sources.values() if s.kind == "tangent"}
     return Capture(module.graph, sources, tuple(outputs), tuple(mutations), tuple(grads), inputs,
-                   structure, constants, tuple(i in tangents for i in range(structure.count)))
+                   structure, constants, tuple(i in tangents for i in range(structure.count)), recipe=recipe)

@@ -25,6 +25,7 @@ from rkmate.graph.capture.checkpoints import regions_marked
 from rkmate.graph.capture.closed_over import closed_over_as_buffers, lost_tensors_refused
 from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.capture.eager_kernels import as_eager_computes
+from rkmate.graph.capture.input_values import values_of_inputs
 from rkmate.graph.capture.layouts import as_kernels_return_them
 from rkmate.graph.capture.library_paths import paths, without_value_checks
 from rkmate.graph.capture.moves import standing_modules_stay
@@ -136,6 +137,12 @@ REPAIRS = (
          "Of a closed-over tensor the trace loses the gradient, and what is written to it, without a "
          "word: both are refused.",
          _of_any_model(lost_tensors_refused)),
+    Pass("values of inputs", "forward",
+         "A trace has no values: a forward that looks at those of its labels, masks or edges stops it. What "
+         "depends on inputs alone is computed from the real ones, before each planned step (and a CTC loss "
+         "is told its longest target, which says how large its results are). At work where a trace was "
+         "stopped.",
+         values_of_inputs, ()),
     Pass("library paths", "export",
          "Libraries take another path when they notice that they are traced (explicit attention masks, "
          "say): other arithmetic, and memory for the masks. Eager's path is tried first.",

@@ -34,6 +34,8 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
                          "torch.utils._python_dispatch._disable_current_modes"),
     "gradient_places.py": ("torch.nn.parallel.DistributedDataParallel._active_ddp_module",),
     "inner_gradients.py": ("torch.autograd._engine_run_backward",),
+    "input_values.py": ("torch._C.DisableTorchFunction", "torch._ops.OpOverload",
+                        "torch.utils._python_dispatch._disable_current_modes"),
     "layouts.py": ("torch._decomp.decomposition_table", "torch._prims_common.suggest_memory_format",
                    "torch._refs", "torch._subclasses.fake_impls.op_implementations_dict",
                    "torch._subclasses.fake_tensor.FakeTensorMode"),

@@ -1,0 +1,392 @@
+"""Values that depend on inputs alone, while a forward is traced.
+
+A trace knows shapes and no values, so a forward that looks at values stops it. Where these come from integers
+and masks among the arguments alone (labels, lengths, edges), and not from parameters or activations, they are
+known: beside each traced tensor of that kind its *twin* is computed, the same on the real arguments. Where a
+call stops the trace, its twin answers, and how it was computed is a recipe, which runs before each planned
+step (`recipe`).
+
+Uses private names of torch (the modes of a trace, a tensor's version); tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rkmate import device as devices
+from rkmate.device.random_state import RandomState
+from rkmate.errors import CaptureError
+from rkmate.graph.capture.known_parts import FILLED, PARTS
+from rkmate.graph.capture.recipe import (
+    Builder,
+    Recipe,
+    Recipes,
+    Slot,
+    Step,
+    is_plain,
+    mapped,
+    observed,
+    tensors_of,
+)
+from rkmate.graph.capture.refusals import is_data_dependent
+
+_READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__",
+                    "equal", "is_nonzero", "allclose"))
+"""Calls that give Python a value."""
+_UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
+                    "empty_permuted", "resize_", "resize_as_", "set_", "requires_grad_", "retain_grad",
+                    "backward"))
+_VIEWS = frozenset(("T", "mT", "H", "mH"))
+"""Attributes that are tensors, views of another one."""
+_LARGEST = 1 << 24
+"""Bytes of a floating-point tensor that a twin is made of."""
+_KEPT = frozenset(("_assert", "sym_", "_guard"))
+_here = threading.local()
+
+
+def is_stopped_by_values(error: Exception) -> bool:
+    """Whether a trace may have failed because it has no values."""
+    text = str(error)
+    return is_data_dependent(error) or isinstance(error, NotImplementedError) or "data pointer" in text \
+        or "UnsupportedOperator" in type(error).__name__
+
+
+def may_be_asked(t: torch.Tensor) -> bool:
+    """Whether the values of an argument may decide how a forward goes on: those of other types are other ones
+    in each step."""
+    return not t.is_floating_point() and not t.is_complex() and t.layout is torch.strided
+
+
+@contextmanager
+def from_inputs(tensors: Sequence[torch.Tensor]) -> Iterator[Values]:
+    """While a model is captured for a call with these tensors: what its forward asks of their values is
+    answered."""
+    _here.values = values = Values(tensors)
+    try:
+        # What depends on other values stops the trace where it is asked for.
+        with mock.patch.multiple(ShapeEnv, allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False):
+            yield values
+    finally:
+        _here.values = None
+
+
+@contextmanager
+def values_of_inputs(model: nn.Module) -> Iterator[None]:
+    """While a forward is traced: twins are computed where they are wanted."""
+    values = getattr(_here, "values", None)
+    if values is None:
+        yield
+    else:
+        with values.recording():
+            yield
+
+
+def begin(traced: Sequence[torch.Tensor]) -> None:
+    """Tell what stands in the place of the arguments."""
+    values = getattr(_here, "values", None)
+    if values is not None:
+        values.begin(traced)
+
+
+@dataclass
+class _Known:
+    """A traced tensor with a twin."""
+
+    traced: torch.Tensor
+    twin: torch.Tensor
+    slot: int
+    version: int
+    """Of the traced tensor when both were equal."""
+
+
+@dataclass
+class _Given:
+    """A tensor that the trace takes as it is: the plan gets another one at each call."""
+
+    slot: int
+    step: int
+    twin: torch.Tensor
+    value: torch.Tensor
+    """What the trace has."""
+
+
+class Values:
+    """The twins of one trace, and the recipe of what was asked of them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._start()
+
+    def _start(self) -> None:
+        self._builder = Builder(len(self._tensors))
+        self._known: dict[int, _Known] = {}
+        self._given: list[_Given] = []
+        self._computed: dict[Any, Any] = {}
+        """What known parts of calls were computed already."""
+        self._inputs: frozenset[int] = frozenset()
+        """Storages of the arguments' twins."""
+        self._autocast: list[Any] = []
+        self.asked = False
+
+    def begin(self, traced: Sequence[torch.Tensor]) -> None:
+        """A forward begins on these."""
+        self._start()
+        self._autocast = _autocast()
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for k, (t, real) in enumerate(zip(traced, self._tensors, strict=True)):
+                if may_be_asked(real):
+                    self._known[id(t)] = _Known(t, real.detach().clone(), k, t._version)
+        self._inputs = frozenset(storage_of(k.twin) for k in self._known.values())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, calls are watched."""
+        with _Watching(self):
+            yield
+
+    def twin(self, t: Any) -> torch.Tensor | None:
+        """The real value of a traced tensor; None where it depends on others than inputs."""
+        known = self._of(t)
+        return None if known is None else known.twin
+
+    def _of(self, t: Any) -> _Known | None:
+        known = self._known.get(id(t))
+        if known is not None and known.version != t._version:
+            self._forget(storage_of(known.twin))      # it was written to, who knows what
+            return None
+        return known
+
+    def _forget(self, storage: int) -> None:
+        self._known = {i: k for i, k in self._known.items() if storage_of(k.twin) != storage}
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of the forward."""
+        tensors = tensors_of((args, kwargs))
+        if func.__name__ in ("__getitem__", "__setitem__") and len(args) > 1:
+            args = (args[0], self._with_ints(args[1]), *args[2:])
+        getter = func.__name__ == "__get__" and _attribute(func) not in _VIEWS
+        if getter or not is_plain((args, kwargs)) or _autocast() != self._autocast:
+            return func(*args, **kwargs)
+        if all(self._of(t) is not None for t in tensors):
+            return self._of_known(func, args, kwargs, tensors)
+        if func.__name__ in FILLED:
+            return self._filled(func, args, kwargs)
+        part = PARTS.get(func)
+        if part is not None and any(self._of(t) is not None for t in tensors):
+            return part(self, func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _filled(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A tensor of one number, in the shape of one of which nothing else is known."""
+        out = func(*args, **kwargs)
+        fill = FILLED[func.__name__](*args, **kwargs)
+        if isinstance(out, torch.Tensor) and isinstance(fill, (int, float)):
+            self._follow(torch.full, (tuple(out.shape), fill), {"dtype": out.dtype, "device": out.device}, (),
+                         [out])
+        return out
+
+    def _with_ints(self, index: Any) -> Any:
+        """An index whose slices have numbers, not tensors."""
+        if isinstance(index, tuple):
+            return tuple(map(self._with_ints, index))
+        if isinstance(index, slice):
+            return slice(*(self.read(torch.Tensor.__index__, n) if self._of(n) is not None else n
+                           for n in (index.start, index.stop, index.step)))
+        return index
+
+    def read(self, func: Callable[..., Any], *args: Any) -> Any:
+        """What a call of known tensors gives Python."""
+        return self._of_known(func, args, {}, tensors_of(args))
+
+    def compute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a call of known tensors returns, as tensors that the plan gets."""
+        tensors = tensors_of((args, kwargs))
+        at = (func, *((self._known[id(t)].slot, t._version) for t in tensors))
+        if at not in self._computed:
+            self._computed[at] = self._answer(func, args, kwargs, tensors, None)
+        return self._computed[at]
+
+    def _of_known(self, func: Callable[..., Any], args: Any, kwargs: Any,
+                  tensors: Sequence[torch.Tensor]) -> Any:
+        name = func.__name__
+        if name in _UNSET:
+            return func(*args, **kwargs)
+        if name in _READS and tensors:
+            return self._answer(func, args, kwargs, tensors, None)
+        try:
+            out = func(*args, **kwargs)
+        except (CaptureError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if not tensors:
+                raise
+            return self._answer(func, args, kwargs, tensors, error)
+        found = tensors_of(out)
+        if found or out is None:
+            self._follow(func, args, kwargs, tensors, found)
+        return out
+
+    def _follow(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor],
+                found: Sequence[torch.Tensor]) -> None:
+        """Compute the twins of what the trace returned."""
+        ran = None if any(map(_is_large, found)) else self._run(func, args, kwargs, tensors)
+        if ran is None:
+            return
+        real, writes = ran
+        twins = tensors_of(real)
+        if len(twins) != len(found) or any(t.shape != r.shape or t.dtype != r.dtype
+                                           for t, r in zip(found, twins, strict=True)):
+            return
+        for known in self._known.values():
+            if storage_of(known.twin) in writes:
+                known.version = known.traced._version
+        slots = []
+        for t, r in zip(found, twins, strict=True):
+            if id(t) not in self._known:
+                self._known[id(t)] = _Known(t, r, self._builder.new_slot(), t._version)
+            slots.append(self._known[id(t)].slot)
+        self._record(func, args, kwargs, tuple(slots), tensors, writes)
+
+    def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor],
+                error: Exception | None) -> Any:
+        """The twin of a call in its place. `error`: what the trace said."""
+        ran = self._run(func, args, kwargs, tensors)
+        failed = error or CaptureError(f"{func.__name__} of values of the inputs cannot be repeated")
+        if ran is None:
+            raise failed
+        real, writes = ran
+        leaves, spec = pytree.tree_flatten(real)
+        twins = [t for t in leaves if isinstance(t, torch.Tensor)]
+        if writes or (twins and len(twins) != len(leaves)) or not all(
+                isinstance(x, (torch.Tensor, int, bool, str, type(None))) for x in leaves):
+            # A floating-point number is another one in each step: each would take a plan of its own.
+            raise failed if error is not None else CaptureError(
+                f"the forward reads a floating-point number from its inputs ({func.__name__}), which is "
+                "another one in each step: compute with the tensor. rkmate.dtr runs such models")
+        self.asked = True
+        slots = tuple(self._builder.new_slot() for _ in twins)
+        step = self._record(func, args, kwargs, slots, tensors, frozenset())
+        self._builder.observe(step, observed(real, twins), slots)
+        if not twins:
+            return real
+        made = []
+        for slot, twin in zip(slots, twins, strict=True):
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                value = twin.detach().clone()
+            # A copy is the trace's own: it may be written to, and nothing is known of its values.
+            traced = torch.ops.aten.clone.default(value)
+            self._given.append(_Given(slot, step, twin, value))
+            self._known[id(traced)] = _Known(traced, twin, slot, traced._version)
+            made.append(traced)
+        return pytree.tree_unflatten(made, spec)
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+             ) -> tuple[Any, frozenset[int]] | None:
+        """The call on twins, and the storages that it has written to. None where it draws, fails, writes to
+        an argument, or where its result is too large."""
+        by_id = {id(t): self._known[id(t)].twin for t in tensors}
+        twins = list(by_id.values())
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            taken, given = pytree.tree_map_only(torch.Tensor, lambda t: by_id[id(t)], (args, kwargs))
+            before, versions = RandomState.of(*devices.in_use()), [t._version for t in twins]
+            failed, real = False, None
+            try:
+                real = func(*taken, **given)
+            except Exception:
+                failed = True
+            drew = RandomState.of(*devices.in_use()).states != before.states
+            if drew:
+                before.restore()
+        writes = frozenset(storage_of(t) for t, v in zip(twins, versions, strict=True) if t._version != v)
+        if drew or failed or writes & self._inputs or any(map(_is_large, tensors_of(real))):
+            for storage in writes:
+                self._forget(storage)
+            if writes & self._inputs:       # arguments may share memory
+                for storage in self._inputs:
+                    self._forget(storage)
+            return None
+        return real, writes
+
+    def _record(self, func: Callable[..., Any], args: Any, kwargs: Any, slots: tuple[int, ...],
+                tensors: Sequence[torch.Tensor], writes: frozenset[int]) -> int:
+        numbers = {id(t): Slot(self._known[id(t)].slot) for t in tensors}
+        reads = frozenset(storage_of(self._known[id(t)].twin) for t in tensors)
+        taken, given = mapped(lambda t: numbers[id(t)], (args, kwargs))
+        return self._builder.add(Step(func, taken, given, slots), reads, writes)
+
+    def found_in(self, tensors: Iterable[torch.Tensor]) -> tuple[dict[int, int], Recipe | None]:
+        """Which of the tensors that a trace holds are given at each call: of each storage the number among
+        what the recipe computes. The recipe is None where nothing was asked. Raises `CaptureError`."""
+        if not self.asked:
+            return {}, None
+        held = set(map(storage_of, tensors))
+        used = [g for g in self._given if storage_of(g.value) in held]
+        storages = [storage_of(g.twin) for g in self._given]
+        copied = {g.slot: g.twin.stride() != g.value.stride() or g.twin._base is not None
+                  or storages.count(storage_of(g.twin)) > 1 or storage_of(g.twin) in self._inputs
+                  or self._builder.is_written_after(g.step, storage_of(g.twin)) for g in used}
+        recipe = self._builder.recipe(copied, sum(g.value.nbytes for g in used))
+        self._try(recipe, used)
+        return {storage_of(g.value): k for k, g in enumerate(used)}, recipe
+
+    def _try(self, recipe: Recipe, used: Sequence[_Given]) -> None:
+        """Raise `CaptureError` where the recipe does not lead from the arguments to what the trace has."""
+        recipes = Recipes()
+        recipes.add(recipe)
+        found = recipes.run(self._tensors)
+        if found is None or observed(None, found[1]) != observed(None, [g.value for g in used]):
+            raise CaptureError("what the forward computes from values of its inputs comes out otherwise a "
+                               "second time, so it cannot be computed before each step. rkmate.dtr runs such "
+                               "models")
+
+
+def drop_unused(program: fx.GraphModule) -> None:
+    """Take away the calls that stopped the trace, and were answered: nobody reads them."""
+    for node in reversed(list(program.graph.nodes)):
+        if node.op == "call_function" and not node.users and isinstance(node.target, torch._ops.OpOverload) \
+                and node.target.namespace == "aten" and not node.target._schema.is_mutable \
+                and torch.Tag.nondeterministic_seeded not in node.target.tags \
+                and not any(word in node.target.name() for word in _KEPT):
+            program.graph.erase_node(node)
+    program.recompile()
+
+
+class _Watching(TorchFunctionMode):
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        return self._values.call(func, args, kwargs or {})
+
+
+def storage_of(t: torch.Tensor) -> int:
+    """What tells storages from each other."""
+    return int(t.untyped_storage()._cdata)
+
+
+def _autocast() -> list[Any]:
+    kinds = sorted({"cpu", *(d.autocast_kind for d in devices.in_use())})
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+
+
+def _attribute(func: Any) -> str:
+    """Of which attribute a function is the getter."""
+    return str(getattr(func.__self__, "__name__", ""))
+
+
+def _is_large(t: torch.Tensor) -> bool:
+    return t.is_floating_point() and t.numel() * t.element_size() > _LARGEST

@@ -1,0 +1,233 @@
+"""What a forward computes from values of its inputs, to be computed anew before each planned step.
+
+A `Recipe` is the straight line of calls that lead from inputs to what a trace has not: tensors whose shapes
+depend on values, and values that Python reads. Each of these is an *observation*: a call of other inputs
+follows the same recipe as long as it observes the same, and so does the same as the forward did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_SCALARS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+            torch.memory_format, type(Ellipsis))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for a tensor: those of the arguments come first, then what steps return."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int, ...]
+    """Slots of the tensors that it returns, in order; empty where the result is a value that Python reads."""
+
+    def run(self, slots: dict[int, torch.Tensor]) -> Any:
+        """What it returns; tensors are put into their slots."""
+        args, kwargs = filled((self.args, self.kwargs), slots)
+        out = self.function(*args, **kwargs)
+        if self.results:
+            found = [out] if isinstance(out, torch.Tensor) else tensors_of(out)
+            slots.update(zip(self.results, found, strict=True))
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """The steps that lead to one observation: it is of the last one."""
+
+    steps: tuple[Step, ...]
+    given: tuple[tuple[int, bool], ...]
+    """Of what the last step returns, the slots that the plan gets, each with whether it gets a copy."""
+
+    def run(self, slots: dict[int, torch.Tensor], given: list[torch.Tensor]) -> str:
+        """What is observed."""
+        for step in self.steps:
+            out = step.run(slots)
+        given += (slots[n].clone() if copied else slots[n] for n, copied in self.given)
+        return observed(out, [slots[n] for n in step.results])
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How to compute, from the arguments of a call, what its plan takes beside them."""
+
+    segments: tuple[Segment, ...]
+    observed: tuple[str, ...]
+    """After each segment."""
+    bytes: int
+    """Of what it computes for the plan: they stand beside it, through the whole step."""
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the plan takes beside the arguments, for the arguments that it was recorded with."""
+        slots, given = dict(enumerate(tensors)), list[torch.Tensor]()
+        with torch.no_grad():
+            for segment in self.segments:
+                segment.run(slots, given)
+        return given
+
+
+class Recipes:
+    """The recipes of one signature: what is observed on the way decides how it goes on."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[str, ...], Segment | None] = {}
+
+    def add(self, recipe: Recipe) -> None:
+        """One more."""
+        for k, segment in enumerate(recipe.segments):
+            self._next.setdefault(recipe.observed[:k], segment)
+        self._next.setdefault(recipe.observed, None)
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, ...], list[torch.Tensor]] | None:
+        """What is observed of a call, and what its plan takes beside the arguments; None where it observes
+        what no recipe has."""
+        slots, given = dict(enumerate(tensors)), list[torch.Tensor]()
+        path: tuple[str, ...] = ()
+        with torch.no_grad():
+            while path in self._next:
+                segment = self._next[path]
+                if segment is None:
+                    return path, given
+                path = (*path, segment.run(slots, given))
+        return None
+
+
+def filled(value: Any, slots: dict[int, torch.Tensor]) -> Any:
+    """The arguments of a step with tensors in their places."""
+    if isinstance(value, Slot):
+        return slots[value.number]
+    if isinstance(value, (tuple, list)):
+        return type(value)(filled(v, slots) for v in value)
+    if isinstance(value, dict):
+        return {k: filled(v, slots) for k, v in value.items()}
+    return value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a call can be repeated with the same arguments, but for tensors."""
+    if isinstance(value, slice):
+        return is_plain((value.start, value.stop, value.step)) and not tensors_of(
+            (value.start, value.stop, value.step))
+    if isinstance(value, (tuple, list)):
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(map(is_plain, value.values()))
+    return isinstance(value, (torch.Tensor, *_SCALARS))
+
+
+def mapped(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Containers again, as tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return of(value)
+    if isinstance(value, list):
+        return [mapped(of, v) for v in value]
+    if isinstance(value, tuple):
+        return tuple(mapped(of, v) for v in value)
+    if isinstance(value, dict):
+        return {k: mapped(of, v) for k, v in value.items()}
+    return value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a call returns."""
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def observed(out: Any, tensors: Iterable[torch.Tensor]) -> str:
+    """What decides how a forward goes on after a call, as text."""
+    forms = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for t in tensors]
+    return repr(forms) if forms else repr(out)
+
+
+class Builder:
+    """Collects steps while a forward is recorded, and leaves out those that nothing is observed of."""
+
+    def __init__(self, arguments: int) -> None:
+        self._slots = arguments
+        self._steps: list[_Recorded] = []
+        self._of: dict[int, int] = {}
+        """The step that a slot comes from."""
+        self._observations: list[tuple[int, str, tuple[int, ...]]] = []
+        """Of each: its step, what was observed, and the slots that the plan may get."""
+
+    def new_slot(self) -> int:
+        """A number for a tensor."""
+        self._slots += 1
+        return self._slots - 1
+
+    def add(self, step: Step, reads: frozenset[int], writes: frozenset[int]) -> int:
+        """Record a step. `reads`, `writes`: storages. Returns its number."""
+        self._steps.append(_Recorded(step, reads, writes))
+        for slot in step.results:
+            self._of.setdefault(slot, len(self._steps) - 1)
+        return len(self._steps) - 1
+
+    def observe(self, number: int, what: str, given: Sequence[int] = ()) -> None:
+        """How the forward goes on depends on a step; the plan may get these slots."""
+        self._observations.append((number, what, tuple(given)))
+
+    def is_written_after(self, number: int, storage: int) -> bool:
+        """Whether a later step writes to it."""
+        return any(storage in s.writes for s in self._steps[number + 1:])
+
+    def recipe(self, copied: dict[int, bool], size: int) -> Recipe:
+        """All that was observed. `copied`: the slots that the plan gets, and whether as copies; `size`: their
+        bytes."""
+        done: set[int] = set()
+        segments: list[Segment] = []
+        for number, _, given in self._observations:
+            needed = self._needed(number) - done
+            done |= needed
+            steps = [self._steps[k].step for k in sorted(needed) if k != number]
+            segments.append(Segment((*steps, self._steps[number].step),
+                                    tuple((s, copied[s]) for s in given if s in copied)))
+        return Recipe(tuple(segments), tuple(what for _, what, _ in self._observations), size)
+
+    def _needed(self, number: int) -> set[int]:
+        """A step, and those before it that it depends on. Where one writes, what reads there before it comes
+        before it, too, needed or not: it may be needed later."""
+        found: set[int] = set()
+        todo = [number]
+        while todo:
+            k = todo.pop()
+            if k in found:
+                continue
+            found.add(k)
+            here = self._steps[k]
+            todo += [self._of[s.number] for s in _slots((here.step.args, here.step.kwargs))
+                     if s.number in self._of]
+            touched = here.reads | here.writes
+            todo += [j for j in range(k) if self._steps[j].writes & touched
+                     or self._steps[j].reads & here.writes]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    step: Step
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
+def _slots(value: Any) -> list[Slot]:
+    if isinstance(value, Slot):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [s for v in value for s in _slots(v)]
+    if isinstance(value, dict):
+        return [s for v in value.values() for s in _slots(v)]
+    return []
