@@ -13,7 +13,7 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.graph.capture.gradient_places import refuse_data_parallelism
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.train_mode import flags_to_plan
-from rkmate.pipeline.device_budget import auto_budget
+from rkmate.pipeline.device_budget import device_share
 from rkmate.pipeline.loss_inside import loss_inside, traceable
 from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
@@ -244,8 +244,8 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:
-    """``"auto"`` in bytes; other budgets as they are."""
-    return auto_budget(model) if isinstance(budget, str) and budget == "auto" else budget
+    """``"auto"`` as a share of the device; other budgets as they are."""
+    return device_share(model) if isinstance(budget, str) and budget == "auto" else budget
 
 
 def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

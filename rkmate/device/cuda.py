@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -107,6 +108,8 @@ class Cuda:
         return history.HistoryMeter(self._index(), self.storage_bytes)
 
     def warm_up(self) -> None:
+        if torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+            return                  # such a product would be refused, and the model has none
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             one = torch.ones(1, 1, device=self.torch_device, requires_grad=True)
             torch.autograd.grad((one @ one).sum(), one)

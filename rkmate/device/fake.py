@@ -61,10 +61,10 @@ class FakeDevice:
     def __init__(self, *, rounding: int = 512, part_bytes: int = 2**12, total: int = 2**30,
                  seconds: Callable[[int], float] = lambda n: 1e-3, cpu_kernels: bool = False,
                  first_call_allocates: bool = False, name: str = "fake",
-                 allocator: Callable[[], CachingAllocator] | None = None) -> None:
+                 allocator: Callable[[], CachingAllocator] | None = None, library_bytes: int = 0) -> None:
         """`rounding`: of storages, in bytes. `total`: bytes of the whole device. `seconds`: what the
         n-th timed call takes, from 0. `name`: part of the keys of remembered costs. `allocator`: makes a
-        model of its allocator, if it has a caching one."""
+        model of its allocator, if it has a caching one. `library_bytes`: what its libraries keep."""
         self.statistics = Ledger()
         self.clock = 0.0
         """Seconds that all timed calls took."""
@@ -76,6 +76,8 @@ class FakeDevice:
         self.first_call_allocates = first_call_allocates
         self._rounding, self._part_bytes, self._total = rounding, part_bytes, total
         self._seconds, self._name, self._allocator = seconds, name, allocator
+        self.library_bytes = library_bytes
+        """Not taken yet."""
         self._stack = ExitStack()
         self._counters: list[_Counting] = []
 
@@ -108,7 +110,8 @@ class FakeDevice:
         """Nothing is kept."""
 
     def warm_up(self) -> None:
-        """No library takes anything."""
+        self.statistics.add(self.library_bytes)
+        self.library_bytes = 0
 
     def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
         history: list[tuple[float, int]] = []

@@ -90,7 +90,8 @@ class CachingAllocator:
         """The most that was reserved since the start, or the last `mark`."""
         self._pools = {small: _Pool(small=small) for small in (True, False)}
         self._next = 0
-        for segment in segments:
+        self._began_with = tuple(segments)
+        for segment in self._began_with:
             self._take_over(segment)
         self.mark()
 
@@ -126,6 +127,19 @@ class CachingAllocator:
                 pool.remove(other)
                 block = self._joined(*sorted((other, block), key=lambda b: b.address))
         pool.add(block)
+
+    def again(self, *, expandable: bool | None = None) -> CachingAllocator:
+        """Another one in the state that this one began in; or in the one that it would have begun in with or
+        without expandable segments, had its blocks been asked for one after the other."""
+        if expandable is None or expandable == self.expandable:
+            return CachingAllocator(expandable=self.expandable, segments=self._began_with)
+        result = CachingAllocator(expandable=expandable)
+        for segment in self._began_with:
+            for block in segment.blocks:
+                if not block.free:
+                    result.allocate(block.size)
+        result.mark()
+        return result
 
     def free_bytes(self) -> int:
         """Of what is reserved."""
@@ -206,6 +220,8 @@ class CachingAllocator:
             if held.free:
                 pool.add(block)
             before = block
+        if self.expandable:
+            pool.last = before
         self._next += 1
 
 
