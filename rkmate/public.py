@@ -46,7 +46,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         model: the module to train.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
         budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
-            model's own peak, or ``"auto"``, which is what `auto_budget` says. It bounds what a
+            model's own peak, or ``"auto"``: the largest whose steps fit in what is free on the CUDA
+            device, gradients, the states of Adam and the allocator's fragments counted. It bounds what a
             training step allocates above what stands before it, parameter gradients left out.
         planner: how the schedule is found. ``"rockmate"`` takes the fastest schedule of several methods;
             the methods by themselves, to compare them, are ``"rk-rotor"``, ``"rotor"``, ``"revolve"``
