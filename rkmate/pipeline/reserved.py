@@ -79,9 +79,12 @@ class DeviceRoom:
 
 
 def device_room(prepared: Prepared, share: DeviceShare | None) -> DeviceRoom | None:
-    """The memory that a loop has on the device of a prepared model; None where no allocator keeps any."""
+    """The memory that a loop has on the device of a prepared model; None where no allocator keeps any, or the
+    device is not there."""
     share = share or DeviceShare()
     device = devices.of(prepared.device)
+    if not device.available():
+        return None
     device.warm_up()
     device.give_back()
     allocator, memory = device.allocator(), device.memory()
