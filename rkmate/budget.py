@@ -19,6 +19,16 @@ _HELP = 'bytes (an int), text such as "600MiB", "1.5GB", "50%" or "0.5", a float
 
 
 @dataclass(frozen=True)
+class DeviceShare:
+    """What a training loop will hold on its device beside its steps, and does not hold yet."""
+
+    parameters: tuple[int, ...] = ()
+    """Bytes of each one that is trained."""
+    states: int = 0
+    """Tensors of its size that the optimizer keeps for each."""
+
+
+@dataclass(frozen=True)
 class Budget:
     """A checked budget: an absolute number of bytes or a fraction of the baseline's peak."""
 
@@ -26,6 +36,9 @@ class Budget:
     fraction: float | None = None
     least: int = 0
     """Bytes that a fraction stands for at least: those of a plan that was made with it."""
+    device: DeviceShare | None = None
+    """Given, `bytes` is the most: with what the device's allocator keeps beside tensors, the plan has to fit
+    in what is free."""
 
     def of(self, baseline: int) -> int:
         """The bytes, given the peak without rematerialization."""
@@ -35,13 +48,18 @@ class Budget:
         return max(self.least, math.floor(self.fraction * baseline))
 
     def at_least(self, least: int) -> Budget:
-        """This budget once a plan within `least` bytes was made: a smaller batch has that much, too."""
+        """This budget once a plan within `least` bytes was made: a smaller batch has that much, too; and what
+        a loop holds on the device is there."""
+        if self.device is not None:
+            return replace(self, device=DeviceShare())
         return self if self.bytes is not None else replace(self, least=max(self.least, least))
 
 
 def parse_budget(budget: Any) -> Budget:
-    """Check a budget. Whole numbers of any kind (numpy's too) are bytes, other real ones fractions; so is
-    text like ``"0.5"``. Raises `ArgumentError`."""
+    """Check a budget; one that is checked is returned. Whole numbers of any kind (numpy's too) are bytes,
+    other real ones fractions; so is text like ``"0.5"``. Raises `ArgumentError`."""
+    if isinstance(budget, Budget):
+        return budget
     if isinstance(budget, bool) or not isinstance(budget, (numbers.Real, str)):
         raise ArgumentError(f"budget is {budget!r}; it should be {_HELP}")
     if isinstance(budget, numbers.Integral):

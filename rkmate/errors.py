@@ -27,6 +27,10 @@ class SolverError(RkmateError):
     """A solver failed for a reason other than infeasibility or its time limit."""
 
 
+class DeviceMemoryError(RkmateError, RuntimeError):
+    """A device has too little free memory for what planning runs on it."""
+
+
 class InfeasibleBudget(RkmateError):
     """No schedule fits in the budget.
 

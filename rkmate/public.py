@@ -13,7 +13,7 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.graph.capture.gradient_places import refuse_data_parallelism
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.train_mode import flags_to_plan
-from rkmate.pipeline.device_budget import auto_budget
+from rkmate.pipeline.device_budget import device_share
 from rkmate.pipeline.loss_inside import loss_inside, traceable
 from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
@@ -46,7 +46,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         model: the module to train.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
         budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
-            model's own peak, or ``"auto"``, which is what `auto_budget` says. It bounds what a
+            model's own peak, or ``"auto"``: the largest whose steps fit in what is free on the CUDA
+            device, gradients, the states of Adam and the allocator's fragments counted. It bounds what a
             training step allocates above what stands before it, parameter gradients left out.
         planner: how the schedule is found. ``"rockmate"`` takes the fastest schedule of several methods;
             the methods by themselves, to compare them, are ``"rk-rotor"``, ``"rotor"``, ``"revolve"``
@@ -244,8 +245,8 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:
-    """``"auto"`` in bytes; other budgets as they are."""
-    return auto_budget(model) if isinstance(budget, str) and budget == "auto" else budget
+    """``"auto"`` as a share of the device; other budgets as they are."""
+    return device_share(model) if isinstance(budget, str) and budget == "auto" else budget
 
 
 def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -39,8 +39,10 @@ class Cpu:
         return True
 
     def key(self) -> str:
+        mkldnn: Any = torch.backends.mkldnn
         return (f"cpu {_processor()} {torch.backends.cpu.get_cpu_capability()} "
-                f"{torch.backends.mkldnn.is_available()} {torch._C._get_mkldnn_enabled()}")
+                f"{torch.backends.mkldnn.is_available()} {torch._C._get_mkldnn_enabled()} "
+                f"{mkldnn.matmul.fp32_precision} {mkldnn.conv.fp32_precision}")
 
     def storage_bytes(self, size: int) -> int:
         return size
@@ -50,6 +52,15 @@ class Cpu:
 
     def memory(self) -> None:
         """None: the machine's memory is not this process's alone."""
+
+    def allocator(self) -> None:
+        """None: what is freed goes back to the system's allocator."""
+
+    def give_back(self) -> None:
+        """Nothing is kept."""
+
+    def warm_up(self) -> None:
+        """Libraries keep nothing that is counted."""
 
     def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
         return events.measure_peak(fn, "cpu", timeline=timeline)

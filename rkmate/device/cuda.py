@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-from rkmate.device import events
+from rkmate.device import history
 from rkmate.device.protocol import MemoryState
-from rkmate.device.statistics import StatisticsMeter, measured
+from rkmate.ir.allocator import ROUNDING, CachingAllocator, Held, Segment
 from rkmate.ir.peak import Peak
 
 T = TypeVar("T")
 
-ROUNDING = 512
-"""The allocator hands out multiples of so many bytes."""
 PART_BYTES = 2**24
 """The least that keeps a GPU busy."""
 MOST_PARTS = 16
+SHORT = 1e-5
+"""Seconds: of what takes less, several runs are timed together, as an event takes a few millionths itself."""
+RUNS_OF_SHORT = 10
+QUEUE_CYCLES = 400_000
+"""About 0.2 ms: so long the device is kept busy before a timed call, which it then finds in its queue. An
+idle one would wait for each launch."""
 
 
 class CudaStatistics:
-    """Of the caching allocator."""
+    """Of the caching allocator: bytes that were asked for, without what it keeps beside them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return self._now("current")
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return self._now("peak")
 
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+    def _now(self, which: str) -> int:
+        return int(torch.cuda.memory_stats(self._device).get(f"requested_bytes.all.{which}", 0))
 
 
 class Cuda:
@@ -61,8 +65,12 @@ class Cuda:
 
     def key(self) -> str:
         cudnn: Any = torch.backends.cudnn
+        products: Any = torch.backends.cuda.matmul
         return (f"cuda {torch.cuda.get_device_name(self.torch_device)} {cudnn.version()} "
-                f"{cudnn.benchmark} {cudnn.deterministic} {cudnn.allow_tf32}")
+                f"{cudnn.benchmark} {cudnn.deterministic} {products.fp32_precision} "
+                f"{cudnn.conv.fp32_precision} {cudnn.rnn.fp32_precision} "
+                f"{products.allow_bf16_reduced_precision_reduction} "
+                f"{products.allow_fp16_reduced_precision_reduction} {products.allow_fp16_accumulation}")
 
     def storage_bytes(self, size: int) -> int:
         return -(-size // ROUNDING) * ROUNDING
@@ -76,32 +84,54 @@ class Cuda:
         return MemoryState(free, total, torch.cuda.memory_reserved(device)
                            - torch.cuda.memory_allocated(device))
 
+    def allocator(self) -> CachingAllocator:
+        snapshot: Any = torch.cuda.memory._snapshot(self.torch_device)
+        index = self._index()
+        return CachingAllocator(
+            expandable=snapshot["allocator_settings"]["expandable_segments"],
+            segments=(_segment(s) for s in snapshot["segments"] if s["device"] == index))
+
+    def give_back(self) -> None:
+        with torch.cuda.device(self._index()):
+            torch.cuda.empty_cache()
+
     def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
         def finished() -> T:
             result = fn()
             self.synchronize()
             return result
 
-        def run() -> Peak[T]:
-            if timeline:
-                return events.measure_peak(finished, "cuda", self._index(), timeline=True)
-            begin = time.perf_counter()
-            result = finished()
-            return Peak(0, 0, time.perf_counter() - begin, result)
-
         self.synchronize()
-        return measured(self.statistics, run)
+        return history.measure_peak(finished, self._index(), self.storage_bytes, timeline=timeline)
 
-    def parts_meter(self) -> StatisticsMeter:
-        return StatisticsMeter(self.statistics)
+    def parts_meter(self) -> history.HistoryMeter:
+        return history.HistoryMeter(self._index(), self.storage_bytes)
+
+    def warm_up(self) -> None:
+        if torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+            return                  # such a product would be refused, and the model has none
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            one = torch.ones(1, 1, device=self.torch_device, requires_grad=True)
+            torch.autograd.grad((one @ one).sum(), one)
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
+        seconds, result = self._between_events(call, 1)
+        if seconds < SHORT:
+            del result              # freed before the calls, as its memory may serve again
+            seconds, result = self._between_events(call, RUNS_OF_SHORT)
+        return seconds, result
+
+    def _between_events(self, call: Callable[[], T], runs: int) -> tuple[float, T]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        result = call()
-        end.record()
+        with torch.cuda.device(self._index()):
+            torch.cuda._sleep(QUEUE_CYCLES)
+            start.record()
+            for _ in range(runs - 1):
+                call()
+            result = call()
+            end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3, result
+        return start.elapsed_time(end) / 1e3 / runs, result
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -113,3 +143,9 @@ class Cuda:
     def _index(self) -> int:
         index = self.torch_device.index
         return torch.cuda.current_device() if index is None else index
+
+
+def _segment(told: Any) -> Segment:
+    """Of the allocator's own snapshot."""
+    return Segment(told["segment_type"] == "small", tuple(
+        Held(block["size"], block["state"] == "inactive") for block in told["blocks"]))

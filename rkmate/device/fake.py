@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rkmate.device.protocol import MemoryState
 from rkmate.device.registry import standing_in
 from rkmate.device.statistics import StatisticsMeter, measured
+from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.peak import Peak
 
 T = TypeVar("T")
@@ -59,9 +60,11 @@ class FakeDevice:
 
     def __init__(self, *, rounding: int = 512, part_bytes: int = 2**12, total: int = 2**30,
                  seconds: Callable[[int], float] = lambda n: 1e-3, cpu_kernels: bool = False,
-                 first_call_allocates: bool = False, name: str = "fake") -> None:
+                 first_call_allocates: bool = False, name: str = "fake",
+                 allocator: Callable[[], CachingAllocator] | None = None, library_bytes: int = 0) -> None:
         """`rounding`: of storages, in bytes. `total`: bytes of the whole device. `seconds`: what the
-        n-th timed call takes, from 0. `name`: part of the keys of remembered costs."""
+        n-th timed call takes, from 0. `name`: part of the keys of remembered costs. `allocator`: makes a
+        model of its allocator, if it has a caching one. `library_bytes`: what its libraries keep."""
         self.statistics = Ledger()
         self.clock = 0.0
         """Seconds that all timed calls took."""
@@ -72,7 +75,9 @@ class FakeDevice:
         self.cpu_kernels = cpu_kernels
         self.first_call_allocates = first_call_allocates
         self._rounding, self._part_bytes, self._total = rounding, part_bytes, total
-        self._seconds, self._name = seconds, name
+        self._seconds, self._name, self._allocator = seconds, name, allocator
+        self.library_bytes = library_bytes
+        """Not taken yet."""
         self._stack = ExitStack()
         self._counters: list[_Counting] = []
 
@@ -97,6 +102,16 @@ class FakeDevice:
 
     def memory(self) -> MemoryState:
         return MemoryState(self._total - self.statistics.allocated(), self._total, 0)
+
+    def allocator(self) -> CachingAllocator | None:
+        return None if self._allocator is None else self._allocator()
+
+    def give_back(self) -> None:
+        """Nothing is kept."""
+
+    def warm_up(self) -> None:
+        self.statistics.add(self.library_bytes)
+        self.library_bytes = 0
 
     def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
         history: list[tuple[float, int]] = []

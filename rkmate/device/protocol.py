@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from rkmate.errors import RkmateError
+from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.peak import Peak
 
 T = TypeVar("T")
@@ -43,10 +44,7 @@ class Statistics(Protocol):
 
     def peak(self) -> int:
         """Most alive at once since the last reset, whoever asked for it: the statistics are the
-        user's, too."""
-
-    def reset_peak(self) -> None:
-        """Start to look for a new peak. Only measurements do it: the user's peak is lost."""
+        user's, too, and so nobody resets it."""
 
 
 class PartsMeter(Protocol):
@@ -103,6 +101,15 @@ class Device(Protocol):
 
     def memory(self) -> MemoryState | None:
         """The device's memory now; None where that says nothing about what can be allocated."""
+
+    def allocator(self) -> CachingAllocator | None:
+        """A model of the allocator as it stands now; None for one that keeps nothing for itself."""
+
+    def give_back(self) -> None:
+        """Give the device back what the allocator keeps and no tensor has."""
+
+    def warm_up(self) -> None:
+        """Let libraries take the memory that they keep, in this thread and in autograd's: it is no step's."""
 
     def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
         """Call `fn` and measure what it allocates; with `timeline`, the level after each event, too.

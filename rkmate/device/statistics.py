@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from rkmate.device.protocol import Statistics
 from rkmate.ir.peak import Peak
@@ -13,7 +13,14 @@ from rkmate.ir.peak import Peak
 T = TypeVar("T")
 
 
-def measured(statistics: Statistics, run: Callable[[], Peak[T]]) -> Peak[T]:
+class OwnStatistics(Statistics, Protocol):
+    """Of an allocator whose peak is not the user's."""
+
+    def reset_peak(self) -> None:
+        """Start to look for a new peak."""
+
+
+def measured(statistics: OwnStatistics, run: Callable[[], Peak[T]]) -> Peak[T]:
     """What `run` returns, with the peak and the net that the allocator counts. The device must be
     idle before it and after it. Resets the allocator's peak."""
     before = statistics.allocated()
@@ -25,7 +32,7 @@ def measured(statistics: Statistics, run: Callable[[], Peak[T]]) -> Peak[T]:
 class StatisticsMeter:
     """The peak of each of several parts of one run. Resets the allocator's peak."""
 
-    def __init__(self, statistics: Statistics,
+    def __init__(self, statistics: OwnStatistics,
                  running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         """`running`: entered around the whole run."""
         self._statistics = statistics

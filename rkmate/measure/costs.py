@@ -189,8 +189,8 @@ class _Runner:
         for part, key in self.metered.items():
             i, (*_, in_place) = part % len(self.cd.c), key
             kept = sum(self.cd.d[j].size for j in self.cd.c[i].outputs) - in_place
-            # The generator's state is read before and after a random operation.
-            least = STATE_BYTES if self.cd.c[i].random else 0
+            # The generator's state is read before and after a random operation: it is bytes of the host.
+            least = STATE_BYTES if self.cd.c[i].random and self.device.host else 0
             if key in self.peaks:
                 self.overhead[part] = max(least, self.peaks[key] - kept)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rkmate import device as devices
-from rkmate.budget import parse_budget
+from rkmate.budget import Budget, DeviceShare, parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.family import KnownCall, derived, known_call, one_family, possible
@@ -19,6 +19,7 @@ from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.loss_inside import traceable
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
+from rkmate.pipeline.reserved import LEFT_ALONE
 from rkmate.pipeline.settings import Gradients, Settings, checked_trains
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
@@ -40,11 +41,12 @@ def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int
 
 
 def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int:
-    """The budget that ``budget="auto"`` means, in bytes.
+    """About what ``budget="auto"`` leaves for a step, in bytes.
 
     The memory that is free on the model's CUDA device (what torch's allocator has cached is free
     too), without the parameter gradients that do not exist yet and without the optimizer's state,
-    and without 4% of the device for fragments. Call it, or `wrap`, before the first step.
+    and without 4% of the device for fragments. ``budget="auto"`` itself knows the schedule, and counts its
+    fragments. Call it, or `wrap`, before the first step.
 
     Args:
         model: on its device already.
@@ -54,6 +56,18 @@ def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int
     Raises:
         ArgumentError: the model is not on a CUDA device, or nothing is left for a step.
     """
+    return _left_on_device(model, optimizer_states, _SLACK)
+
+
+def device_share(model: nn.Module) -> Budget:
+    """What ``budget="auto"`` means: the largest budget whose steps, with the fragments of the device's
+    allocator, gradients and the states of Adam, fit in what is free. Raises as `auto_budget`."""
+    most = _left_on_device(model, ADAM_STATES, LEFT_ALONE)
+    trained = tuple(p.nbytes for p in model.parameters() if p.requires_grad)
+    return Budget(bytes=most, device=DeviceShare(trained, ADAM_STATES))
+
+
+def _left_on_device(model: nn.Module, optimizer_states: int, slack: float) -> int:
     check_model(model)
     places = {p.device: devices.of(p) for p in model.parameters()}
     memory = next(iter(places.values())).memory() if len(places) == 1 else None
@@ -64,7 +78,7 @@ def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int
                             "model's own peak (0.5)")
     free = memory.free + memory.cached
     needed = training_bytes(model, optimizer_states)
-    result = free - needed - int(_SLACK * memory.total)
+    result = free - needed - int(slack * memory.total)
     if result <= 0:
         raise ArgumentError(f"nothing is left for a training step on {next(iter(places))}: {free:,} bytes "
                             f"are free, gradients and optimizer need {needed:,}")

@@ -23,6 +23,7 @@ from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
 from rkmate.pipeline.prepare import Prepared, Traced, prepare
+from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.room import room_within
 from rkmate.pipeline.runs import runs_of, runs_of_operations
 from rkmate.pipeline.smallest import Refused, error_of_all, lean_schedule, refused_at_once, smallest_of
@@ -73,6 +74,9 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     Where the first variant's step fits whole, it is taken. A fraction is one of the peak of the first
     variant, which ``Settings.fraction_of`` chooses where the model checkpoints.
 
+    On a device with a caching allocator, fragments count, too: a budget that is a share of the device has to
+    hold them, and where others leave many, there is a warning.
+
     Raises:
         InfeasibleBudget: the planner has a schedule within a larger budget only, in every variant; it says
             the smallest of those budgets.
@@ -81,7 +85,14 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     """
     prepared = prepare(traced, limit=room_within(budget))
     tell(prepared, budget)
-    return _compared(prepared, limit_of(prepared, budget), planner)
+    limit = limit_of(prepared, budget)
+    room = device_room(prepared, budget.device)
+    if room is None or budget.device is None:
+        planned = _compared(prepared, limit, planner)
+        if room is not None:
+            room.tell(planned)
+        return planned
+    return largest_that_fits(limit, lambda least: _compared(prepared, least, planner), room)
 
 
 def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Plan:

@@ -43,6 +43,7 @@ from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.pipeline.loss_inside import traceable, trains_of
+from rkmate.pipeline.measuring import measured_within
 from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.trained_outputs import trained_outputs
@@ -257,12 +258,13 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     else:
         with traced.progress.stage("measuring", len(parts.blocks)) as tick, capture_lock:
             try:
-                known = measure(parts, blocked.texts, traced.tensors, _cost_memory(),
-                                traced.settings.measure,
-                                on_progress=lambda done, total: tick(done * len(blocked.texts) // total),
-                                limit=None if limit is None else functools.partial(limit, blocked))
+                known = measured_within(
+                    lambda room: measure(
+                        parts, blocked.texts, traced.tensors, _cost_memory(), traced.settings.measure,
+                        on_progress=lambda done, total: tick(done * len(blocked.texts) // total), limit=room),
+                    None if limit is None else functools.partial(limit, blocked), traced.device, traced.name)
             except (IndexError, RuntimeError) as error:
-                if isinstance(error, (RkmateError, torch.OutOfMemoryError)):
+                if isinstance(error, RkmateError):
                     raise
                 raise CaptureError(f"{traced.name} does not run on the sample inputs: {error}") from error
     cd = parts.program.cd

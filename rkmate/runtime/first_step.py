@@ -17,12 +17,16 @@ def statistics_of(device: torch.device) -> Statistics | None:
     return devices.of(device).statistics
 
 
+def before_first_step(device: torch.device) -> None:
+    """Libraries take what they keep before the step that is watched: it is no part of it."""
+    devices.of(device).warm_up()
+
+
 class FirstStep:
     """Watches one training step, from its forward to the end of its backward.
 
     The device's statistics are read and not reset. A step is judged by its peak where that is a new
-    one since the statistics were last reset (planning that measures does it), else by the levels
-    before and after it.
+    one since the statistics were last reset (by the user), else by the levels before and after it.
     """
 
     def __init__(self, statistics: Statistics, predicted: int, budget: int,

@@ -19,7 +19,7 @@ from rkmate.pipeline.loss_inside import traceable
 from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
-from rkmate.runtime.first_step import FirstStep, statistics_of
+from rkmate.runtime.first_step import FirstStep, before_first_step, statistics_of
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.lengths import Lengths
 from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Specialization
@@ -172,6 +172,7 @@ class PlannedModule(StandIn):
         if statistics is None or ready.measured:
             return None
         ready.measured = True
+        before_first_step(ready.compiled.device)
         return FirstStep(statistics, ready.plan.peak_bytes, ready.plan.budget_bytes,
                          self._original.parameters())
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from rkmate.device.fake import FakeDevice
-from rkmate.device.random_state import STATE_BYTES
 from rkmate.graph.blocks.identity import block_text
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
@@ -96,8 +95,9 @@ def test_an_accelerators_rounding_and_counters(prepared: Prepared, measured: Mea
     classes = dict(zip(prepared.blocked.classes, prepared.partition.blocks, strict=True))
     assert device.statistics.resets == sum(len(b.c) for b in classes.values()), "once for each part"
     assert device.statistics.allocated() == 0
-    # The generator's state is read around what draws; nothing else takes temporary memory here.
-    assert [costs[i].overhead for i in range(len(graph.c))] == [STATE_BYTES * c.random for c in graph.c]
+    # The generator's state, which is read around what draws, is the host's; nothing else is temporary here.
+    assert any(c.random for c in graph.c)
+    assert [costs[i].overhead for i in range(len(graph.c))] == [0] * len(graph.c)
     assert any(c.random for c in graph.c)
 
 

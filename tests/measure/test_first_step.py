@@ -108,3 +108,15 @@ def test_a_wrapped_module_measures_its_first_step_only() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step(silent)
+
+
+def test_what_libraries_keep_is_no_part_of_the_first_step() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    x = torch.randn(3, 4)
+    with FakeDevice() as device, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped = rkmate.wrap(model, (x,), budget=1.0, progress=False)
+        device.library_bytes = 1 << 40       # not taken yet, by this thread
+        out = wrapped(x)
+        device.warm_up()
+        out.sum().backward()

@@ -1,0 +1,148 @@
+"""What torch's CUDA allocator did, from the history that it keeps of requests and frees.
+
+The statistics of the allocator have one peak, and it is the user's; the history can be read without touching
+it, and knows the bytes that were asked for, where the statistics know the blocks that were handed out.
+
+Private names of torch are used here, in versions 2.11 to 2.13: the recording of the history, whether it is
+on, and the text that the allocator puts beside its entries.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from rkmate.device.protocol import MeterError
+from rkmate.ir.peak import Peak
+
+T = TypeVar("T")
+Entry = Mapping[str, Any]
+
+_measuring = threading.Lock()
+_numbers = itertools.count()
+
+
+def levels(entries: Iterable[Entry], size_of: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+    """(microseconds, bytes that were asked for above the level at the start) after each request and each
+    free. `size_of`: what a request counts as."""
+    live = 0
+    for entry in entries:
+        if entry["action"] == "alloc":
+            live += size_of(entry["size"])
+        elif entry["action"] == "free_completed":
+            live -= size_of(entry["size"])
+        else:
+            continue
+        yield entry["time_us"], live
+
+
+def since(entries: Iterable[Entry], mark: str) -> list[Entry]:
+    """The entries after the one that a mark stands beside. Raises `MeterError` where it is lost."""
+    found = list(entries)
+    for k in range(len(found) - 1, -1, -1):
+        if found[k].get("user_metadata") == mark and found[k]["action"] == "free_completed":
+            return found[k + 1:]
+    raise MeterError("the memory history that is being recorded is too short to measure with: record more "
+                     "entries (max_entries), or stop it (torch.cuda.memory._record_memory_history(None))")
+
+
+class History:
+    """The allocator's history on one device, from `recording` on."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self.entries: list[Entry] = []
+        """Once the recording is over."""
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record, or listen in where the user records. Raises `MeterError` where something is measured
+        already, or too little is recorded."""
+        if not _measuring.acquire(blocking=False):
+            raise MeterError("memory is being measured already: measurements cannot be nested, and one "
+                             "thread at a time can measure")
+        memory: Any = torch.cuda.memory
+        torch.cuda.init()
+        theirs = torch._C._cuda_isHistoryEnabled()
+        try:
+            if not theirs:
+                memory._record_memory_history(context=None, stacks="python")
+            start = f"rkmate start {next(_numbers)}"
+            self.mark(start)
+            yield
+            self.entries = since(memory._snapshot()["device_traces"][self._device], start)
+        finally:
+            if not theirs:
+                memory._record_memory_history(enabled=None)
+            _measuring.release()
+
+    def mark(self, text: str) -> None:
+        """Put an entry with a text into the history."""
+        memory: Any = torch.cuda.memory
+        before = memory._get_memory_metadata()
+        memory._set_memory_metadata(text)
+        torch.empty(1, device=torch.device("cuda", self._device))
+        memory._set_memory_metadata(before)
+
+
+def measure_peak(fn: Callable[[], T], device: int, size_of: Callable[[int], int], *,
+                 timeline: bool = False) -> Peak[T]:
+    """Call `fn`, which returns when the device is done, and measure what it asks the allocator for."""
+    history = History(device)
+    with history.recording():
+        start = time.time_ns() / 1e3
+        begin = time.perf_counter()
+        result = fn()
+        seconds = time.perf_counter() - begin
+    found = list(levels(history.entries, size_of))
+    told = tuple((max(0.0, us - start) / 1e6, level) for us, level in found) if timeline else ()
+    return Peak(_highest(found), found[-1][1] if found else 0, seconds, result, told)
+
+
+def _highest(found: Iterable[tuple[int, int]]) -> int:
+    return max((0, *(level for _, level in found)))
+
+
+class HistoryMeter:
+    """The peak of each of several parts of one run, from one history of it."""
+
+    def __init__(self, device: int, size_of: Callable[[int], int]) -> None:
+        self._history, self._size_of = History(device), size_of
+
+    def running(self) -> AbstractContextManager[object]:
+        """See `PartsMeter`."""
+        return self._history.recording()
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        """See `PartsMeter`."""
+        self._history.mark(f"{_PART}{number}")
+        yield
+        self._history.mark(_END)
+
+    def peaks(self) -> dict[int, int]:
+        """See `PartsMeter`."""
+        return peaks_of_parts(self._history.entries, self._size_of)
+
+
+def peaks_of_parts(entries: Iterable[Entry], size_of: Callable[[int], int]) -> dict[int, int]:
+    """Part -> most bytes over the level at its start."""
+    found: dict[int, list[Entry]] = {}
+    part: list[Entry] | None = None
+    for entry in entries:
+        text = entry.get("user_metadata", "")
+        if text.startswith(_MARK):
+            part = None if text == _END else found.setdefault(int(text[len(_PART):]), [])
+        elif part is not None:
+            part.append(entry)
+    return {number: _highest(levels(inside, size_of)) for number, inside in found.items()}
+
+
+_MARK = "rkmate "
+_PART, _END = f"{_MARK}part ", f"{_MARK}end"

@@ -1,0 +1,145 @@
+"""What torch's caching allocator takes from the device for a training loop that follows a schedule.
+
+The loop is replayed through a model of the allocator: its tensors come and go in the schedule's order, and
+beside them batches, gradients and the optimizer's states, which are made when the first step's values have
+left holes behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rkmate.ir.allocator import Block, CachingAllocator
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.schedule import Compute, Free, Loss, Schedule, in_place_donor, kernel_of
+from rkmate.ir.simulate import LOSS_SCALARS
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a loop has beside its steps: bytes of each tensor."""
+
+    batch: tuple[int, ...] = ()
+    """The next one is there before the last one goes."""
+    gradients: tuple[int, ...] = ()
+    """Of parameters that steps add to in their place; made in a step's backward."""
+    states: tuple[int, ...] = ()
+    """The optimizer's: made after the first step, kept."""
+    updates: tuple[int, ...] = ()
+    """What the optimizer takes for a moment, in every update."""
+
+
+def reserved_bytes(allocator: CachingAllocator, graph: CDGraph, schedule: Schedule,
+                   beside: Beside = Beside(), *, calls: int = 1, reserve_at_loss: int = 0,
+                   updates: int = 3) -> int:
+    """Bytes that the allocator has from the device, at most, in so many updates of the parameters. In the
+    last but one of them, gradients of two steps are added up. Leaves the allocator as it is then.
+
+    `calls`, `reserve_at_loss`: as of a plan. Raises `KeyError` for a schedule that the simulator refuses.
+    """
+    loop = _Loop(allocator, graph, schedule, beside, calls, reserve_at_loss)
+    for number in range(updates):
+        loop.step()
+        if number == updates - 2:
+            loop.step()
+        loop.update()
+    return allocator.peak
+
+
+@dataclass
+class _Loop:
+    allocator: CachingAllocator
+    graph: CDGraph
+    schedule: Schedule
+    beside: Beside
+    calls: int
+    reserve_at_loss: int
+    batch: list[Block | None] = field(default_factory=list)
+    states: list[Block | None] = field(default_factory=list)
+    gradients: dict[int, Block | None] = field(default_factory=dict)
+    """By D node, or for those that are added to, by a negative number."""
+
+    def __post_init__(self) -> None:
+        self.at_loss = self.schedule.steps.index(Loss())
+        self.donors = {k: donor for k, step in enumerate(self.schedule.steps) if isinstance(step, Compute)
+                       and (donor := in_place_donor(self.graph, self.schedule.steps, k)) is not None}
+
+    def step(self) -> None:
+        """Forward of every call, and their backwards."""
+        batch = [*map(self.allocator.allocate, self.beside.batch)]
+        self.free(self.batch)
+        self.batch = batch
+        runs = [_Run(self) for _ in range(self.calls)]
+        for run in runs:
+            run.follow(range(self.at_loss))
+        self.loss(runs)
+        for run in reversed(runs):
+            run.follow(range(self.at_loss + 1, len(self.schedule.steps)))
+            self.free(run.held.values())
+
+    def loss(self, runs: list[_Run]) -> None:
+        """Somebody else computes it; the gradients of outputs come."""
+        sizes = [self.graph.d[j].size for j in self.graph.output_grads]
+        if self.reserve_at_loss:
+            self.free([*map(self.allocator.allocate, [LOSS_SCALARS, *sizes, *sizes, *sizes])])
+        for run in runs:
+            for j, size in zip(self.graph.output_grads, sizes, strict=True):
+                run.held[j] = self.allocator.allocate(size)
+        if not self.gradients:
+            self.gradients = {-1 - k: self.allocator.allocate(n) for k, n in enumerate(self.beside.gradients)}
+
+    def update(self) -> None:
+        """The optimizer's, which makes its states at the first one; gradients go after it."""
+        if not self.states:
+            self.states = [*map(self.allocator.allocate, self.beside.states)]
+        self.free([*map(self.allocator.allocate, self.beside.updates)])
+        self.free(self.gradients.values())
+        self.gradients = {}
+
+    def free(self, blocks: Iterable[Block | None]) -> None:
+        for block in blocks:
+            self.allocator.free(block)
+
+
+class _Run:
+    """A call's run of the schedule."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self.loop = loop
+        self.held: dict[int, Block | None] = {}
+        self.taken: set[int] = set()
+
+    def follow(self, steps: Iterable[int]) -> None:
+        """Run some of the schedule's steps, by their numbers."""
+        for k in steps:
+            step = self.loop.schedule.steps[k]
+            if isinstance(step, Compute):
+                self.compute(k, step)
+            elif isinstance(step, Free):
+                self.free(step.d)
+
+    def compute(self, k: int, step: Compute) -> None:
+        graph, allocator = self.loop.graph, self.loop.allocator
+        node, donor = graph.c[step.c], self.loop.donors.get(k)
+        replaced: list[Block | None] = []
+        if donor is not None:
+            self.taken.add(donor)
+            self.held[node.outputs[0]] = self.held.pop(donor)
+        for j in node.outputs if donor is None else node.outputs[1:]:
+            if j in self.held:
+                replaced.append(self.held[j])
+            self.held[j] = allocator.allocate(graph.d[j].size)
+        allocator.free(allocator.allocate(kernel_of(graph, step).overhead))
+        self.loop.free(replaced)
+
+    def free(self, j: int) -> None:
+        if j in self.taken:
+            self.taken.discard(j)
+            return
+        block = self.held.pop(j)
+        if j in self.loop.graph.releases and j not in self.loop.gradients:
+            self.loop.gradients[j] = block          # the parameter's, until the update
+        else:
+            self.loop.allocator.free(block)
+
