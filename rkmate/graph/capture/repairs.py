@@ -155,7 +155,7 @@ REPAIRS = (
          run_as_they_are),
     Pass("recurrent stacks", "exported",
          "Torch's decompositions leave out the dropout between the layers, and use the fused LSTM layer "
-         "for the first layer only.",
+         "for the first layer only; on GPUs they unroll what eager mode gives to cuDNN, step by step.",
          as_eager_runs_them, ("2.11", "2.12", "2.13")),
     Pass("closed-over tensors", "exported",
          "The trace of the gradients does not take a tensor that is none of the module's parameters, "

@@ -29,6 +29,8 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
                             "torch._C._get_cudnn_batch_norm_reserve_space_size",
                             "torch._C._select_batch_norm_backend",
                             "torch._prims_common.suggest_memory_format"),
+    "cudnn_rnn.py": ("torch._cudnn_rnn", "torch._cudnn_rnn_flatten_weight",
+                     "torch.utils._python_dispatch._disable_current_modes"),
     "custom_functions.py": ("torch._ops.HigherOrderOperator",),
     "dry_run.py": ("torch.Tensor._make_wrapper_subclass", "torch._C.DisableTorchFunction",
                    "torch._subclasses.fake_tensor.FakeTensor",
