@@ -60,7 +60,7 @@ def is_cudnns(*args: Any) -> bool:
     if weight is None or devices.of(x).cpu_kernels:
         return False
     chosen = torch._C._select_batch_norm_backend(x, weight, bias, mean, var, True, eps)
-    return bool(chosen == torch._C._BatchNormBackend.Cudnn)
+    return bool(chosen == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
 
 
 def reserve_bytes(x: torch.Tensor) -> int:

@@ -56,7 +56,7 @@ def is_random(node: fx.Node) -> bool:
     if place is None:
         return True
     given = node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p", 0.0)
-    return given != 0
+    return bool(given != 0)
 
 
 @functools.cache
