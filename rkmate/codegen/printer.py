@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from rkmate.codegen.slices import Call, Drop, Free, Function, Listing, Run, Slice, Write
@@ -89,19 +90,28 @@ def _statement(step: Run) -> list[tuple[str, str]]:
 def print_function(function: Function, names: dict[Slice, str]) -> str:
     """The forward or a segment. `names`: of the functions of its slices."""
     lines = [f"def {function.name}(env):  # {function.comment}"]
-    for step in function.body:
-        if isinstance(step, Call):
-            keys = (("take", step.take), ("read", step.read), ("give", step.give),
-                    ("sources", step.sources), ("rng", step.rng))
-            given = "".join(f", {word}={value!r}" for word, value in keys if value)
-            lines.append(f"{names[step.slice]}(env{given})")
-        elif isinstance(step, Drop):
-            lines.append(f"env.drop({step.keys!r})")
-        else:
-            assert isinstance(step, Write)
-            lines.append(f"env.write({step.key!r}, {step.value})")
+    for _, together in itertools.groupby(function.body, type):
+        steps = list(together)
+        writes = [s for s in steps if isinstance(s, Write)]
+        lines += [_write(writes)] if writes else [_line(s, names) for s in steps if not isinstance(s, Write)]
     lines.append(f"return [{', '.join(function.returns)}]")
     return "\n    ".join(lines)
+
+
+def _line(step: Call | Drop, names: dict[Slice, str]) -> str:
+    if isinstance(step, Drop):
+        return f"env.drop({step.keys!r})"
+    keys = (("take", step.take), ("read", step.read), ("give", step.give),
+            ("sources", step.sources), ("rng", step.rng))
+    given = "".join(f", {word}={value!r}" for word, value in keys if value)
+    return f"{names[step.slice]}(env{given})"
+
+
+def _write(steps: list[Write]) -> str:
+    """One call for all that is written."""
+    if len(steps) == 1:
+        return f"env.write({steps[0].key!r}, {steps[0].value})"
+    return f"env.write_all({tuple(s.key for s in steps)!r}, {', '.join(s.value for s in steps)})"
 
 
 def _targets(names: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ _WORDS = {
     "structure": "how its arguments are put together",
     "constants": "an argument that is no tensor",
     "autocast": "the autocast state",
+    "kernels": "which kernels torch may choose (sdpa_kernel, torch.backends.cudnn.enabled)",
     "places": "the shapes, dtypes, devices or strides of parameters or buffers, or which of them are tied",
     "default_dtype": "the default dtype",
     "values": "what its forward reads from the values of its inputs, or how many elements they pick",

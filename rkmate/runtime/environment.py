@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rkmate import device as devices
+from rkmate.device.copies import copy_all
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import adding
@@ -94,6 +95,11 @@ class Environment:
         """Write back what the forward overwrites, once."""
         if not self.dry:
             self._sources[name].copy_(value)
+
+    def write_all(self, names: Sequence[str], *values: torch.Tensor) -> None:
+        """The same of several, in few calls."""
+        if not self.dry:
+            copy_all([self._sources[n] for n in names], values)
 
     def watch(self, names: Iterable[str]) -> None:
         """Remember the versions of what the user gets, and may write into."""

@@ -62,6 +62,8 @@ class Guards(NamedTuple):
     """The other arguments."""
     autocast: tuple[Any, ...]
     """Of each device type where it is on: the type, and the dtype."""
+    kernels: tuple[bool, ...]
+    """Which of torch's kernels it may choose: those of attention (`sdpa_kernel`), and cuDNN's."""
     places: Part
     default_dtype: torch.dtype
     values: tuple[str, ...] = ()
@@ -185,5 +187,11 @@ def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, An
     autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
                      if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
     return Guards(module.flags, module.attributes, shapes, structure.spec,
-                  tuple(map(by_content, structure.constants())), autocast, module.places,
-                  torch.get_default_dtype()), tensors
+                  tuple(map(by_content, structure.constants())), autocast, _kernels(),
+                  module.places, torch.get_default_dtype()), tensors
+
+
+def _kernels() -> tuple[bool, ...]:
+    cuda = torch.backends.cuda
+    return (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(), torch.backends.cudnn.enabled)

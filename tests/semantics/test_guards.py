@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rkmate
 from rkmate.runtime import plan_cache
@@ -173,6 +174,25 @@ def test_autocast_where_the_inputs_stand_elsewhere() -> None:
         assert module(x).dtype is torch.bfloat16
     assert module(x).dtype is torch.float32
     assert len(module._plans) == 2
+
+
+class Attention(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return F.scaled_dot_product_attention(y, y, y)
+
+
+def test_the_kernels_that_may_be_chosen() -> None:
+    """A plan that was made where attention is to be computed by products is none for outside of that."""
+    model, x = Attention(8, 8), torch.randn(2, 2, 4, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        module = planned(model, x)
+        assert "scaled_dot_product" not in module.source
+        _agree(model, module, x, plans=1)
+    _agree(model, module, x, plans=2)
+    assert "scaled_dot_product" in module.source
+    with torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled):
+        _agree(model, module, x, plans=3)
 
 
 # -- plain attributes ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -14,12 +15,16 @@ from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
 from rkmate.graph.passes.tiles.tiled import Tiled
 
+_INDEX = re.compile(r'((?:torch\.device\(|device=)"[a-z]+):\d+(?=")')
+"""Where an operation, or a tile, names the device that it makes a tensor on."""
+
 
 def block_text(program: Program, block: Block) -> str:
     """A block in a stable text form: equal for identical blocks.
 
     Operations with their arguments, shapes, dtypes, strides and wiring, under local names; the
-    names of the model's own modules are left out.
+    names of the model's own modules are left out. So is which of several devices of a kind they are on: a
+    plan is for one, and serves any.
     """
     naming = _Naming(local_names(program, block, block.c, NameTable()))
     expressions = Expressions(program, naming)
@@ -43,7 +48,7 @@ def block_text(program: Program, block: Block) -> str:
         lines.append(f"{name}: {source.kind} {_dtype(value)}{list(value.shape)} {list(value.stride())}")
     lines.append(f"loss before {graph.loss}; {graph.inputs} {graph.outputs} {graph.output_grads} "
                  f"{graph.input_grads} {sorted(graph.releases.items())}")
-    return "\n".join(lines)
+    return _INDEX.sub(r"\1", "\n".join(lines))
 
 
 def classes_of(texts: Sequence[str]) -> tuple[int, ...]:
@@ -73,4 +78,4 @@ class _Naming:
 
 
 def _dtype(value: torch.Tensor) -> str:
-    return f"{value.device}:{str(value.dtype).removeprefix('torch.')}"
+    return f"{value.device.type}:{str(value.dtype).removeprefix('torch.')}"

@@ -36,28 +36,44 @@ def _format_of(argument: int) -> Layout:
 
 
 def _strides_of(argument: int) -> Layout:
-    return lambda first, *args: torch.empty_like(args[argument], dtype=first.dtype)
+    """A result of another shape, a loss's sum say, stays as it is."""
+    return lambda first, *args: first if first.shape != args[argument].shape else \
+        torch.empty_like(args[argument], dtype=first.dtype)
 
 
 def _of_product_with(argument: int) -> Layout:
     return lambda first, *args: torch.empty_like(args[0] * args[argument], dtype=first.dtype)
 
 
+def _of_batch_norm_gradient(first: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Outside of training, GPUs have one kernel for all layouts."""
+    return _format_of(1)(first, *args) if args[7] else _contiguous(first)
+
+
 # A trace says that most of them keep the strides of the value.
+_LOSSES = (aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
+           aten.huber_loss_backward.default)
+_BATCH_NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit.default,
+                aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_functional.default)
 _ON_CPU: dict[Any, Layout] = {
     **dict.fromkeys((
         aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
-        aten._log_softmax_backward_data.default, aten.glu_backward.default,
-        aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
-        aten.huber_loss_backward.default), _contiguous),
-    **dict.fromkeys((
-        aten.native_batch_norm.default, aten._native_batch_norm_legit.default,
-        aten._native_batch_norm_legit.no_stats,
-        aten._native_batch_norm_legit_functional.default), _format_of(0)),
+        aten._log_softmax_backward_data.default, aten.glu_backward.default, *_LOSSES), _contiguous),
+    **dict.fromkeys(_BATCH_NORMS, _format_of(0)),
     **dict.fromkeys((
         aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default),
         _format_of(1)),
     aten.binary_cross_entropy_backward.default: _strides_of(1)}
+_ON_GPUS: dict[Any, Layout] = {
+    **dict.fromkeys((
+        aten.glu_backward.default, aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
+        *_LOSSES), _contiguous),
+    **dict.fromkeys((
+        *_BATCH_NORMS, aten._native_batch_norm_legit_no_training.default,
+        aten.binary_cross_entropy.default), _strides_of(0)),
+    aten.native_batch_norm_backward.default: _of_batch_norm_gradient,
+    aten.binary_cross_entropy_backward.default: _strides_of(1),
+    aten.upsample_bilinear2d.default: _format_of(0)}
 _EVERYWHERE: dict[Any, Layout] = {
     aten.elu_backward.default: _of_product_with(5),
     **dict.fromkeys((
@@ -66,15 +82,17 @@ _EVERYWHERE: dict[Any, Layout] = {
         aten.logit_backward.default), _of_product_with(1))}
 
 
-def _as_the_kernel(trace: Callable[..., Any], layout: Layout, *, everywhere: bool) -> Callable[..., Any]:
+def _as_the_kernel(trace: Callable[..., Any], on_cpu: Layout | None, on_gpus: Layout | None
+                   ) -> Callable[..., Any]:
     @functools.wraps(trace)
     def run(*args: Any, **kwargs: Any) -> Any:
         # The trace of a group norm's gradient takes views that only a contiguous one has.
         result = trace(args[0].contiguous(), *args[1:], **kwargs)
         alone = isinstance(result, torch.Tensor)
         first, *others = (result,) if alone else result
-        if first is not None and (everywhere or devices.of(first).cpu_kernels):
-            first = layout(first, *args)
+        if first is not None:
+            layout = on_cpu if devices.of(first).cpu_kernels else on_gpus
+            first = first if layout is None else layout(first, *args)
         return first if alone else (first, *others)
     return run
 
@@ -154,9 +172,9 @@ _OF_IMAGES: dict[Any, Callable[..., Any]] = {
 @contextmanager
 def as_kernels_return_them() -> Iterator[None]:
     """While a module is captured."""
-    changed = {op: _as_the_kernel(decomposition_table[op], layout, everywhere=table is _EVERYWHERE)
-               for table in (_ON_CPU, _EVERYWHERE) for op, layout in table.items()
-               if op in decomposition_table}
+    on_cpu, on_gpus = {**_EVERYWHERE, **_ON_CPU}, {**_EVERYWHERE, **_ON_GPUS}
+    changed = {op: _as_the_kernel(decomposition_table[op], on_cpu.get(op), on_gpus.get(op))
+               for op in {**on_cpu, **on_gpus} if op in decomposition_table}
     FakeTensorMode.cache_clear()
     try:
         with mock.patch.dict(decomposition_table, changed), \

@@ -41,10 +41,28 @@ def _is_view_operation(target: OpOverload) -> bool:
                                           for r in target._schema.returns)
 
 
+_DRAWN_BEFORE = {aten._scaled_dot_product_efficient_attention_backward.default,
+                 aten._scaled_dot_product_cudnn_attention_backward.default}
+"""They are said to draw, and read the state that their forward has left."""
+
+
 def is_random(node: fx.Node) -> bool:
-    """Whether the operation draws from a generator."""
-    return isinstance(node.target, OpOverload) and \
-        torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether the operation draws from a generator. Attention does where it has dropout."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags \
+            or target in _DRAWN_BEFORE:
+        return False
+    place = _place_of(target, "dropout_p")
+    if place is None:
+        return True
+    given = node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0)
+
+
+@functools.cache
+def _place_of(target: OpOverload, name: str) -> int | None:
+    """The position of an argument; None where there is none of this name."""
+    return next((k for k, a in enumerate(target._schema.arguments) if a.name == name), None)
 
 
 def _share(a: Any, b: Any) -> bool:

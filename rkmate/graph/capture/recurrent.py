@@ -1,4 +1,5 @@
-"""Recurrent layers: three places where torch's own tracing is not what eager mode does.
+"""Recurrent layers: three places where torch's own tracing is not what eager mode does. On GPUs, stacks are
+cuDNN's (`cudnn_rnn`) where eager mode's are.
 
 `aten.mkldnn_rnn_layer` makes the workspace that its backward reads only while gradients are
 recorded, and its fake result does not know the workspace's size. The operation registered here
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 
 from rkmate import device as devices
 from rkmate.errors import CaptureError
+from rkmate.graph.capture.cudnn_rnn import as_autocast_gives_them, is_cudnns, layers_of_cudnn
 
 aten = torch.ops.aten
 
@@ -85,13 +87,18 @@ def as_eager_runs_them(program: fx.GraphModule) -> None:
         if node.target is aten.gru_cell.default and devices.of(node.meta["val"]).cpu_kernels:
             node.target = _cell
         if node.target in _LAYERED:
-            if _has_dropout(node, first=3) or node.target is aten.lstm.input:
+            if _has_dropout(node, first=3) or node.target is aten.lstm.input \
+                    or _is_elsewhere(node.args[0].meta.get("val")):
                 node.args = (node.target, *node.args)
                 node.target = _layer_by_layer
         elif node.target in _PACKED and _has_dropout(node, first=4):
             raise CaptureError(f"{node.target} with dropout between the layers of a packed sequence "
                                "cannot be captured: stack single layers and nn.Dropout instead")
     program.recompile()
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not devices.of(value).cpu_kernels
 
 
 def _has_dropout(node: fx.Node, first: int) -> bool:
@@ -108,6 +115,15 @@ def _layer_by_layer(op: Any, x: torch.Tensor, hidden: Any, params: list[torch.Te
     states = list(hidden) if several else [hidden]
     per_layer = len(params) // layers
     run = _fused if op is aten.lstm.input and _fusable(x, states, params, has_biases) else _plain
+    read = [x, *states, *params]
+    if not devices.of(x).cpu_kernels:
+        read = as_autocast_gives_them(read)
+    if is_cudnns(read[0], read[1:]):
+        x, states, params = read[0], read[1:1 + len(states)], read[1 + len(states):]
+        hidden = states if several else states[0]
+        if not (train and dropout > 0 and layers > 1):
+            return layers_of_cudnn(op, x, hidden, params, layers, train, bidirectional, batch_first)
+        run = _by_cudnn
     found: list[list[torch.Tensor]] = [[] for _ in states]
     if batch_first:
         x = x.transpose(0, 1)
@@ -128,6 +144,11 @@ def _layer_by_layer(op: Any, x: torch.Tensor, hidden: Any, params: list[torch.Te
 def _plain(op: Any, x: torch.Tensor, hidden: Any, weights: list[torch.Tensor], has_biases: bool,
            train: bool, bidirectional: bool) -> tuple[torch.Tensor, ...]:
     return tuple(op(x, hidden, weights, has_biases, 1, 0.0, train, bidirectional, False))
+
+
+def _by_cudnn(op: Any, x: torch.Tensor, hidden: Any, weights: list[torch.Tensor], has_biases: bool,
+              train: bool, bidirectional: bool) -> tuple[torch.Tensor, ...]:
+    return layers_of_cudnn(op, x, hidden, weights, 1, train, bidirectional, False)
 
 
 def _fusable(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Tensor],

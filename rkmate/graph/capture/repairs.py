@@ -23,6 +23,7 @@ from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.capture.buffers import new_buffers_as_writes
 from rkmate.graph.capture.checkpoints import regions_marked
 from rkmate.graph.capture.closed_over import closed_over_as_buffers, lost_tensors_refused
+from rkmate.graph.capture.cudnn_batch_norm import batch_norms_as_eager_chooses
 from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.capture.eager_kernels import as_eager_computes
 from rkmate.graph.capture.input_values import values_of_inputs
@@ -161,7 +162,7 @@ REPAIRS = (
          run_as_they_are),
     Pass("recurrent stacks", "exported",
          "Torch's decompositions leave out the dropout between the layers, and use the fused LSTM layer "
-         "for the first layer only.",
+         "for the first layer only; on GPUs they unroll what eager mode gives to cuDNN, step by step.",
          as_eager_runs_them, ("2.11", "2.12", "2.13")),
     Pass("closed-over tensors", "exported",
          "The trace of the gradients does not take a tensor that is none of the module's parameters, "
@@ -175,6 +176,10 @@ REPAIRS = (
          "The fused layer makes the workspace that its backward reads only while gradients are recorded, "
          "and a trace does not know its size: an operation that always makes it stands there.",
          make_recurrent_layers_whole),
+    Pass("cuDNN's batch norms", "joint",
+         "Eager mode gives most batch norms on GPUs to cuDNN; a trace has torch's own kernels, three for "
+         "one, for all of them.",
+         batch_norms_as_eager_chooses),
     Pass("tags of the backward", "joint",
          "Nodes that come out of a nested graph have lost the tag that says that they belong to the "
          "backward.",

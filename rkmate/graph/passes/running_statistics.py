@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Rewriting, is_view
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def protect_overwritten(work: Rewriting) -> None:
     overwritten = work.overwritten()
     for node in [n for n in work.sources if n in overwritten]:
         readers = [u for u in node.users if not _is_statistics_of(u, node)]
-        if not readers:
+        if all(_makes_new_value(work, u) for u in readers):
             continue
         first = next(n for n in work.graph.nodes if n.op == "call_function")
         with work.graph.inserting_before(first):
@@ -45,8 +45,16 @@ def protect_overwritten(work: Rewriting) -> None:
             user.replace_input_with(node, copy)
 
 
+def _makes_new_value(work: Rewriting, user: fx.Node) -> bool:
+    """Whether the result is what the forward writes, and nothing else: it is needed once, and before that."""
+    return not user.users and not is_view(user) and user not in work.outputs \
+        and any(n is user for _, n in work.mutations) and not any(n is user for _, n in work.grads)
+
+
 def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
     """In training mode these arguments do not enter the result: a second run is harmless."""
     args: tuple[Any, ...] = user.args
+    if user.target is torch.ops.rkmate.cudnn_batch_norm.default:
+        return node in args[3:5] and node not in args[:3]
     return user.target is aten._native_batch_norm_legit_functional.default \
         and args[5] is True and node in args[3:5] and node not in args[:3]

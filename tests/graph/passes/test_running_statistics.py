@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
+import torch
 from torch import fx
 
 from rkmate.device.fake import FakeDevice
+from rkmate.graph.capture import cudnn_batch_norm
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 
@@ -70,3 +72,22 @@ def test_what_nobody_overwrites_is_read_as_it_is() -> None:
     x, b = made.source("input", 0, 3), made.source("buffer", "b", 3)
     y = made.call(aten.mul.Tensor, x, b)
     assert targets(run("overwritten values", made.work([y]))) == [aten.mul.Tensor]
+
+
+def test_what_only_makes_its_new_value_reads_no_copy() -> None:
+    made = Made()
+    x, b = made.source("input", 0, 3), made.source("buffer", "b", 3)
+    moved = made.call(aten.add.Tensor, b, 1)
+    work = run("overwritten values", made.work([made.call(aten.neg.default, x)], (), [(b, moved)]))
+    assert targets(work) == [aten.add.Tensor, aten.neg.default]
+
+
+def test_a_batch_norm_of_cudnn_may_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_batch_norm, "reserve_bytes", lambda x: 16)
+    made = Made()
+    x, weight = made.source("input", 0, 4, 3, 5), made.source("param", "w", 3)
+    mean, var = made.source("buffer", "mean", 3), made.source("buffer", "var", 3)
+    norm = made.call(torch.ops.rkmate.cudnn_batch_norm.default, x, weight, None, mean, var, 0.1, 1e-5)
+    y, new_mean = made.item(norm, 0), made.item(norm, 3)
+    work = run("overwritten values", made.work([y], (), [(mean, new_mean)]))
+    assert aten.clone.default not in targets(work)

@@ -1,0 +1,106 @@
+"""Batch norms that eager mode gives to cuDNN. A trace takes torch's own kernels for all of them.
+
+Torch's operation for cuDNN's kernel writes the running statistics in place, and does not say so. The one
+registered here returns their new values.
+
+Uses private names of torch (which library it chooses, and how much that keeps for the backward); tested with
+torch 2.13.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import suggest_memory_format
+
+from rkmate import device as devices
+from rkmate.device.copies import copy_all
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("rkmate", "FRAGMENT")
+_library.define("cudnn_batch_norm(Tensor input, Tensor weight, Tensor? bias, Tensor running_mean, "
+                "Tensor running_var, float momentum, float eps) -> "
+                "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+
+_RESERVE = 5
+"""Place of what the backward reads beside the statistics among the results."""
+
+
+def _run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, running_mean: torch.Tensor,
+         running_var: torch.Tensor, momentum: float, eps: float) -> tuple[torch.Tensor, ...]:
+    new = [torch.empty_like(running_mean), torch.empty_like(running_var)]
+    copy_all(new, (running_mean, running_var))
+    y, mean, invstd, reserve = aten.cudnn_batch_norm.default(
+        _dense(input), weight, bias, *new, True, momentum, eps)
+    return y, mean, invstd, *new, reserve
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=suggest_memory_format(x))
+
+
+def _form(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, running_mean: torch.Tensor,
+          running_var: torch.Tensor, momentum: float, eps: float) -> tuple[torch.Tensor, ...]:
+    return (torch.empty_like(_dense(input)), torch.empty_like(weight), torch.empty_like(weight),
+            torch.empty_like(running_mean), torch.empty_like(running_var),
+            input.new_empty(reserve_bytes(input), dtype=torch.uint8))
+
+
+_library.impl("cudnn_batch_norm", _run, "CUDA")
+torch.library.register_fake("rkmate::cudnn_batch_norm", _form, lib=_library)
+
+
+def is_cudnns(*args: Any) -> bool:
+    """Whether eager mode gives a batch norm in training to cuDNN. `args`: as torch's operation takes them."""
+    x, weight, bias, mean, var, _, _, eps = args
+    if weight is None or devices.of(x).cpu_kernels:
+        return False
+    chosen = torch._C._select_batch_norm_backend(x, weight, bias, mean, var, True, eps)
+    return bool(chosen == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
+
+
+def reserve_bytes(x: torch.Tensor) -> int:
+    """What cuDNN keeps for the backward of a batch norm of this input."""
+    return int(torch._C._get_cudnn_batch_norm_reserve_space_size(x, True))  # type: ignore[attr-defined]
+
+
+def batch_norms_as_eager_chooses(graph: fx.Graph) -> None:
+    """Let the batch norms of a captured graph be cuDNN's where eager mode's are; those in training, with
+    running statistics."""
+    for node in list(graph.nodes):
+        if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
+            continue
+        given = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+        if not is_cudnns(*given):
+            continue
+        mean = next((u for u in node.users if u.args[1] == 1), None)
+        readers = mean.users if mean is not None else ()
+        backward = [u for u in readers if u.target is aten.native_batch_norm_backward.default]
+        x, weight, bias, *statistics, _, momentum, eps = node.args
+        node.target = torch.ops.rkmate.cudnn_batch_norm.default
+        node.args = (x, weight, bias, *statistics, momentum, eps)
+        y = node.meta["val"][0]
+        with y.fake_mode:
+            node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+        for user in node.users:
+            user.meta["val"] = node.meta["val"][user.args[1]]
+        for other in backward:
+            _read_reserve(graph, node, other)
+
+
+def _read_reserve(graph: fx.Graph, forward: fx.Node, node: fx.Node) -> None:
+    with graph.inserting_after(forward):
+        reserve = graph.call_function(operator.getitem, (forward, _RESERVE))
+    reserve.meta = {**forward.meta, "val": forward.meta["val"][_RESERVE]}
+    grad, x, weight, _, _, mean, invstd, _, eps, _ = node.args
+    node.target = aten.cudnn_batch_norm_backward.default
+    node.args = (x, grad, weight, None, None, mean, invstd, eps, reserve)
+    x, weight = (n.meta["val"] for n in (x, weight))  # type: ignore[union-attr]
+    with x.fake_mode:
+        node.meta["val"] = (torch.empty_like(_dense(x)), torch.empty_like(weight), torch.empty_like(weight))
+    for user in node.users:
+        user.meta["val"] = node.meta["val"][user.args[1]]
