@@ -3,8 +3,14 @@ form, and a range."""
 
 from __future__ import annotations
 
-import torch
+import functools
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch import fx
+
+from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
 from rkmate.ir.cd import DKind
 
 
@@ -31,3 +37,17 @@ def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
         numbers = torch.view_as_real(flat) if flat.is_complex() else flat
         numbers.uniform_(0.25, 0.75)
     return flat.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def at_zero(node: fx.Node, value: Callable[[fx.Node], Any]) -> list[Callable[[], Any]]:
+    """Calls that need as much temporary memory as any, where that depends on values. `value`: of an
+    operand."""
+    target: Any = node.target
+    place = LONGEST_AT_ZERO.get(target)
+    if place is None:
+        return []
+    args: list[Any] = [*fx.node.map_arg(node.args, value)]
+    every, one = torch.zeros_like(args[place]), torch.ones_like(args[place])
+    if one.numel():
+        one[(-1,) * one.dim()] = 0
+    return [functools.partial(target, *args[:place], zeros, *args[place + 1:]) for zeros in (every, one)]
