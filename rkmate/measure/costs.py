@@ -80,8 +80,8 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
                 memory.put(beginning, device, settings, known_beginning)
             for number in range(walks):
                 if number == 1:
-                    runner.timings.share(sum(cost.time for text in texts for cost in (
-                        found[text] if text in found else map(runner.cost, unknown[text].c))))
+                    runner.timings.share(sum(runner.cost(i).time for text in texts if text in unknown
+                                             for i in unknown[text].c if i not in known))
                 runner.start_walk(number)
                 for block in partition.blocks[:last + 1]:
                     if on_progress is not None:

@@ -13,6 +13,9 @@ from torch import fx
 from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
 from rkmate.ir.cd import DKind
 
+_DRAWN = 2**18
+"""So many numbers are drawn, and then repeated: drawing takes longer than writing."""
+
 
 def chooses(value: torch.Tensor) -> bool:
     """Whether a value may be an index, a mask or a count, which cannot be any number."""
@@ -31,11 +34,14 @@ def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
         flat.fill_(flat.dtype == torch.bool)
     elif flat.dtype.itemsize == 1:
         flat.zero_()                                # nothing draws numbers of eight bits
-    elif kind == "grad":
-        flat.normal_(std=1e-2)
     else:
-        numbers = torch.view_as_real(flat) if flat.is_complex() else flat
-        numbers.uniform_(0.25, 0.75)
+        drawn = flat[:_DRAWN]
+        if kind == "grad":
+            drawn.normal_(std=1e-2)
+        else:
+            (torch.view_as_real(drawn) if drawn.is_complex() else drawn).uniform_(0.25, 0.75)
+        for start in range(_DRAWN, count, _DRAWN):
+            flat[start:start + _DRAWN].copy_(drawn[:count - start])
     return flat.as_strided(like.shape, like.stride(), like.storage_offset())
 
 

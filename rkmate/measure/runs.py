@@ -53,7 +53,7 @@ class Timings:
 
     def share(self, step: float) -> None:
         """Decide how often each operation that was clocked is timed. `step`: seconds of all operations of a
-        step."""
+        step that are not known yet."""
         settings = self._settings
         allowance = max(settings.least_seconds, settings.share * step - self._spent)
         self._runs = runs_within(self._first, allowance, settings.passes * settings.repeats)
