@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.blocks.partition import Partition
+from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
 from rkmate.graph.capture.operations import is_view
 from rkmate.ir.cd import Cost
 
@@ -41,7 +42,10 @@ class KnownOperations:
 def form_of(node: fx.Node) -> Hashable:
     """What an operation's cost depends on, as far as its trace knows: the operator, and the forms of what it
     reads, views with what they look at."""
-    return node.target, _frozen(node.args), tuple((k, _frozen(v)) for k, v in sorted(node.kwargs.items()))
+    args = node.args
+    if node.target in (FORWARD, BACKWARD):       # of an opaque module, what it is, and not its number
+        args = (kind_of(str(args[0])), *args[1:])
+    return node.target, _frozen(args), tuple((k, _frozen(v)) for k, v in sorted(node.kwargs.items()))
 
 
 def _frozen(value: Any) -> Hashable:
