@@ -165,19 +165,22 @@ MODELS: dict[str, Model] = {
 }
 
 
-def methods_of(model: Model, fractions: Sequence[float] | None) -> list[str]:
-    """Names of the methods: a planner and a part of eager's peak, or a method without a budget."""
+def methods_of(model: Model, fractions: Sequence[float] | None, named: str | None = None) -> list[str]:
+    """Names of the methods: a planner and a part of eager's peak, or a method without a budget. `named`: some
+    of them, comma separated, instead."""
+    if named is not None:
+        return named.split(",")
     return ["checkpoint", *(f"{planner} {fraction:g}" for fraction in fractions or model.fractions
                             for planner in ("rkmate", *model.planners))]
 
 
 def _forward(name: str, case: Case, eager: int) -> tuple[Forward, rkmate.Plan | None]:
-    """A method's forward of the same parameters."""
+    """A method's forward of the same parameters. The planner ``in-place`` is ours with gradients in place."""
     if name == "checkpoint":
         return lambda: case.model(**case.kwargs).loss, None
     planner, fraction = name.split()
-    options: dict[str, Any] = {} if planner == "rkmate" else {
-        "planner": planner, "settings": rkmate.Settings(chunked_loss="never")}
+    options: dict[str, Any] = {} if planner == "rkmate" else {"gradients": "in_place"} \
+        if planner == "in-place" else {"planner": planner, "settings": rkmate.Settings(chunked_loss="never")}
     wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(float(fraction) * eager), progress=False,
                           verify=False, **options)
     return lambda: wrapped(**case.kwargs).loss, wrapped.plan
@@ -192,8 +195,10 @@ def _sharing(case: Case) -> Case:
 
 
 def beside(eager: Forward, forward: Forward, module: nn.Module, repeats: int) -> tuple[int, float, float]:
-    """A method's peak in bytes, and the medians of its steps' seconds and of eager's, taken in turn."""
-    step(forward, module)
+    """A method's peak in bytes, and the medians of its steps' seconds and of eager's, taken in turn. Of one
+    repeat, the step whose peak is measured is the one that warms up."""
+    if repeats > 1:
+        step(forward, module)
     peak = measure_peak(lambda: step(forward, module)).peak
     own, theirs = [], []
     for _ in range(repeats):
@@ -202,14 +207,18 @@ def beside(eager: Forward, forward: Forward, module: nn.Module, repeats: int) ->
     return peak, statistics.median(own), statistics.median(theirs)
 
 
-def measured(name: str, method: str, case: Case, repeats: int) -> Row:
-    """One method beside eager."""
+def eager_peak(case: Case) -> int:
+    """Eager's peak in bytes, once its gradients stand."""
+    step(lambda: case.model(**case.kwargs).loss, case.model)
+    return measure_peak(lambda: step(lambda: case.model(**case.kwargs).loss, case.model)).peak
+
+
+def measured(name: str, method: str, case: Case, level: int, repeats: int) -> Row:
+    """One method beside eager. `level`: eager's peak in bytes."""
     def eager() -> torch.Tensor:
         loss: torch.Tensor = case.model(**case.kwargs).loss
         return loss
 
-    step(eager, case.model)
-    level = measure_peak(lambda: step(eager, case.model)).peak
     start = time.perf_counter()
     try:
         forward, plan = _forward(method, _sharing(case) if method == "checkpoint" else case, level)
@@ -281,18 +290,19 @@ def write(rows: Rows) -> None:
 
 
 def run(names: Sequence[str], fractions: Sequence[float] | None, path: Path | None, *, small: bool,
-        repeats: int) -> Rows:
+        repeats: int, methods: str | None = None) -> Rows:
     """Measure what is not in the file yet."""
     rows = read_rows(path) if path else {}
     for name in names:
-        missing = [m for m in methods_of(MODELS[name], fractions) if (name, m) not in rows]
+        missing = [m for m in methods_of(MODELS[name], fractions, methods) if (name, m) not in rows]
         if not missing:
             continue
         torch.manual_seed(0)
         case = MODELS[name].make(small)
         case.model.train()
+        level = eager_peak(case)
         for method in missing:
-            row = rows[name, method] = measured(name, method, case, repeats)
+            row = rows[name, method] = measured(name, method, case, level, repeats)
             print(json.dumps(asdict(row)), flush=True)
             if path:
                 with path.open("a", encoding="utf-8") as file:
@@ -306,6 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="all", help=f"of {', '.join(MODELS)}, or all")
     parser.add_argument("--fractions", help="of eager's peak, comma separated; the papers' by default")
+    parser.add_argument("--methods", help="comma separated, as 'checkpoint,rkmate 0.41,in-place 0.122'")
     parser.add_argument("--rows", type=Path, help="file of rows, read and appended to")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="tiny models of the same kinds")
@@ -314,7 +325,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     names = list(MODELS) if options.models == "all" else options.models.split(",")
     fractions = [float(f) for f in options.fractions.split(",")] if options.fractions else None
-    rows = run(names, fractions, options.rows, small=options.small, repeats=options.repeats)
+    rows = run(names, fractions, options.rows, small=options.small, repeats=options.repeats,
+               methods=options.methods)
     for name in names:
         print(f"\n{name}\n\n{table(name, rows)}", flush=True)
     if options.write and not options.small:

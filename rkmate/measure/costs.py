@@ -14,28 +14,26 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from rkmate import device as devices
 from rkmate.device import Device, PartsMeter
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
 from rkmate.graph.passes.simplify import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import analytic_costs
+from rkmate.measure.known import KnownOperations
 from rkmate.measure.least import bytes_alone
 from rkmate.measure.least import hoisted as hoisted_data
-from rkmate.measure.made_up import chooses, made_up
+from rkmate.measure.made_up import at_zero, chooses, made_up
 from rkmate.measure.remembered import CostMemory
-from rkmate.measure.runs import Timings, signature
+from rkmate.measure.runs import Timings, copied_forms, signature
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import temporary_bytes
 
 LONG = 1e-3
 """Seconds, counted: an operation that takes this long is not run again only for what it makes."""
-
 Costs = dict[int, Cost]
 """By C node."""
 
@@ -48,9 +46,10 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
 
     `texts`: each block's text; blocks with the same text are identical and measured once. `sources`
     gives the tensors that the caller holds. What `memory` knows, measured with equal settings, is not
-    measured again. `limit`: asked for the bytes that measuring may take, if anything is to be measured.
-    Values that have no room are made up again when they are read; an operation that has no room by itself
-    (no schedule within the limit has one for it) is not run, its cost is counted, and not remembered.
+    measured again: whole blocks, and single operations of others. `limit`: asked for the bytes that measuring
+    may take, if anything is to be measured. Values that have no room are made up again when they are read; an
+    operation that has no room by itself (no schedule within the limit has one for it) is not run, its cost is
+    counted, and not remembered.
     """
     device = devices.common(sources.values())
     hoisted = tuple(i for i, b in enumerate(partition.block_of) if b == HOISTED)
@@ -58,15 +57,18 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     beginning = f"{len(hoisted)} hoisted before\n" + "\n".join(texts)
     found: dict[str, tuple[Cost, ...]] = {}
     unknown: dict[str, Block] = {}
+    operations = KnownOperations(partition, memory.operations(device, settings))
     for block, text in zip(partition.blocks, texts, strict=True):
         numbers = memory.get(text, device, settings, len(block.c))
         if numbers is None:
             unknown.setdefault(text, block)
         else:
             found[text] = numbers
+            operations.add(block.c, numbers)
     known_beginning = memory.get(beginning, device, settings, len(hoisted))
     if unknown or known_beginning is None:
-        runner = _Runner(partition, sources, settings, device, None if limit is None else limit())
+        known = operations.of(i for block in unknown.values() for i in block.c)
+        runner = _Runner(partition, sources, settings, device, None if limit is None else limit(), known)
         last = max((b.index for b in unknown.values()), default=-1)
         walks = 1 + settings.passes
         # The traced operations hold the casts that autocast made.
@@ -78,8 +80,8 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
                 memory.put(beginning, device, settings, known_beginning)
             for number in range(walks):
                 if number == 1:
-                    runner.timings.share(sum(cost.time for text in texts for cost in (
-                        found[text] if text in found else map(runner.cost, unknown[text].c))))
+                    runner.timings.share(sum(runner.cost(i).time for text in texts if text in unknown
+                                             for i in unknown[text].c if i not in known))
                 runner.start_walk(number)
                 for block in partition.blocks[:last + 1]:
                     if on_progress is not None:
@@ -89,6 +91,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
             found[text] = tuple(map(runner.cost, block.c))
             if runner.left_out.isdisjoint(block.c):
                 memory.put(text, device, settings, found[text])
+            operations.add(block.c, found[text], without=runner.left_out)
     assert known_beginning is not None
     costs: Costs = dict(zip(hoisted, known_beginning, strict=True))
     for block, text in zip(partition.blocks, texts, strict=True):
@@ -100,13 +103,12 @@ class _Runner:
     """Interprets a partition's operations on real tensors."""
 
     def __init__(self, partition: Partition, sources: Mapping[Source, torch.Tensor],
-                 settings: MeasureSettings, device: Device, limit: int | None) -> None:
-        self.partition = partition
-        self.program = partition.program
+                 settings: MeasureSettings, device: Device, limit: int | None, known: Costs) -> None:
+        self.partition, self.program = partition, partition.program
         self.cd = self.program.cd
-        self.sources = sources
-        self.settings = settings
+        self.sources, self.settings = sources, settings
         self.limit = limit
+        self.known = known          # C nodes that need not be measured
         self.values: dict[int, torch.Tensor] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         """Of D nodes that an operation has made: not always what its trace says."""
@@ -142,6 +144,8 @@ class _Runner:
 
     def cost(self, i: int) -> Cost:
         """Of a C node, by all runs that it has had."""
+        if i in self.known:
+            return self.known[i]
         if i not in self.keys:
             counted = self._counted[i]
             return Cost(counted.time * self._pace, counted.overhead, tuple(
@@ -152,7 +156,7 @@ class _Runner:
 
     @property
     def _pace(self) -> float:
-        """What this machine takes for a second that is counted, by the operations that were run."""
+        """What this machine takes for a second that is counted."""
         ran = [i for i in self.keys if i < len(self.cd.c)]
         counted = sum(self._counted[i].time for i in ran)
         return sum(self.timings.fastest(self.keys[i]) for i in ran) / counted if counted else 1.0
@@ -234,7 +238,7 @@ class _Runner:
 
     def _fits(self, i: int) -> bool:
         """Make room for a C node; False where there is none even when it is alone."""
-        self.over = None
+        self.over = self._surely_over(i)
         if self.limit is None:
             return True
         node, operation = self.cd.c[i], self.program.operation[i]
@@ -250,9 +254,16 @@ class _Runner:
             if self._level() + missing <= self.limit:
                 break
             del self.values[j]
-        if self._level() + missing > self.limit:
+        if self.over is None and self._level() + missing > self.limit:
             self.over = next((j for j in self.program.in_place.get(operation, ()) if self._ours(j)), None)
         return True
+
+    def _surely_over(self, i: int) -> int | None:
+        """The D node over which an operator of our own writes in every schedule, as nothing reads it later:
+        with a result of its own, it has work that is spared there."""
+        own = getattr(self.program.operation[i].target, "namespace", "") == "rkmate" and i >= self.cd.loss
+        return next((j for j in self.cd.c[i].donors if own and max(self.cd.readers[j]) == i and self._ours(j)
+                     and j not in {*self.cd.outputs, *self.program.pinned}), None)
 
     def value(self, node: fx.Node) -> Any:
         """A tensor, views derived from what holds their storage."""
@@ -272,9 +283,15 @@ class _Runner:
             return args[0].reshape(args[1])       # as the generated source has it
         return node.target(*args, **kwargs)
 
+    def _is_known(self, i: int) -> bool:
+        """Whether a C node need not be measured: what it makes is made up then, but for choices."""
+        if i in self.known and any(map(self._chooses, self.cd.c[i].outputs)) and self._fits(i):
+            self._keep(i, self._prepared(i)[0]())
+        return i in self.known
+
     def run(self, i: int, meter: PartsMeter | None = None) -> None:
         """Run a C node."""
-        if not self._fits(i):
+        if self._is_known(i) or not self._fits(i):
             return
         if meter is None:
             self._keep(i, self._prepared(i)[0]())
@@ -285,11 +302,11 @@ class _Runner:
             self.keys[part], self.metered[part] = other_key, (other_key, (), 0)
         call, key = self._prepared(i)
         self.keys[i] = key
-        self.metered[i] = (key, self._copied(i, call), 0 if self.over is None else self.cd.d[self.over].size)
-        if all(self.metered[part] in self.peaks for part in (i, *others)) \
-                and self._passed_over(i):
+        over = 0 if self.over is None else self.cd.d[self.over].size
+        self.metered[i] = (key, copied_forms(call, self._storages(i)), over)
+        if all(self.metered[part] in self.peaks for part in (i, *others)) and self._passed_over(i):
             return
-        longest = self._at_zero(i)
+        longest = at_zero(self.program.operation[i], self.value)
         if self.device.first_call_allocates:
             call()                       # not a part: what is taken for good is not temporary
         del call                         # nor are the copies that it holds
@@ -310,7 +327,7 @@ class _Runner:
     def run_timed(self, i: int) -> None:
         """Run a C node and time it, unless an equal operation has been timed often enough; the same
         for its other kernels, whose results go at once."""
-        if not self._fits(i):
+        if self._is_known(i) or not self._fits(i):
             return
         self._make_places(i)
         for other in self._alternatives(i).values():
@@ -368,27 +385,11 @@ class _Runner:
         args, kwargs = fx.node.map_arg((args, kwargs), self.value)
         return functools.partial(target, *args, **kwargs), signature(target, args, kwargs)
 
-    def _copied(self, i: int, call: functools.partial[Any]) -> tuple[Any, ...]:
-        """Forms of the arguments that were copied for a call: views that turned out to be none."""
+    def _storages(self, i: int) -> set[int]:
+        """Where the storages are that a C node reads."""
         places = [self.program.storage[n] for n in self.program.reads(i)]
-        there = {(self.values[p] if isinstance(p, int) else self.sources[p]).untyped_storage().data_ptr()
-                 for p in places if p in self.values or p in self.sources}
-        return tuple((tuple(a.shape), a.dtype) for a in pytree.tree_leaves((call.args, call.keywords))
-                     if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() not in there)
-
-    def _at_zero(self, i: int) -> list[Callable[[], Any]]:
-        """Calls that need as much temporary memory as any, where that depends on values."""
-        node = self.program.operation[i]
-        target: Any = node.target
-        place = LONGEST_AT_ZERO.get(target)
-        if place is None:
-            return []
-        args: list[Any] = [*fx.node.map_arg(node.args, self.value)]
-        every, one = torch.zeros_like(args[place]), torch.ones_like(args[place])
-        if one.numel():
-            one[(-1,) * one.dim()] = 0
-        return [functools.partial(target, *args[:place], zeros, *args[place + 1:])
-                for zeros in (every, one)]
+        return {(self.values[p] if isinstance(p, int) else self.sources[p]).untyped_storage().data_ptr()
+                for p in places if p in self.values or p in self.sources}
 
     def _keep(self, i: int, result: Any) -> None:
         if self.over is not None:

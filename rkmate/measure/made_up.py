@@ -3,9 +3,18 @@ form, and a range."""
 
 from __future__ import annotations
 
-import torch
+import functools
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch import fx
+
+from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
 from rkmate.ir.cd import DKind
+
+_DRAWN = 2**18
+"""So many numbers are drawn, and then repeated: drawing takes longer than writing."""
 
 
 def chooses(value: torch.Tensor) -> bool:
@@ -25,9 +34,26 @@ def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
         flat.fill_(flat.dtype == torch.bool)
     elif flat.dtype.itemsize == 1:
         flat.zero_()                                # nothing draws numbers of eight bits
-    elif kind == "grad":
-        flat.normal_(std=1e-2)
     else:
-        numbers = torch.view_as_real(flat) if flat.is_complex() else flat
-        numbers.uniform_(0.25, 0.75)
+        drawn = flat[:_DRAWN]
+        if kind == "grad":
+            drawn.normal_(std=1e-2)
+        else:
+            (torch.view_as_real(drawn) if drawn.is_complex() else drawn).uniform_(0.25, 0.75)
+        for start in range(_DRAWN, count, _DRAWN):
+            flat[start:start + _DRAWN].copy_(drawn[:count - start])
     return flat.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def at_zero(node: fx.Node, value: Callable[[fx.Node], Any]) -> list[Callable[[], Any]]:
+    """Calls that need as much temporary memory as any, where that depends on values. `value`: of an
+    operand."""
+    target: Any = node.target
+    place = LONGEST_AT_ZERO.get(target)
+    if place is None:
+        return []
+    args: list[Any] = [*fx.node.map_arg(node.args, value)]
+    every, one = torch.zeros_like(args[place]), torch.ones_like(args[place])
+    if one.numel():
+        one[(-1,) * one.dim()] = 0
+    return [functools.partial(target, *args[:place], zeros, *args[place + 1:]) for zeros in (every, one)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Hashable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ class CostMemory:
     def __init__(self, folder: Path | None) -> None:
         self._folder = None if folder is None else folder / "costs"
         self._known: dict[str, Numbers] = {}
+        self._operations: dict[str, dict[Hashable, Cost]] = {}
+
+    def operations(self, device: Device, settings: MeasureSettings) -> dict[Hashable, Cost]:
+        """Costs of single operations by their forms (`rkmate.measure.known`): in memory alone, to be read
+        and filled."""
+        return self._operations.setdefault(_key("", device, settings), {})
 
     def get(self, text: str, device: Device, settings: MeasureSettings, count: int) -> Numbers | None:
         """The costs of a block of `count` C nodes, or None when it was never measured so."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rkmate.device import Device
 from rkmate.measure.settings import MeasureSettings
@@ -51,7 +53,7 @@ class Timings:
 
     def share(self, step: float) -> None:
         """Decide how often each operation that was clocked is timed. `step`: seconds of all operations of a
-        step."""
+        step that are not known yet."""
         settings = self._settings
         allowance = max(settings.least_seconds, settings.share * step - self._spent)
         self._runs = runs_within(self._first, allowance, settings.passes * settings.repeats)
@@ -103,3 +105,10 @@ def signature(target: Any, args: Any, kwargs: Any) -> Any:
             return tuple(freeze(x) for x in a)
         return repr(a)
     return (target, freeze(args), tuple((k, freeze(v)) for k, v in sorted(kwargs.items())))
+
+
+def copied_forms(call: functools.partial[Any], there: Collection[int]) -> tuple[Any, ...]:
+    """Forms of the arguments that were copied for a call: views that turned out to be none. `there`: where
+    the storages are that it reads."""
+    return tuple((tuple(a.shape), a.dtype) for a in pytree.tree_leaves((call.args, call.keywords))
+                 if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() not in there)

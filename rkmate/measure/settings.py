@@ -18,7 +18,7 @@ class MeasureSettings:
     """An operation that has been timed for this long is not repeated further in a pass."""
     share: float = 0.4
     """Where all these runs would take longer than `least_seconds`, they may take this part of the seconds
-    that one step's operations take, and each operation an equal time: what is short runs often, what is long
-    once or twice. Its run for temporary memory is one of them."""
+    that one step's operations take, as far as they are not known, and each operation an equal time: what is
+    short runs often, what is long once or twice. Its run for temporary memory is one of them."""
     least_seconds: float = 3.0
     """So long the runs may take in any case."""

@@ -100,7 +100,8 @@ class Blocked:
     @property
     def concerned(self) -> Concerned:
         """Per name of a variant, the weights that it concerns in this model."""
-        return {"chunked-loss": self.linear_losses,
+        in_place = self.traced.settings.gradients == "in_place"
+        return {"chunked-loss": self.linear_losses, "grouped-loss": self.linear_losses if in_place else (),
                 "tiled-mlps": self.partition.program.joint.wide_mlps}
 
 
@@ -226,7 +227,7 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     variant = variant or first(traced.settings)
     with gc_pause():
         joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss,
-                         tiled_mlps=variant.tiled_mlps,
+                         tiled_mlps=variant.tiled_mlps, grouped_loss=variant.grouped_loss,
                          deferring=variant.chunked_loss and traced.settings.deferred_outputs != "never",
                          in_place=traced.settings.gradients == "in_place")
         program = lower(joint)

@@ -41,12 +41,17 @@ class Variant:
     """Whether the last products and their cross entropies are computed a few rows at a time."""
     tiled_mlps: bool = False
     """Whether wide MLPs run a few rows at a time."""
+    grouped_loss: bool = False
+    """Whether these run in groups of rows, of which a schedule keeps some, where their backward would compute
+    all again."""
     takes_longer: bool = False
     """Whether it computes more than the plain graph: it is tried where nothing else meets the budget."""
     note: str = ""
     """What its plans say, with ``{names}`` of the weights that it concerns."""
     combines: tuple[str, ...] = ()
     """Names of the variants before it in the table with which it can be combined."""
+    within: str = ""
+    """The name of the variant before it without which it is nothing."""
     of: tuple[Variant, ...] = ()
     """The rows of the table that it combines; empty for a row itself."""
 
@@ -57,18 +62,19 @@ class Variant:
 
     def when(self, settings: Settings) -> When:
         """When the settings want it."""
-        wanted = [getattr(settings, row.setting) for row in self.rows]
+        wanted = ["auto" if row.within and getattr(settings, row.setting) == "always"
+                  else getattr(settings, row.setting) for row in self.rows]
         return "never" if "never" in wanted else "auto" if "auto" in wanted or not wanted else "always"
 
     def notes(self, concerned: Concerned) -> str:
         """What its plans say."""
         return "; ".join(row.note.format(names=_listed(concerned[row.name]))
-                         for row in self.rows if concerned.get(row.name))
+                         for row in self.rows if row.note and concerned.get(row.name))
 
     def warning(self, reason: str, instead: str, concerned: Concerned) -> str:
         """What the user hears where it was taken. `reason`: why; `instead`: what the settings that forbid it
         lead to."""
-        never = ", ".join(f'{row.setting}="never"' for row in self.rows)
+        never = ", ".join(dict.fromkeys(f'{row.setting}="never"' for row in self.rows))
         return f"{reason}: {self.notes(concerned)}. {self.trades}. rkmate.Settings({never}) {instead}"
 
 
@@ -80,6 +86,13 @@ CHUNKED_LOSS = Variant(
     setting="chunked_loss",
     chunked_loss=True,
     note="the products with {names} and their cross entropies are computed a few rows at a time")
+GROUPED_LOSS = Variant(
+    "grouped-loss",
+    setting="chunked_loss",
+    grouped_loss=True,
+    note="as many of their rows as there is room for are kept for the backward",
+    combines=("chunked-loss",),
+    within="chunked-loss")
 TILED_MLPS = Variant(
     "tiled-mlps",
     trades="The gradients of these weights are the original's but for the order of their additions: "
@@ -88,8 +101,8 @@ TILED_MLPS = Variant(
     tiled_mlps=True,
     takes_longer=True,
     note="the MLPs of {names} run a few rows at a time",
-    combines=("chunked-loss",))
-VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, TILED_MLPS)
+    combines=("chunked-loss", "grouped-loss"))
+VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 
 
@@ -115,7 +128,8 @@ def others(settings: Settings, concerned: Concerned) -> tuple[Variant, ...]:
     more = [v for v in VARIANTS if v.setting and v.when(settings) == "auto" and concerned.get(v.name)]
     return tuple(together([v for v in VARIANTS if v in always or v in chosen])
                  for n in range(1, len(more) + 1) for chosen in itertools.combinations(more, n)
-                 if all(_combine(a, b) for a, b in itertools.combinations([*always, *chosen], 2)))
+                 if all(_combine(a, b) for a, b in itertools.combinations([*always, *chosen], 2))
+                 and {v.within for v in chosen if v.within} <= {v.name for v in (*always, *chosen)})
 
 
 def possible(settings: Settings) -> tuple[Variant, ...]:

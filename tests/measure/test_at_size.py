@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rkmate
 from rkmate.device.cpu import Cpu, EventsMeter
 from rkmate.measure import costs, runs
+from rkmate.measure.known import form_of
 from rkmate.measure.least import bytes_alone, hoisted, least_bytes
 from rkmate.measure.meter import measure_peak
 from rkmate.measure.remembered import CostMemory
@@ -24,6 +25,7 @@ from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline import prepare as pipeline
 from rkmate.pipeline.prepare import Blocked, Traced, block, trace, with_operation_costs
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.variants import CHUNKED_LOSS
 from rkmate.support.progress import Progress
 from tests.models import BANK
 
@@ -135,3 +137,47 @@ def test_the_smallest_budget_is_a_measured_one() -> None:
         rkmate.plan(model, (x,), budget=1, progress=False)
     least = caught.value.minimum_bytes
     assert rkmate.plan(model, (x,), budget=least, progress=False).peak_bytes <= least
+
+
+def _head(words: int) -> Blocked:
+    """A head over a vocabulary, whose weight is tied to the embedding."""
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.inner = nn.Embedding(words, 16), nn.Linear(16, 16)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.inner(self.embedding(ids)).tanh()
+            return nn.functional.cross_entropy(x @ self.embedding.weight.t(), ids)
+
+    ids = torch.randint(0, words, (64,))
+    return block(trace(Model(), (ids,), {}, Settings(), Progress(False)))
+
+
+def test_what_variants_have_in_common_runs_once() -> None:
+    """So that they are compared by the same numbers."""
+    blocked, memory = _head(20_000), CostMemory(None)
+    parts = [blocked, block(blocked.traced, CHUNKED_LOSS)]
+    costs_of = [costs.measure(b.partition, b.texts, b.traced.tensors, memory, MeasureSettings())
+                for b in parts]
+    by_form = [{form_of(n): costs_of[k][i] for i, n in enumerate(b.partition.program.operation)}
+               for k, b in enumerate(parts)]
+    common = by_form[0].keys() & by_form[1].keys()
+    assert len(common) > 5 and all(by_form[0][form] == by_form[1][form] for form in common)
+    assert by_form[1].keys() - common
+    with _Counting() as counting:
+        costs.measure(parts[1].partition, ["", *parts[1].texts[1:]], blocked.traced.tensors, memory)
+    assert not counting.calls[aten.mm.default]
+
+
+def test_what_always_writes_over_a_value_is_measured_so() -> None:
+    """The head's gradients are made for a gradient of one: nothing is left to do when that comes."""
+    blocked = block(_head(20_000).traced, CHUNKED_LOSS)
+    with _Counting() as counting:
+        found = with_operation_costs(blocked)
+    own = torch.ops.rkmate
+    assert counting.calls[own.scale_.default] and not counting.calls[own.scale.default]
+    scaled = [i for i, n in enumerate(blocked.partition.program.operation) if n.target is own.scale.default]
+    assert scaled and all(found.graph.c[i].donors for i in scaled)

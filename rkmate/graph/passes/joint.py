@@ -67,6 +67,8 @@ class Rewriting:
     """Whether linear losses are to be computed a few rows at a time."""
     tiled_mlps: bool = False
     """Whether wide MLPs are to run a few rows at a time."""
+    grouped_loss: bool = False
+    """Whether these may be computed by groups of rows, whose logits a schedule may keep."""
     in_place: bool = False
     """Whether gradients of parameters are added to what the caller holds, and handed to nobody."""
     nodes_before: int = field(init=False)
@@ -127,7 +129,8 @@ class Rewriting:
 
 
 def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-              tiled_mlps: bool = False, deferring: bool = False, in_place: bool = False) -> Rewriting:
+              tiled_mlps: bool = False, grouped_loss: bool = False, deferring: bool = False,
+              in_place: bool = False) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -138,7 +141,7 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss, tiled_mlps, in_place, deferring=deferring)
+        wanted, chunked_loss, tiled_mlps, grouped_loss, in_place, deferring=deferring)
 
 
 def copied(work: Rewriting) -> Rewriting:
@@ -151,7 +154,7 @@ def copied(work: Rewriting) -> Rewriting:
         graph, {copies[n]: s for n, s in work.sources.items()},
         [None if n is None else copies[n] for n in work.outputs],
         [(s, copies[n]) for s, n in work.mutations], [(s, copies[n]) for s, n in work.grads],
-        work.wanted, work.chunked_loss, work.tiled_mlps, work.in_place)
+        work.wanted, work.chunked_loss, work.tiled_mlps, work.grouped_loss, work.in_place)
 
 
 def adds(node: fx.Node) -> bool:

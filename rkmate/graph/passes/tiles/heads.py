@@ -18,6 +18,7 @@ from rkmate.graph.passes.dead_code import drop_dead
 from rkmate.graph.passes.joint import Rewriting, copied, is_backward
 from rkmate.graph.passes.tiles.build import default_parts
 from rkmate.graph.passes.tiles.forms import WHOLE
+from rkmate.graph.passes.tiles.groups import in_groups
 from rkmate.graph.passes.tiles.losses import by_rows
 from rkmate.graph.passes.tiles.region import Region, grow, makers_of, seeds_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes, tile
@@ -50,9 +51,12 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
                 if node.target is aten.nll_loss_forward.default:
                     by_rows(work, node)
             region = _region(work, seed, keep_outputs=keep_outputs)
-            if region is not None:
-                tile(work, region, "head", default_parts(region, seed.meta["val"]),
-                     apart=_with_bases(_seen(work, region)), in_forward=not work.in_place)
+            if region is None:
+                continue
+            apart = _with_bases(_seen(work, region))
+            if not (work.in_place and work.grouped_loss and in_groups(work, region, seed, apart)):
+                tile(work, region, "head", default_parts(region, seed.meta["val"]), apart=apart,
+                     in_forward=not work.in_place)
 
 
 def _shifts(work: Rewriting) -> Iterator[Shift]:

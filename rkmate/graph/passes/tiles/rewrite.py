@@ -47,7 +47,7 @@ def tile(work: Rewriting, region: Region, name: str, parts: int, *, apart: Colle
     return True
 
 
-def _results(work: Rewriting, region: Region, apart: Collection[fx.Node]) -> list[fx.Node]:
+def results_of(work: Rewriting, region: Region, apart: Collection[fx.Node]) -> list[fx.Node]:
     """The values of a region that others read; of a view, what it looks at."""
     found: dict[fx.Node, None] = {}
     for node in region.results(work.results()):
@@ -68,7 +68,7 @@ def _in_one_call(work: Rewriting, region: Region, late: set[fx.Node], apart: Col
     region.forms, region.sums = dict(region.forms), set(region.sums)
     if not close(region):
         return False
-    results = _results(work, region, apart)
+    results = results_of(work, region, apart)
     nodes = needed(region, results)
     makers = makers_of(nodes)
     before = [n for n in work.graph.nodes if n in makers and n not in nodes and (n in late or is_backward(n))]
@@ -117,7 +117,7 @@ def _one(work: Rewriting, tangent: fx.Node) -> fx.Node:
 
 def _in_two_calls(work: Rewriting, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
                   parts: int) -> bool:
-    results = _results(work, region, apart)
+    results = results_of(work, region, apart)
     of_backward = [n for n in results if n in late]
     # What is narrow, or summed up over all rows, is handed on; what is wide is computed again.
     handed = {n for n in region.forms if n not in late and not is_view(n) and (
