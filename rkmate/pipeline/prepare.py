@@ -100,7 +100,8 @@ class Blocked:
     def concerned(self) -> Concerned:
         """Per name of a variant, the weights that it concerns in this model."""
         return {"chunked-loss": self.linear_losses,
-                "tiled-mlps": self.partition.program.joint.wide_mlps}
+                "tiled-mlps": self.partition.program.joint.wide_mlps,
+                "channels-last": self.partition.program.joint.convolutions}
 
 
 class AsCheckpointed(NamedTuple):
@@ -219,7 +220,7 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     variant = variant or first(traced.settings)
     with gc_pause():
         joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss,
-                         tiled_mlps=variant.tiled_mlps,
+                         tiled_mlps=variant.tiled_mlps, channels_last=variant.channels_last,
                          deferring=variant.chunked_loss and traced.settings.deferred_outputs != "never",
                          in_place=traced.settings.gradients == "in_place")
         program = lower(joint)

@@ -32,6 +32,8 @@ class Joint:
     """Weights of products, followed by a cross entropy, that can be computed a few rows at a time."""
     wide_mlps: tuple[str, ...] = ()
     """First weights of MLPs that can run a few rows at a time."""
+    convolutions: tuple[str, ...] = ()
+    """Weights of convolutions whose images could have their channels last, and have not."""
     decisions: frozenset[fx.Node] = frozenset()
     """Operations of the forward whose outcome must stand: they run once."""
     deferred: tuple[Deferred, ...] = ()
@@ -67,6 +69,8 @@ class Rewriting:
     """Whether linear losses are to be computed a few rows at a time."""
     tiled_mlps: bool = False
     """Whether wide MLPs are to run a few rows at a time."""
+    channels_last: bool = False
+    """Whether convolutions are to have their channels last."""
     in_place: bool = False
     """Whether gradients of parameters are added to what the caller holds, and handed to nobody."""
     nodes_before: int = field(init=False)
@@ -77,6 +81,8 @@ class Rewriting:
     """As `Joint.linear_losses`, once they are known."""
     wide_mlps: tuple[str, ...] = ()
     """As `Joint.wide_mlps`, once they are known."""
+    convolutions: tuple[str, ...] = ()
+    """As `Joint.convolutions`, once they are known."""
     decisions: frozenset[fx.Node] = frozenset()
     """As `Joint.decisions`, once they are known."""
     deferring: bool = False
@@ -123,11 +129,12 @@ class Rewriting:
         """The graph as it stands."""
         return Joint(self.graph, self.sources, tuple(self.outputs), tuple(self.mutations),
                      tuple(self.grads), self.constant, self.wanted, self.nodes_before, self.linear_losses,
-                     self.wide_mlps, self.decisions, tuple(self.deferred))
+                     self.wide_mlps, self.convolutions, self.decisions, tuple(self.deferred))
 
 
 def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-              tiled_mlps: bool = False, deferring: bool = False, in_place: bool = False) -> Rewriting:
+              tiled_mlps: bool = False, channels_last: bool = False, deferring: bool = False,
+              in_place: bool = False) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -138,7 +145,7 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss, tiled_mlps, in_place, deferring=deferring)
+        wanted, chunked_loss, tiled_mlps, channels_last, in_place, deferring=deferring)
 
 
 def copied(work: Rewriting) -> Rewriting:
@@ -151,7 +158,7 @@ def copied(work: Rewriting) -> Rewriting:
         graph, {copies[n]: s for n, s in work.sources.items()},
         [None if n is None else copies[n] for n in work.outputs],
         [(s, copies[n]) for s, n in work.mutations], [(s, copies[n]) for s, n in work.grads],
-        work.wanted, work.chunked_loss, work.tiled_mlps, work.in_place)
+        work.wanted, work.chunked_loss, work.tiled_mlps, work.channels_last, work.in_place)
 
 
 def adds(node: fx.Node) -> bool:

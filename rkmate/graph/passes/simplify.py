@@ -21,18 +21,19 @@ graph that breaks an invariant is a bug of a pass, and nothing that a user could
 
 
 def simplify(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-             tiled_mlps: bool = False, deferring: bool = False, in_place: bool = False,
-             verify: bool | None = None) -> Joint:
+             tiled_mlps: bool = False, channels_last: bool = False, deferring: bool = False,
+             in_place: bool = False, verify: bool | None = None) -> Joint:
     """The graph that is planned.
 
     `wanted`: per output, whether its gradient will come. `chunked_loss`: compute linear losses a few
-    rows at a time, where there are any. `tiled_mlps`: the same of wide MLPs. `deferring`: leave wide outputs
-    without a gradient out of the step where that saves memory, to be computed when they are read. `in_place`:
-    add gradients of parameters to what the caller holds. `verify`: whether to check the graph after each pass
-    (None: as `VERIFY` says); raises `GraphError` that names the pass.
+    rows at a time, where there are any. `tiled_mlps`: the same of wide MLPs. `channels_last`: give
+    convolutions images with their channels last. `deferring`: leave wide outputs without a gradient out of
+    the step where that saves memory, to be computed when they are read. `in_place`: add gradients of
+    parameters to what the caller holds. `verify`: whether to check the graph after each pass (None: as
+    `VERIFY` says); raises `GraphError` that names the pass.
     """
-    work = rewriting(capture, wanted, chunked_loss=chunked_loss, tiled_mlps=tiled_mlps, deferring=deferring,
-                     in_place=in_place)
+    work = rewriting(capture, wanted, chunked_loss=chunked_loss, tiled_mlps=tiled_mlps,
+                     channels_last=channels_last, deferring=deferring, in_place=in_place)
     rewrite(work, REWRITINGS, verify=VERIFY if verify is None else verify)
     return work.joint()
 
