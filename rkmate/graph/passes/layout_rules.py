@@ -60,6 +60,19 @@ def is_channels_last(value: Any) -> bool:
     return form is not None and value.is_contiguous(memory_format=form) and not value.is_contiguous()
 
 
+def sizes_of_small_images(graph: fx.Graph) -> frozenset[torch.Size]:
+    """Heights and widths at which convolutions read more numbers of their weights than of images: to bring
+    weights into another layout would take longer than the images gain. Those of one pixel have but one."""
+    balance: dict[torch.Size, int] = {}
+    for node in graph.nodes:
+        if node.target is aten.convolution.default:
+            image, weight = (n.meta["val"] for n in node.args[:2])
+            out = node.meta["val"]
+            moved = weight.numel() if weight.shape[2:].numel() > 1 else 0
+            balance[out.shape[2:]] = balance.get(out.shape[2:], 0) + image.numel() + out.numel() - moved
+    return frozenset(size for size, images in balance.items() if images < 0)
+
+
 def like_in_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape have their elements in the same places: strides along dimensions of
     size one say nothing."""

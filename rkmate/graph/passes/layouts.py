@@ -3,13 +3,14 @@
 Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels lie side
 by side in memory. Each operation takes the layout of what it reads, so that one copy where images enter turns
 a network around. A copy is an ordinary computation: a planner keeps it, or makes it again. Weights are not
-copied: convolutions take them in either layout, and rearrange them for themselves in any case.
+copied: convolutions take them in either layout, and rearrange them for themselves. That takes time and memory,
+so that small images of many channels, beside which the weights are large, keep the layout they have.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,23 +21,30 @@ from rkmate.graph.capture.eager_kernels import as_eager_computes
 from rkmate.graph.capture.layouts import as_kernels_return_them
 from rkmate.graph.capture.operations import OpOverload, is_random, is_view
 from rkmate.graph.passes.joint import Rewriting, is_backward
-from rkmate.graph.passes.layout_rules import follows, is_channels_last, last_format, like_in_memory
+from rkmate.graph.passes.layout_rules import (
+    follows,
+    is_channels_last,
+    last_format,
+    like_in_memory,
+    sizes_of_small_images,
+)
 
 aten = torch.ops.aten
 
 
 def channels_last(work: Rewriting) -> None:
     """Name the convolutions that could have their channels last; where it is wanted, let them."""
+    small = sizes_of_small_images(work.graph)
     work.convolutions = tuple(dict.fromkeys(
         work.name(n.args[1]) for n in work.graph.nodes  # type: ignore[arg-type]
         if n.target is aten.convolution.default and (form := last_format(n.meta["val"])) is not None
-        and not n.meta["val"].is_contiguous(memory_format=form)))
+        and not n.meta["val"].is_contiguous(memory_format=form) and n.meta["val"].shape[2:] not in small))
     if work.channels_last and work.convolutions:
         with ExitStack() as stack:
             stack.enter_context(as_eager_computes())
             stack.enter_context(as_kernels_return_them())
             stack.enter_context(torch.no_grad())
-            _Turning(work).run()
+            _Turning(work, small).run()
 
 
 def layouts_of_gradients(work: Rewriting) -> None:
@@ -58,8 +66,9 @@ def layouts_of_gradients(work: Rewriting) -> None:
 class _Turning:
     """The graph while layouts go through it, in the order of its nodes."""
 
-    def __init__(self, work: Rewriting) -> None:
+    def __init__(self, work: Rewriting, small: Collection[torch.Size]) -> None:
         self.work = work
+        self.small = small
         self.graph = work.graph
         self.before: dict[fx.Node, Any] = {n: n.meta.get("val") for n in work.graph.nodes}
         """Values in the layout that they had."""
@@ -112,42 +121,45 @@ class _Turning:
         return is_view(node) or (follows(node) and all(map(_is_dense, _tensors(self.before[node]))))
 
     def _convolution(self, node: fx.Node) -> None:
-        """Convolutions take images with the channels last, if that is how they return them."""
+        """Convolutions take images with the channels last, if that is how they return them. (In that layout
+        already: a weight may see to it.)"""
         image: fx.Node = node.args[0]  # type: ignore[assignment]
-        value, form = image.meta["val"], last_format(image.meta["val"])
+        form = self._format(image, node.meta["val"])
         if form is None or _value(node).is_contiguous(memory_format=form):
             return
-        with value.fake_mode:
-            turned = value.clone(memory_format=form)
+        turned = _cloned(image.meta["val"], form)
         if _value(node, {image: turned}).is_contiguous(memory_format=form):
             node.replace_input_with(image, self._laid_out(image, turned, node, node))
 
     def _take_copies(self, node: fx.Node) -> None:
         """A convolution's gradients read the copy that it has read itself."""
         image: fx.Node = node.args[1]  # type: ignore[assignment]
-        form = last_format(image.meta["val"])
+        form = self._format(image, node.args[0].meta["val"])  # type: ignore[union-attr]
         if form is not None:
-            with image.meta["val"].fake_mode:
-                turned = image.meta["val"].clone(memory_format=form)
-            copy = self.copies.get((image, turned.stride()))
+            copy = self.copies.get((image, _cloned(image.meta["val"], form).stride()))
             if copy is not None:
                 node.replace_input_with(image, copy)
 
+    def _format(self, image: fx.Node, out: torch.Tensor) -> torch.memory_format | None:
+        """The layout that a convolution of an image should have, by its result."""
+        form = last_format(image.meta["val"])
+        return form if form is None or out.shape[2:] not in self.small else torch.contiguous_format
+
     def _even(self, node: fx.Node) -> None:
-        """Where some images have their channels last, all those of their size have: mixed layouts are slow,
-        and would go on."""
+        """Images that an operation reads together have one layout: mixed ones are slow, and would go on."""
         last = next((n for n in node.all_input_nodes if is_channels_last(n.meta.get("val"))), None)
         if last is None or is_view(node):
             return
         like = last.meta["val"]
-        for other in node.all_input_nodes:
-            value = other.meta.get("val")
-            form = last_format(value)
-            if form is not None and value.is_contiguous() and not value.is_contiguous(memory_format=form) \
-                    and (value.shape[0], value.shape[2:]) == (like.shape[0], like.shape[2:]):
-                with value.fake_mode:
-                    turned = value.clone(memory_format=form)
-                node.replace_input_with(other, self._laid_out(other, turned, node, node))
+        alike = [n for n in node.all_input_nodes if (form := last_format(v := n.meta.get("val"))) is not None
+                 and v.is_contiguous() != v.is_contiguous(memory_format=form)
+                 and (v.shape[0], v.shape[2:]) == (like.shape[0], like.shape[2:])]
+        wanted = self._format(last, like)
+        assert wanted is not None
+        for n in alike if any(n.meta["val"].is_contiguous() for n in alike) else ():
+            if not n.meta["val"].is_contiguous(memory_format=wanted):
+                turned = _cloned(n.meta["val"], wanted)
+                node.replace_input_with(n, self._laid_out(n, turned, node, node))
 
     def _restore(self, node: fx.Node) -> None:
         """Let an operation read what it has read before."""
@@ -204,6 +216,12 @@ def _value(node: fx.Node, instead: dict[fx.Node, Any] | None = None) -> Any:
     mode = next(v.fake_mode for n in node.all_input_nodes for v in _tensors(n.meta["val"]))
     with mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _cloned(value: Any, form: torch.memory_format) -> torch.Tensor:
+    with value.fake_mode:
+        turned: torch.Tensor = value.clone(memory_format=form)
+    return turned
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
