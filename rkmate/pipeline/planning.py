@@ -70,8 +70,8 @@ class Attempt:
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     """The fastest plan that a planner finds within a budget, over the variants of the graph.
 
-    Where the first variant's step fits whole, it is taken, unless the user asked for others. A fraction is one of the peak of the first
-    variant, which ``Settings.fraction_of`` chooses where the model checkpoints.
+    Where the first variant's step fits whole, it is taken, unless the user asked for others. A fraction is
+    one of the peak of the first variant, which ``Settings.fraction_of`` chooses where the model checkpoints.
 
     Raises:
         InfeasibleBudget: the planner has a schedule within a larger budget only, in every variant; it says
@@ -122,8 +122,8 @@ def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
 
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
-    """Whether another variant is worth preparing, beside a plan of the first one or of another. How long other
-    kernels take is not known before."""
+    """Whether another variant is worth preparing, beside a plan of the first one or of another. How long
+    other kernels take is not known before."""
     if variant.takes_longer or (variant.saves_memory and prepared.baseline_peak <= limit):
         return False
     return variant.channels_last != prepared.blocked.variant.channels_last \

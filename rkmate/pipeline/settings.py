@@ -62,9 +62,9 @@ class Settings:
     product again, and the last bits of their weights' gradients differ."""
     layouts: Layouts = "keep"
     """The memory layout of images. ``"keep"``: as the model has it, bit for bit. ``"channels_last"``:
-    convolutions, and what is between them, work with the channels last. ``"auto"``: where the step is measured
-    to be faster by more than a percent, at any budget. Other kernels then do the work, so that last bits differ.
-    Parameters, outputs and gradients keep the layout that they have."""
+    convolutions, and what is between them, work with the channels last. ``"auto"``: where the step is
+    measured to be faster by more than a percent, at any budget. Other kernels then do the work, so that last
+    bits differ. Parameters, outputs and gradients keep the layout that they have."""
     gradients: Gradients = "returned"
     """``"returned"``: autograd gets the gradients of parameters, one after the other. ``"in_place"``: the
     step itself adds them to what stands in ``.grad``, so that none is a tensor of its own; hooks on

@@ -109,14 +109,12 @@ class _Patches(nn.Module):
 
 def _shuffled(x: torch.Tensor) -> torch.Tensor:
     a, b = x.chunk(2, 1)
-    n, c, h, w = x.shape
-    return torch.stack((a.sin(), b), 2).reshape(n, c, h, w)
+    return torch.stack((a.sin(), b), 2).reshape(x.shape)
 
 
 def _windows(x: torch.Tensor) -> torch.Tensor:
-    n, c, h, w = x.shape
     y = x.unfold(2, 4, 4).unfold(3, 4, 4).sum((-1, -2))
-    return x + F.interpolate(y, (h, w), mode="nearest") + torch.fft.fft2(x).real / 16
+    return x + F.interpolate(y, scale_factor=4.0, mode="nearest") + torch.fft.fft2(x).real / 16
 
 
 BETWEEN: dict[str, Callable[[], nn.Module]] = {
@@ -173,3 +171,35 @@ class _Line(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.last(self.first(x).flatten(2))
         return out
+
+
+class Network(nn.Module):
+    """Operations on images of eight channels, each on one or two of the images before it."""
+
+    def __init__(self, program: list[tuple[str, int, int]], first: bool) -> None:
+        super().__init__()
+        self.program = program
+        self.first = nn.Conv2d(3, 8, 3, padding=1) if first else nn.Conv2d(3, 8, 1)
+        self.convs = nn.ModuleList(
+            nn.Conv2d(8, 8, 3, padding=1, groups=8 if kind == "deep" else 1) for kind, _, _ in program)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = [self.first(x), F.pad(x, (0, 0, 0, 0, 0, 5)).cos()]
+        for (kind, a, b), conv in zip(self.program, self.convs, strict=True):
+            one, other = images[a % len(images)], images[b % len(images)]
+            if kind in ("conv", "deep"):
+                one = conv(one)
+            elif kind == "up":
+                one = F.interpolate(one, scale_factor=2.0)[:, :, 4:12, 4:12]
+            elif kind == "pool":
+                one = F.max_pool2d(one, 3, 1, 1)
+            elif kind == "add":
+                one = one + 0.5 * other
+            elif kind == "cat":
+                one = torch.cat((one[:, :3], other[:, 3:]), 1)
+            elif kind == "rows":
+                one = one.flatten(2).softmax(-1).reshape(one.shape)
+            else:
+                one = F.relu(one)
+            images.append(one)
+        return images[-1] + images[len(images) // 2]

@@ -1,7 +1,8 @@
 """Memory layouts of images: which there are, and which operations work with any.
 
-Kernels that are reached through a function which first makes its arguments contiguous (attention; a group norm
-on an accelerator) read wrong numbers in another layout: what is not listed here keeps the layout it had.
+Kernels that are reached through a function which first makes its arguments contiguous (attention; a group
+norm on an accelerator) read wrong numbers in another layout: what is not listed here keeps the layout it
+had.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _NAMES = (
     "sum", "mean", "var", "var_mean", "amax", "amin", "_softmax", "_softmax_backward_data", "_log_softmax",
     "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward", "mm", "addmm", "bmm",
     "baddbmm", "clone", "_to_copy", "copy", "cat", "stack", "constant_pad_nd", "slice_backward",
-    "select_backward", "index", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_empty",
-    "new_full", "new_ones", "mse_loss", "nll_loss2d_forward", "nll_loss2d_backward",
+    "select_backward", "index", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros",
+    "new_empty", "new_full", "new_ones", "mse_loss", "nll_loss2d_forward", "nll_loss2d_backward",
     # Of images.
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit",
     "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",

@@ -3,14 +3,15 @@
 Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels lie side
 by side in memory. Each operation takes the layout of what it reads, so that one copy where images enter turns
 a network around. A copy is an ordinary computation: a planner keeps it, or makes it again. Weights are not
-copied: convolutions take them in either layout, and rearrange them for themselves. That takes time and memory,
-so that small images of many channels, beside which the weights are large, keep the layout they have.
+copied: convolutions take them in either layout, and rearrange them for themselves. That takes time and
+memory, so that small images of many channels, beside which the weights are large, keep the layout they have.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -36,7 +37,7 @@ def channels_last(work: Rewriting) -> None:
     """Name the convolutions that could have their channels last; where it is wanted, let them."""
     small = sizes_of_small_images(work.graph)
     work.convolutions = tuple(dict.fromkeys(
-        work.name(n.args[1]) for n in work.graph.nodes  # type: ignore[arg-type]
+        work.name(n.args[1]) for n in work.graph.nodes
         if n.target is aten.convolution.default and (form := last_format(n.meta["val"])) is not None
         and not n.meta["val"].is_contiguous(memory_format=form) and n.meta["val"].shape[2:] not in small))
     if work.channels_last and work.convolutions:
@@ -92,7 +93,7 @@ class _Turning:
 
     def _visit(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
-            node.meta["val"] = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr, index]
+            node.meta["val"] = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr]
             return
         if node.target is aten.convolution.default:
             self._convolution(node)
@@ -151,9 +152,7 @@ class _Turning:
         if last is None or is_view(node):
             return
         like = last.meta["val"]
-        alike = [n for n in node.all_input_nodes if (form := last_format(v := n.meta.get("val"))) is not None
-                 and v.is_contiguous() != v.is_contiguous(memory_format=form)
-                 and (v.shape[0], v.shape[2:]) == (like.shape[0], like.shape[2:])]
+        alike = [n for n in node.all_input_nodes if _is_image_beside(n.meta.get("val"), like)]
         wanted = self._format(last, like)
         assert wanted is not None
         for n in alike if any(n.meta["val"].is_contiguous() for n in alike) else ():
@@ -183,7 +182,7 @@ class _Turning:
         operation that needs it."""
         key = node, tuple(wanted.stride())
         if key not in self.copies:
-            insert: Callable[..., fx.Node] = lambda *a, **k: _inserted(self.graph, point, like, *a, **k)
+            insert = functools.partial(_inserted, self.graph, point, like)
             value, form = node.meta["val"], last_format(wanted)
             if like_in_memory(value, wanted):
                 made = insert(aten.as_strided.default, (node, list(wanted.shape), list(wanted.stride())))
@@ -191,12 +190,20 @@ class _Turning:
                 made = insert(aten.clone.default, (node,), memory_format=torch.contiguous_format
                               if wanted.is_contiguous() else form)
             else:
-                order = sorted(range(wanted.dim()), key=lambda d: (-wanted.stride(d), -wanted.shape[d]))
+                places = list(zip(wanted.stride(), wanted.shape, strict=True))
+                order = sorted(range(len(places)), key=lambda d: places[d], reverse=True)
                 made = insert(aten.permute.default, (node, order))
                 made = insert(aten.clone.default, (made,), memory_format=torch.contiguous_format)
                 made = insert(aten.permute.default, (made, [order.index(d) for d in range(len(order))]))
             self.copies[key] = made
         return self.copies[key]
+
+
+def _is_image_beside(value: Any, like: torch.Tensor) -> bool:
+    """Whether a tensor is an image in one of the two layouts, as many and as large as another."""
+    form = last_format(value)
+    return form is not None and value.is_contiguous() != value.is_contiguous(memory_format=form) \
+        and bool((value.shape[0], value.shape[2:]) == (like.shape[0], like.shape[2:]))
 
 
 def _inserted(graph: fx.Graph, point: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...],
@@ -213,7 +220,7 @@ def _value(node: fx.Node, instead: dict[fx.Node, Any] | None = None) -> Any:
     """What an operation returns for the values of its inputs. `instead`: other values of some."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs),
                                    lambda n: (instead or {}).get(n, n.meta["val"]))
-    mode = next(v.fake_mode for n in node.all_input_nodes for v in _tensors(n.meta["val"]))
+    mode: Any = next(v.fake_mode for n in node.all_input_nodes for v in _tensors(n.meta["val"]))  # type: ignore[attr-defined]
     with mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 

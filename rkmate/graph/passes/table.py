@@ -54,10 +54,10 @@ REWRITINGS = (
          "Aliases, and copies with their input's layout, would each be a tensor and a call more.",
          drop_copies),
     Pass("channels last", "simplify",
-         "Kernels of convolutions, batch norms and poolings may be faster on images whose channels lie side by "
-         "side. Where it is asked for, networks of convolutions get them so; last bits differ, as other "
+         "Kernels of convolutions, batch norms and poolings may be faster on images whose channels lie side "
+         "by side. Where it is asked for, networks of convolutions get them so; last bits differ, as other "
          "kernels do the work.",
-         channels_last),
+         channels_last, ()),
     Pass("written parts", "simplify",
          "Kernels that work tile by tile write and read a part of one buffer; in a trace each write would "
          "copy the whole buffer.",
