@@ -125,7 +125,7 @@ def test_networks_in_double_precision(make: Callable[[], Sample]) -> None:
     sample = make()
     double = Sample(sample.model.double(), *pytree.tree_map(
         lambda t: t.double() if t.is_floating_point() else t, (sample.args, sample.kwargs)), sample.loss)
-    module = rkmate.wrap(copy.deepcopy(double.model), double.args, double.kwargs, budget=0.8, progress=False,
+    module = rkmate.wrap(copy.deepcopy(double.model), double.args, double.kwargs, budget=1.0, progress=False,
                          settings=COUNTED)
     expected, found = trace_step(double.model, double, 1), trace_step(module, double, 1)
     for name, grad in expected.gradients.items():
