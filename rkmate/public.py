@@ -89,6 +89,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             wide products and their losses are computed a few rows at a time (``"auto"``: where the step
             does not fit whole and that is faster, or nothing else fits; ``"always"``; ``"never"``);
             ``tiled_mlps``, the same of wide MLPs (``"auto"``: where nothing else fits);
+            ``layouts``, whether networks of convolutions work with their channels last (``"keep"``, the
+            default, bit for bit; ``"auto"``: where that is measured to be faster; ``"channels_last"``);
             ``deferred_outputs``, whether logits beside such a loss are computed when they are read
             (``"auto"``, ``"never"``); ``opaque``, submodules that run as they are, where they cannot be
             captured; ``planner``, how long the default planner looks

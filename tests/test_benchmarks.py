@@ -61,3 +61,15 @@ def test_a_large_vocabulary(on_the_path: None, capsys: pytest.CaptureFixture[str
     vocabulary.main()
     last = capsys.readouterr().out.splitlines()[-1]
     assert float(last.split("|")[3]) <= 1e-5
+
+
+@pytest.mark.slow
+def test_layouts(on_the_path: None, capsys: pytest.CaptureFixture[str],
+                 monkeypatch: pytest.MonkeyPatch) -> None:
+    import layouts
+
+    monkeypatch.setattr(sys, "argv", ["layouts.py", "--small", "--models", "regnet", "unet", "--fractions",
+                                      "1.0", "--steps", "1"])
+    layouts.main()
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == 8 and all(row.count("|") == 6 for row in rows)

@@ -21,7 +21,7 @@ from rkmate.measure.temporaries import bytes_of, bytes_of_parts
 from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of, warn_of
-from rkmate.pipeline.prepare import Prepared, Traced, block, with_operation_costs
+from rkmate.pipeline.prepare import Prepared, Traced, block, prepare, with_operation_costs
 from rkmate.pipeline.room import room_within
 from rkmate.pipeline.variants import Variant, first, is_faster, named
 from rkmate.planners.chain_search import ChainSearch
@@ -61,18 +61,26 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
 
     `traced`: the new size. `measured`: measure its costs, and scale none. Only the default way of planning
     is short-cut: what a planner of another name is asked for is that planner's. Of variants of the graph,
-    those that known plans run over are compared; the first alone where that fits whole.
+    those that known plans run over are compared; where the first fits whole, those that save memory are not.
     """
     method = find_planner(planner, traced.settings.of_planner)
     if not isinstance(method, Composed) or not known or traced.settings.calls != 1:
         return None
     plain = first(traced.settings)
     taken: Planned | None = None
-    for variant in sorted({named(k.plan.variant) for k in known}, key=lambda v: (v != plain, v.name)):
+    variants = sorted({named(k.plan.variant) for k in known}, key=lambda v: (v != plain, v.name))
+    if traced.settings.layouts == "auto" and plain not in variants:
+        # In another layout a step may take more: a fraction stays one of the original's peak.
+        budget = Budget(bytes=limit_of(prepare(traced, limit=room_within(budget)), budget))
+    whole = False
+    for variant in variants:
+        if whole and variant.saves_memory:
+            continue
         found = _of_variant(traced, variant, budget, method, known, measured=measured)
         if variant == plain:
-            if found is None or found.plan.baseline_peak_bytes <= found.plan.budget_bytes:
-                return found
+            if found is None:
+                return None
+            whole = found.plan.baseline_peak_bytes <= found.plan.budget_bytes
             budget = Budget(bytes=found.plan.budget_bytes)
         if found is not None and (taken is None or is_faster(found.plan.step_seconds,
                                                              taken.plan.step_seconds, variant)):

@@ -71,8 +71,8 @@ class Attempt:
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     """The fastest plan that a planner finds within a budget, over the variants of the graph.
 
-    Where the first variant's step fits whole, it is taken. A fraction is one of the peak of the first
-    variant, which ``Settings.fraction_of`` chooses where the model checkpoints.
+    Where the first variant's step fits whole, it is taken, unless the user asked for others. A fraction is
+    one of the peak of the first variant, which ``Settings.fraction_of`` chooses where the model checkpoints.
 
     On a device with a caching allocator, fragments count, too: a budget that is a share of the device has to
     hold them, and where others leave many, there is a warning.
@@ -133,9 +133,12 @@ def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
 
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
-    """Whether another variant is worth preparing, beside a plan of the first one or of another."""
-    return not variant.takes_longer and prepared.baseline_peak > limit \
-        and may_be_faster(plan.step_seconds, prepared.graph, variant)
+    """Whether another variant is worth preparing, beside a plan of the first one or of another. How long
+    other kernels take is not known before."""
+    if variant.takes_longer or (variant.saves_memory and prepared.baseline_peak <= limit):
+        return False
+    return variant.channels_last != prepared.blocked.variant.channels_last \
+        or may_be_faster(plan.step_seconds, prepared.graph, variant)
 
 
 def _is_worth_solving(plan: Plan, prepared: Prepared, method: Planner, limit: int) -> bool:
@@ -197,12 +200,18 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
     prepared = prepare(traced)
     blocked, method = prepared.blocked, find_planner(planner, traced.settings.of_planner)
     variants = (blocked.variant, *others(traced.settings, blocked.concerned))
-    made: dict[Variant, Solved] = {}
+    made = {blocked.variant: prepared}
+    known: dict[Variant, Solved] = {}
+
+    def prepared_of(variant: Variant) -> Prepared:
+        if variant not in made:
+            made[variant] = prepare(traced, variant)
+        return made[variant]
 
     def solved_of(variant: Variant) -> Solved:
-        if variant not in made:
-            made[variant] = solve(prepared if variant is blocked.variant else prepare(traced, variant))
-        return made[variant]
+        if variant not in known:
+            known[variant] = solve(prepared_of(variant))
+        return known[variant]
 
     if budgets is None:
         lows = [low for v in variants if (low := smallest_of(solved_of(v), method, 0)) is not None]
@@ -221,9 +230,9 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
             n for n in limits if n not in plans or _may_win(plans[n], prepared, n, variant)})
         if not todo:
             continue
-        whole = variant is blocked.variant and _all_fit(prepared, method, todo)
-        solved = None if whole else solved_of(variant)
-        found, errors = _curve(prepared if solved is None else solved.prepared, solved, method, todo)
+        here = prepared_of(variant)
+        solved = None if _all_fit(here, method, todo) else solved_of(variant)
+        found, errors = _curve(here, solved, method, todo)
         if variant is blocked.variant:
             before = dict(found)
         plans |= {n: plan for n, plan in found.items()
@@ -234,8 +243,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
         raise error_of_all(refused[limit], method)
     for variant in variants:
         for limit in sorted(n for n, plan in plans.items() if plan.variant == variant.name)[:1]:
-            here = prepared if variant is blocked.variant else solved_of(variant).prepared
-            warn_of(here, _reason(plans[limit], before.get(limit)))
+            warn_of(prepared_of(variant), _reason(plans[limit], before.get(limit)))
     return [_against(plans[limit], before.get(limit), prepared) for limit in limits]
 
 
@@ -378,5 +386,6 @@ def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:
     """Say which variant was taken, where it is not the settings' first. `reason`: why, and what the settings
     that forbid it lead to."""
     blocked = prepared.blocked
-    if blocked.variant.trades and blocked.variant != first(blocked.traced.settings):
+    always = first(blocked.traced.settings).rows
+    if any(row.trades and not row.asked_for and row not in always for row in blocked.variant.rows):
         warn(blocked.variant.warning(*reason, blocked.concerned))

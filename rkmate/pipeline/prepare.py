@@ -102,7 +102,8 @@ class Blocked:
         """Per name of a variant, the weights that it concerns in this model."""
         in_place = self.traced.settings.gradients == "in_place"
         return {"chunked-loss": self.linear_losses, "grouped-loss": self.linear_losses if in_place else (),
-                "tiled-mlps": self.partition.program.joint.wide_mlps}
+                "tiled-mlps": self.partition.program.joint.wide_mlps,
+                "channels-last": self.partition.program.joint.convolutions}
 
 
 class AsCheckpointed(NamedTuple):
@@ -228,6 +229,7 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     with gc_pause():
         joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss,
                          tiled_mlps=variant.tiled_mlps, grouped_loss=variant.grouped_loss,
+                         channels_last=variant.channels_last,
                          deferring=variant.chunked_loss and traced.settings.deferred_outputs != "never",
                          in_place=traced.settings.gradients == "in_place")
         program = lower(joint)

@@ -20,6 +20,7 @@ CostSource = Literal["measured", "analytic"]
 Trains = Literal["all"] | tuple[str | int, ...] | None
 """Outputs that the loss leads to: all, or those of these names and numbers; None: see `Settings.trains`."""
 When = Literal["auto", "always", "never"]
+Layouts = Literal["keep", "auto", "channels_last"]
 Gradients = Literal["returned", "in_place"]
 
 
@@ -59,6 +60,11 @@ class Settings:
     """Run wide MLPs a few rows at a time: where nothing else meets the budget, always, or never. What they
     hold between their two products then does not grow with the sequence; the backward computes the first
     product again, and the last bits of their weights' gradients differ."""
+    layouts: Layouts = "keep"
+    """The memory layout of images. ``"keep"``: as the model has it, bit for bit. ``"channels_last"``:
+    convolutions, and what is between them, work with the channels last. ``"auto"``: where the step is
+    measured to be faster by more than a percent, at any budget. Other kernels then do the work, so that last
+    bits differ. Parameters, outputs and gradients keep the layout that they have."""
     gradients: Gradients = "returned"
     """``"returned"``: autograd gets the gradients of parameters, one after the other. ``"in_place"``: the
     step itself adds them to what stands in ``.grad``, so that none is a tensor of its own; hooks on
@@ -91,6 +97,7 @@ class Settings:
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
                                      ("deferred_outputs", self.deferred_outputs, ("auto", "never")),
                                      ("tiled_mlps", self.tiled_mlps, ("auto", "always", "never")),
+                                     ("layouts", self.layouts, ("keep", "auto", "channels_last")),
                                      ("fraction_of", self.fraction_of, ("plain", "checkpointed"))):
             if value not in allowed:
                 raise ArgumentError(f"{name} is {value!r}; it should be "

@@ -1,9 +1,10 @@
 """The variants of a model's graph: each trades something else than time for memory.
 
-Where the step fits whole, nothing is traded. Else every variant that the settings allow, and that the graph
-has a place for, is planned; the fastest plan counts (`rkmate.pipeline.planning`). One that computes more than
-the plain graph is planned where the others meet no budget. The pipeline prepares
-a variant when its turn comes, from the same capture.
+Where the step fits whole, nothing is traded for memory. Else every variant that the settings allow, and that
+the graph has a place for, is planned; the fastest plan counts (`rkmate.pipeline.planning`). One that computes
+more than the plain graph is planned where the others meet no budget. One that the user asked for because its
+kernels may be faster is compared at every budget. The pipeline prepares a variant when its turn comes, from
+the same capture.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class Variant:
     grouped_loss: bool = False
     """Whether these run in groups of rows, of which a schedule keeps some, where their backward would compute
     all again."""
+    channels_last: bool = False
+    """Whether convolutions have their channels last."""
+    asked_for: bool = False
+    """Whether the user asked for it at any budget: it is compared where the step fits whole, too, and nobody
+    is warned of it."""
     takes_longer: bool = False
     """Whether it computes more than the plain graph: it is tried where nothing else meets the budget."""
     note: str = ""
@@ -60,10 +66,15 @@ class Variant:
         """The rows of the table that it is made of: none for the plain one."""
         return self.of or ((self,) if self.setting else ())
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether a row of it is there for budgets that do not hold the whole step."""
+        return any(not row.asked_for for row in self.rows)
+
     def when(self, settings: Settings) -> When:
         """When the settings want it."""
-        wanted = ["auto" if row.within and getattr(settings, row.setting) == "always"
-                  else getattr(settings, row.setting) for row in self.rows]
+        wanted = ["auto" if row.within and said == "always" else said
+                  for row in self.rows for said in [_said(settings, row)]]
         return "never" if "never" in wanted else "auto" if "auto" in wanted or not wanted else "always"
 
     def notes(self, concerned: Concerned) -> str:
@@ -74,8 +85,10 @@ class Variant:
     def warning(self, reason: str, instead: str, concerned: Concerned) -> str:
         """What the user hears where it was taken. `reason`: why; `instead`: what the settings that forbid it
         lead to."""
-        never = ", ".join(dict.fromkeys(f'{row.setting}="never"' for row in self.rows))
-        return f"{reason}: {self.notes(concerned)}. {self.trades}. rkmate.Settings({never}) {instead}"
+        rows = [row for row in self.rows if not row.asked_for]
+        never = ", ".join(dict.fromkeys(f'{row.setting}="never"' for row in rows))
+        part = together(rows)
+        return f"{reason}: {part.notes(concerned)}. {part.trades}. rkmate.Settings({never}) {instead}"
 
 
 PLAIN = Variant("plain")
@@ -102,8 +115,25 @@ TILED_MLPS = Variant(
     takes_longer=True,
     note="the MLPs of {names} run a few rows at a time",
     combines=("chunked-loss", "grouped-loss"))
-VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS)
+CHANNELS_LAST = Variant(
+    "channels-last",
+    trades="Other kernels do the work: last bits differ",
+    setting="layouts",
+    channels_last=True,
+    asked_for=True,
+    note="the convolutions with {names} have their channels last",
+    combines=("chunked-loss", "grouped-loss", "tiled-mlps"))
+_WHEN: dict[str, When] = {"keep": "never", "channels_last": "always"}
+"""What the names of layouts say of a variant."""
+VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST)
 """The rows of the table. Those that can be combined are tried alone, and together."""
+
+
+def _said(settings: Settings, row: Variant) -> When:
+    """What the setting of a row says of it."""
+    said = getattr(settings, row.setting)
+    found: When = _WHEN.get(said, said)
+    return found
 
 
 def together(rows: Sequence[Variant]) -> Variant:

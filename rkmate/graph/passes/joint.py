@@ -32,6 +32,8 @@ class Joint:
     """Weights of products, followed by a cross entropy, that can be computed a few rows at a time."""
     wide_mlps: tuple[str, ...] = ()
     """First weights of MLPs that can run a few rows at a time."""
+    convolutions: tuple[str, ...] = ()
+    """Weights of convolutions whose images could have their channels last, and have not."""
     decisions: frozenset[fx.Node] = frozenset()
     """Operations of the forward whose outcome must stand: they run once."""
     deferred: tuple[Deferred, ...] = ()
@@ -69,6 +71,8 @@ class Rewriting:
     """Whether wide MLPs are to run a few rows at a time."""
     grouped_loss: bool = False
     """Whether these may be computed by groups of rows, whose logits a schedule may keep."""
+    channels_last: bool = False
+    """Whether convolutions are to have their channels last."""
     in_place: bool = False
     """Whether gradients of parameters are added to what the caller holds, and handed to nobody."""
     nodes_before: int = field(init=False)
@@ -79,6 +83,8 @@ class Rewriting:
     """As `Joint.linear_losses`, once they are known."""
     wide_mlps: tuple[str, ...] = ()
     """As `Joint.wide_mlps`, once they are known."""
+    convolutions: tuple[str, ...] = ()
+    """As `Joint.convolutions`, once they are known."""
     decisions: frozenset[fx.Node] = frozenset()
     """As `Joint.decisions`, once they are known."""
     deferring: bool = False
@@ -125,12 +131,12 @@ class Rewriting:
         """The graph as it stands."""
         return Joint(self.graph, self.sources, tuple(self.outputs), tuple(self.mutations),
                      tuple(self.grads), self.constant, self.wanted, self.nodes_before, self.linear_losses,
-                     self.wide_mlps, self.decisions, tuple(self.deferred))
+                     self.wide_mlps, self.convolutions, self.decisions, tuple(self.deferred))
 
 
 def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-              tiled_mlps: bool = False, grouped_loss: bool = False, deferring: bool = False,
-              in_place: bool = False) -> Rewriting:
+              tiled_mlps: bool = False, grouped_loss: bool = False, channels_last: bool = False,
+              deferring: bool = False, in_place: bool = False) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -141,7 +147,7 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss, tiled_mlps, grouped_loss, in_place, deferring=deferring)
+        wanted, chunked_loss, tiled_mlps, grouped_loss, channels_last, in_place, deferring=deferring)
 
 
 def copied(work: Rewriting) -> Rewriting:
@@ -154,7 +160,8 @@ def copied(work: Rewriting) -> Rewriting:
         graph, {copies[n]: s for n, s in work.sources.items()},
         [None if n is None else copies[n] for n in work.outputs],
         [(s, copies[n]) for s, n in work.mutations], [(s, copies[n]) for s, n in work.grads],
-        work.wanted, work.chunked_loss, work.tiled_mlps, work.grouped_loss, work.in_place)
+        work.wanted, work.chunked_loss, work.tiled_mlps, work.grouped_loss, work.channels_last,
+        work.in_place)
 
 
 def adds(node: fx.Node) -> bool:

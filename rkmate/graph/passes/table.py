@@ -20,6 +20,7 @@ from rkmate.graph.passes.decisions import find_decisions
 from rkmate.graph.passes.deferred_outputs import put_outputs_back, take_outputs_off
 from rkmate.graph.passes.embedding_sums import add_rows_of_embeddings
 from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.layouts import channels_last, layouts_of_gradients
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
 from rkmate.graph.passes.running_statistics import drop_unread_statistics, protect_overwritten
@@ -52,6 +53,11 @@ REWRITINGS = (
     Pass("copies", "simplify",
          "Aliases, and copies with their input's layout, would each be a tensor and a call more.",
          drop_copies),
+    Pass("channels last", "simplify",
+         "Kernels of convolutions, batch norms and poolings may be faster on images whose channels lie side "
+         "by side. Where it is asked for, networks of convolutions get them so; last bits differ, as other "
+         "kernels do the work.",
+         channels_last, ()),
     Pass("written parts", "simplify",
          "Kernels that work tile by tile write and read a part of one buffer; in a trace each write would "
          "copy the whole buffer.",
@@ -99,6 +105,9 @@ REWRITINGS = (
          "A parameter used in several places has a gradient from each. Autograd adds them itself, in the "
          "same order, and each leaves as soon as it is made.",
          take_sums_apart),
+    Pass("layouts of gradients", "simplify",
+         "Autograd copies a gradient whose layout is not its parameter's, which no plan would count.",
+         layouts_of_gradients, ()),
     Pass("gradients in place", "simplify",
          "Where the caller asks for it, products, convolutions and embeddings add to what stands in `.grad`, "
          "and no gradient of a weight is a tensor of its own.",
