@@ -11,6 +11,7 @@ import torch
 from rkmate.device import events
 from rkmate.device.protocol import MemoryState
 from rkmate.device.statistics import StatisticsMeter, measured
+from rkmate.devices import A100, GPU, NAMES, Rates
 from rkmate.ir.peak import Peak
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Cuda:
     cpu_kernels = False
     autocast_kind = "cuda"
     first_call_allocates = True
+    elsewhere: GPU | None = None
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -55,6 +57,11 @@ class Cuda:
         """All GPUs, once the process uses one; none before that."""
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] \
             if torch.cuda.is_initialized() else []
+
+    @property
+    def rates(self) -> Rates:
+        name = torch.cuda.get_device_name(self.torch_device)
+        return next((gpu for gpu in NAMES.values() if gpu.is_called(name)), A100).expected
 
     def available(self) -> bool:
         return torch.cuda.is_available()

@@ -24,6 +24,10 @@ def follow(traced: Traced, plan: Plan) -> Planned:
         found = _followed(block(deferred_outputs.as_planned(traced, [plan])[0], variant), [plan])
         if found is not None:
             return found
+    made_for, here = "" if plan.origin is None else plan.origin.device, traced.device.type
+    if made_for and here not in made_for:
+        raise PlanError(f"the plan was made for {made_for}, and this is {here}, where this model has another "
+                        "graph: make a plan here")
     raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
                     "flags or trained outputs (trains=): make a plan for this one")
 
