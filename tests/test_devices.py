@@ -120,7 +120,7 @@ def test_the_largest_batch() -> None:
 def test_measured_costs_are_refused() -> None:
     with pytest.raises(rkmate.ArgumentError, match="nothing can be measured"):
         rkmate.plan(model(), (X,), budget=0.6, device="h100", costs="measured", progress=False)
-    with planning_for(H100, "cpu"), pytest.raises(rkmate.ArgumentError, match="is not here"):
+    with planning_for(H100, ()), pytest.raises(rkmate.ArgumentError, match="is not here"):
         devices.of("cpu").timed(lambda: None)
 
 

@@ -6,7 +6,7 @@ Nothing runs on it, so nothing can be measured. It stands for devices of the kin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn, TypeVar
 
@@ -65,11 +65,15 @@ class Elsewhere(Cuda):
 
 
 @contextmanager
-def planning_for(gpu: GPU, kind: str, taken: int = 0) -> Iterator[None]:
-    """Inside, in the whole process, tensors on devices of this kind, and on CUDA devices, count as being
-    on a GPU that is not here."""
+def planning_for(gpu: GPU, places: Collection[torch.device], taken: int = 0) -> Iterator[None]:
+    """Inside, in the whole process, tensors that are where a model is (on the CPU, unless it has none), or on
+    CUDA, count as being on a GPU that is not here. Raises `ArgumentError`."""
+    kinds = {place.type for place in places} or {"cpu"}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise ArgumentError(f"device is {gpu.name}, for which a model is planned that is on the CPU, on the "
+                            f"meta device or on CUDA; it is on {' and '.join(sorted(kinds))}")
     device = Elsewhere(gpu, taken)
     with ExitStack() as stack:
-        for name in dict.fromkeys((kind, "cuda")):
-            stack.enter_context(standing_in(name, device))
+        for kind in sorted({*kinds, "cuda"}):
+            stack.enter_context(standing_in(kind, device))
         yield

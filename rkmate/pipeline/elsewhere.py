@@ -30,12 +30,8 @@ def on_gpu(gpu: GPU | None, model: nn.Module) -> Iterator[None]:
         yield
         return
     tensors = [*model.parameters(), *model.buffers()]
-    kinds = {t.device.type for t in tensors} or {"cpu"}
-    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
-        raise ArgumentError(f"device is {gpu.name}, for which a model is planned that is on the CPU, on the "
-                            f"meta device or on CUDA; it is on {' and '.join(sorted(kinds))}")
     taken = sum(t.nbytes for t in tensors) + sum(p.grad.nbytes for p in tensors if p.grad is not None)
-    with capture_lock, planning_for(gpu, kinds.pop(), taken):
+    with capture_lock, planning_for(gpu, {t.device for t in tensors}, taken):
         yield
 
 

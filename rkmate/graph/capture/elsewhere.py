@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from rkmate import device as devices
 from rkmate.graph.capture.capture import Capture
 
 
@@ -27,8 +28,8 @@ def as_there(captured: Capture, device: torch.device) -> Capture:
             held, value.storage_offset(), value.shape, value.stride())
         return FakeTensor(value.fake_mode, plain, device)
 
-    def argument(value: Any) -> Any:
-        return device if isinstance(value, torch.device) and value.type == "cpu" else value
+    def argument(value: torch.device) -> torch.device:
+        return value if devices.of(value).elsewhere is None else device
 
     kept = [n.meta["val"] for n in captured.graph.nodes if "val" in n.meta]      # their storages stay apart
     for node in captured.graph.nodes:
