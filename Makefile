@@ -26,12 +26,13 @@ PLAN_ONE := import torch, rkmate; \
 	wrapped(torch.randn(256, 64)).sum().backward(); \
 	print(wrapped.plan)
 
-.PHONY: demo test slow lint wheel newest bench clean help
+.PHONY: demo test slow gpu lint wheel newest bench clean help
 
 help:
 	@echo "make demo    train a small GPT-2 plain and under half its memory, side by side"
 	@echo "make test    the tests, without the slow ones"
 	@echo "make slow    all tests"
+	@echo "make gpu     the tests and benchmarks that need a CUDA device"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build the wheel, install it in an empty environment, import all of it"
 	@echo "make newest  install without the constraints, plan and train one model"
@@ -46,6 +47,12 @@ test: $(VENV)/.installed-test
 
 slow: $(VENV)/.installed-test
 	$(PYTEST) -m "slow or not slow" tests
+
+# Each piece takes less than ten minutes on a large GPU; its rows are kept in out/gpu.
+gpu: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu tests
+	set -e; for piece in check first large compile reserved table; do \
+		$(PY) benchmarks/gpu.py $$piece --out out/gpu; done
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

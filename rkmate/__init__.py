@@ -70,8 +70,8 @@ if typing.TYPE_CHECKING:
     from rkmate.show.plan import Plan as Plan
 
 
-__getattr__ = _lazy_names(__name__, _PLACES, ("dtr", "integrations"))
+__getattr__ = _lazy_names(__name__, _PLACES, ("devices", "dtr", "integrations"))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "dtr", "integrations"})
+    return sorted({*globals(), *__all__, "devices", "dtr", "integrations"})

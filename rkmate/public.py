@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rkmate.budget import Budget, parse_budget
+from rkmate.devices import GPU
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanError
 from rkmate.graph.capture.gradient_places import refuse_data_parallelism
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.train_mode import flags_to_plan
+from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import device_share
 from rkmate.pipeline.loss_inside import loss_inside, traceable
 from rkmate.pipeline.planning import make_curve, make_plan
@@ -211,15 +213,23 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
          gradients: Gradients | None = None, settings: Settings | None = None,
          loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
-         loss_kwargs: Mapping[str, Any] | None = None) -> Plan:
-    """The plan that `wrap` would follow, without generating code. Same arguments and errors."""
+         loss_kwargs: Mapping[str, Any] | None = None, device: GPU | str | None = None) -> Plan:
+    """The plan that `wrap` would follow, without generating code. Same arguments and errors.
+
+    `device`: a GPU that need not be here (`rkmate.devices.H100`, or ``"h100"``), to plan for it: times are
+    then estimates, ``budget="auto"`` is what it has left for a step, and the model may be on the CPU or on
+    the meta device. The plan's note says what is not known; see [planning elsewhere](planning-elsewhere.md).
+    """
+    gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
-    args, kwargs = checked_sample(model, args, kwargs)
-    planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
-                         planning_seconds, trains, calls, gradients)
-    with flags_to_plan(model, training):
-        traced = trace(model, args, kwargs, planning.settings, Progress(progress))
-    return make_plan(traced, planning.budget, planning.planner).plan
+    with elsewhere.on_gpu(gpu, model):
+        args, kwargs = checked_sample(model, args, kwargs)
+        planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
+                             planning_seconds, trains, calls, gradients, gpu)
+        with flags_to_plan(model, training):
+            traced = trace(model, args, kwargs, planning.settings, Progress(progress))
+        made = make_plan(traced, planning.budget, planning.planner).plan
+    return elsewhere.told(made, gpu)
 
 
 def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
@@ -228,22 +238,27 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
              trains: str | int | Sequence[str | int] | None = None, training: bool | None = None,
              planning_seconds: float | None = None, gradients: Gradients | None = None,
              settings: Settings | None = None, loss: Callable[..., Any] | None = None,
-             loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None) -> Curve:
+             loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None,
+             device: GPU | str | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
 
     One capture, one measurement and one set of options serve all of them. Without `budgets`: from
     the model's own peak to the smallest one that the original's operations meet, in ten steps. The
     result is a sequence of plans that can be drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget`
-    for a budget that was asked for and cannot be met, and otherwise what `wrap` raises.
+    for a budget that was asked for and cannot be met, and otherwise what `wrap` raises. `device`: as of
+    `plan`.
     """
+    gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
-    args, kwargs = checked_sample(model, args, kwargs)
-    wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
-    planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds, trains,
-                         gradients=gradients)
-    with flags_to_plan(model, training):
-        traced = trace(model, args, kwargs, planning.settings, Progress(progress))
-    return Curve(tuple(make_curve(traced, wanted, planning.planner)))
+    with elsewhere.on_gpu(gpu, model):
+        args, kwargs = checked_sample(model, args, kwargs)
+        wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
+        planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds, trains,
+                             gradients=gradients, gpu=gpu)
+        with flags_to_plan(model, training):
+            traced = trace(model, args, kwargs, planning.settings, Progress(progress))
+        made = make_curve(traced, wanted, planning.planner)
+    return Curve(tuple(elsewhere.told(plan, gpu) for plan in made))
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:
@@ -274,7 +289,7 @@ def _checked(on_new_shape: Any) -> NewShape:
 
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, settings: Settings | None,
               progress: bool, planning_seconds: float | None, trains: Any,
-              calls: int | None = None, gradients: str | None = None) -> Planning:
+              calls: int | None = None, gradients: str | None = None, gpu: GPU | None = None) -> Planning:
     if (budget is None) == (plan is None):
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
@@ -282,6 +297,8 @@ def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, s
     name = find_planner(planner).name
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
     base = settings_of_call(settings, costs, trains, gradients)
+    if gpu is not None:
+        base = elsewhere.estimating(base, costs)
     if calls is not None:
         base = replace(base, calls=calls)
     if planning_seconds is not None:

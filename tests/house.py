@@ -37,15 +37,17 @@ HOUSE: tuple[Room, ...] = (
     Room("support", "progress, warnings, locks, names that load on first use", ("errors",), torch=False),
     Room("ir", "the values between stages: graph, schedule and simulator, options and chain, plan data",
          ("errors", "support"), torch=False),
-    Room("device", "what differs from device to device, as a type", _BASE),
+    Room("devices", "published figures of GPUs, to plan for one that is not here", ("errors",), torch=False),
+    Room("device", "what differs from device to device, as a type", (*_BASE, "devices")),
     Room("stand_in", "a module that stands in the place of another", ("errors",)),
     Room("graph/capture", "a module as one graph of forward and backward; what is refused",
-         (*_BASE, "device")),
+         (*_BASE, "devices", "device")),
     Room("graph/passes", "rewritings of the captured graph, in one ordered table",
          (*_BASE, "device", *_GRAPH[:1])),
     Room("graph/blocks", "the graph of computations and data, cut into blocks, equal ones found",
          (*_BASE, "device", *_GRAPH[:2])),
-    Room("measure", "time and memory of each operation, of a call, of a step", (*_BASE, "device", *_GRAPH)),
+    Room("measure", "time and memory of each operation, of a call, of a step",
+         (*_BASE, "devices", "device", *_GRAPH)),
     Room("ilp", "options of one block: integer programs and a heuristic", _BASE, torch=False),
     Room("rotor", "dynamic programs over the chain of blocks", _BASE, torch=False),
     Room("planners", "every way to find a schedule, behind one protocol", (*_BASE, "ilp", "rotor"),
@@ -101,7 +103,7 @@ def _shown(room: Room) -> str:
     return f"`{room.name}.py`" if room.name in LOOSE else f"`{room.name}/`"
 
 
-LOOSE = ("errors", "budget", "stand_in", "public", "sharing", "compile", "__init__")
+LOOSE = ("errors", "budget", "devices", "stand_in", "public", "sharing", "compile", "__init__")
 """Modules that stand loose in the package; all else is in folders."""
 PAGES = {ROOT / "CONTRIBUTING.md": imports_table, ROOT / "docs" / "house.md": rooms}
 """Each page, and what of the house it shows."""

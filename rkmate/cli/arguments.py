@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rkmate.devices import NAMES, known
 from rkmate.errors import ArgumentError
 
 
@@ -20,7 +21,8 @@ def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool
                             help="600MiB, 1.5GB, 50%%, 0.5, auto, or bytes")
     parser.add_argument("--planner", default="rockmate", metavar="NAME",
                         help="how the schedule is found (default: rockmate)")
-    parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda")
+    parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda; for plan and "
+                        f"curve also a GPU that is not here: {', '.join(NAMES)}")
     parser.add_argument("--analytic", action="store_true",
                         help="estimate the operations' times instead of measuring them")
     add_gradients(parser)
@@ -38,6 +40,17 @@ def planning_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `rkmate.plan` and its like, without the budget."""
     return {"planner": args.planner, "progress": not args.quiet,
             "costs": "analytic" if args.analytic else "measured", "gradients": args.gradients}
+
+
+def elsewhere_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword argument of `rkmate.plan` and `rkmate.tradeoff` for a GPU that is not here, with costs that
+    need none; nothing for a device that the model is moved to. Raises `ArgumentError`."""
+    if args.device is None or known(args.device) is None:
+        return {}
+    if getattr(args, "source", None):
+        raise ArgumentError(f"device is {args.device!r}, a GPU that is not here: --source is for one that "
+                            "the model is on")
+    return {"device": args.device, "costs": None}
 
 
 def budget_of(text: str) -> int | str:

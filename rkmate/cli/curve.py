@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from rkmate.cli.arguments import add_target, budget_of, planning_options
+from rkmate.cli.arguments import add_target, budget_of, elsewhere_options, planning_options
 from rkmate.cli.plan import as_json
 from rkmate.cli.targets import load_target
 
@@ -25,10 +25,11 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot:
         check_suffix(args.plot)
-    target = load_target(args.target, args.device)
+    there = elsewhere_options(args)
+    target = load_target(args.target, None if there else args.device)
     budgets = None if args.budgets is None else [budget_of(b) for b in args.budgets]
     curve = rkmate.tradeoff(target.model, target.args, target.kwargs, budgets=budgets,
-                            **planning_options(args))
+                            **{**planning_options(args), **there})
     if args.plot:
         curve.plot(args.plot)
     print(json.dumps([as_json(p) for p in curve]) if args.json else curve)

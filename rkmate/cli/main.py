@@ -26,6 +26,8 @@ Train a PyTorch model inside a memory budget: see what a plan costs before you t
 
   rkmate plan gpt2 --budget 50%                what the plan keeps, forgets and recomputes
   rkmate plan train:sample --budget 6GiB       the same for your model: sample() in train.py
+  rkmate plan train:sample --budget auto --device h100
+                                               will it fit there, and at what cost? (estimated)
   rkmate curve gpt2 --plot curve.svg           time against memory
   rkmate report gpt2 report.html --budget 50%  one page with everything
   rkmate draw gpt2 chain.svg --budget 50%      the model as a chain of blocks
@@ -43,8 +45,8 @@ A TARGET is one of
   - for draw and report also the file of a plan: rkmate plan TARGET --budget B --save plan.json
 
 A budget is bytes (1500000000), text (600MiB, 1.5GB), a share of the model's own peak (50% or 0.5),
-or "auto": what is free on the CUDA device. It bounds what a training step allocates above what
-stands before it, parameter gradients left out.
+or "auto": what is free on the CUDA device, or left on a GPU that is planned for and not here. It
+bounds what a training step allocates above what stands before it, parameter gradients left out.
 
 """
 _STATUS = """\

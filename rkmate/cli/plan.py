@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rkmate.cli.arguments import add_target, budget_of, planning_options
+from rkmate.cli.arguments import add_target, budget_of, elsewhere_options, planning_options
 from rkmate.cli.targets import load_target
 from rkmate.ir.plan import PlanData
 
@@ -25,8 +25,9 @@ def run(args: argparse.Namespace) -> int:
     """Plan, write and print; returns the exit status 0."""
     import rkmate
 
-    target = load_target(args.target, args.device)
-    common = {"budget": budget_of(args.budget), **planning_options(args)}
+    there = elsewhere_options(args)
+    target = load_target(args.target, None if there else args.device)
+    common = {"budget": budget_of(args.budget), **planning_options(args), **there}
     if args.source:
         wrapped = rkmate.wrap(target.model, target.args, target.kwargs, **common)
         made = wrapped.plan

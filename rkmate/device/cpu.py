@@ -15,6 +15,7 @@ import torch
 from torch.autograd import profiler
 
 from rkmate.device import events
+from rkmate.devices import HOST
 from rkmate.ir.peak import Peak
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ class Cpu:
     autocast_kind = "cpu"
     statistics = None
     first_call_allocates = False
+    elsewhere = None
+    rates = HOST
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device

@@ -10,6 +10,7 @@ import torch
 
 from rkmate.device import history
 from rkmate.device.protocol import MemoryState
+from rkmate.devices import A100, GPU, NAMES, Rates
 from rkmate.ir.allocator import ROUNDING, CachingAllocator, Held, Segment
 from rkmate.ir.peak import Peak
 
@@ -49,6 +50,7 @@ class Cuda:
     cpu_kernels = False
     autocast_kind = "cuda"
     first_call_allocates = True
+    elsewhere: GPU | None = None
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -59,6 +61,11 @@ class Cuda:
         """All GPUs, once the process uses one; none before that."""
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] \
             if torch.cuda.is_initialized() else []
+
+    @property
+    def rates(self) -> Rates:
+        name = torch.cuda.get_device_name(self.torch_device)
+        return next((gpu for gpu in NAMES.values() if gpu.is_called(name)), A100).expected
 
     def available(self) -> bool:
         return torch.cuda.is_available()

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rkmate.device.protocol import MemoryState
 from rkmate.device.registry import standing_in
 from rkmate.device.statistics import StatisticsMeter, measured
+from rkmate.devices import HOST
 from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.peak import Peak
 
@@ -56,6 +57,8 @@ class FakeDevice:
 
     host = False
     autocast_kind = "cpu"
+    elsewhere = None
+    rates = HOST
     torch_device = torch.device("cpu")
 
     def __init__(self, *, rounding: int = 512, part_bytes: int = 2**12, total: int = 2**30,

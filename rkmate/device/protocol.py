@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from rkmate.devices import GPU, Rates
 from rkmate.errors import RkmateError
 from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.peak import Peak
@@ -86,6 +87,14 @@ class Device(Protocol):
     def key(self) -> str:
         """What times on it depend on beside the operation: the hardware's name, its libraries and
         their settings. Part of the keys of remembered costs."""
+
+    @property
+    def rates(self) -> Rates:
+        """How fast it computes, about: for costs that are not measured."""
+
+    @property
+    def elsewhere(self) -> GPU | None:
+        """The GPU that this one stands for in a plan, and that is not here; None for one that is."""
 
     # -- memory -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Costs without running: bytes moved and floating-point operations against machine rates.
+"""Costs without running: bytes moved and floating-point operations against the device's rates.
 
 Deterministic: for tests, and for models that do not fit on the machine that plans. Of temporary memory
 inside operations, what `temporaries` knows is counted, and what an alternative kernel takes at most.
@@ -14,15 +14,15 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from rkmate import device as devices
+from rkmate.devices import Rates
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.cd import Cost, Kernel
 from rkmate.measure.temporaries import bytes_of, temporary_bytes
 
-FLOPS_PER_SECOND = 1e11
-BYTES_PER_SECOND = 2e10
-SECONDS_PER_CALL = 5e-6
+aten = torch.ops.aten
 
 
 def analytic_costs(partition: Partition) -> dict[int, Cost]:
@@ -42,35 +42,51 @@ def analytic_costs(partition: Partition) -> dict[int, Cost]:
 def _seconds(node: fx.Node) -> float:
     if isinstance(node.target, Tiled):
         return _seconds_of_tiles(node.target)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    rates = _rates(node)
     moved = sum(_bytes(n.meta["val"]) for n in node.all_input_nodes) + _bytes(node.meta["val"])
-    return SECONDS_PER_CALL + max(_flops(node, args, kwargs) / FLOPS_PER_SECOND,
-                                  moved / BYTES_PER_SECOND)
+    return rates.seconds_per_call + max(_seconds_of_arithmetic(node, rates), moved / rates.bytes_per_second)
+
+
+def _rates(node: fx.Node) -> Rates:
+    """Of the device that an operation runs on."""
+    return devices.common(_tensors([n.meta["val"] for n in (node, *node.all_input_nodes)])).rates
 
 
 def _seconds_of_tiles(tiled: Tiled) -> float:
     """Of all tiles; each adds to the sums where they stand, and so reads them."""
     each = sum(_seconds(n) for n in tiled.graph.nodes if n.op == "call_function" and not is_view(n)
                and n.target is not operator.getitem)
-    return tiled.parts * (each + tiled.sum_bytes() / BYTES_PER_SECOND)
+    inside = next(n for n in tiled.graph.nodes if n.op == "call_function")
+    return tiled.parts * (each + tiled.sum_bytes() / _rates(inside).bytes_per_second)
 
 
-def _flops(node: fx.Node, args: Any, kwargs: Any) -> float:
-    target = node.target
-    packet = getattr(target, "overloadpacket", None)
+def _seconds_of_arithmetic(node: fx.Node, rates: Rates) -> float:
+    packet = getattr(node.target, "overloadpacket", None)
     count = flop_registry.get(packet)
-    if count is not None:
-        return float(count(*args, **kwargs, out_val=node.meta["val"]))
-    return float(_numel(node.meta["val"]))
+    if count is None:
+        return _numel(node.meta["val"]) / rates.flops_per_second
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    flops = float(count(*args, **kwargs, out_val=node.meta["val"]))
+    dtype = str(_tensors([n.meta["val"] for n in node.all_input_nodes])[0].dtype).removeprefix("torch.")
+    return flops / rates.of_products(dtype, tf32=_may_be_tf32(packet))
+
+
+def _may_be_tf32(packet: Any) -> bool:
+    """Whether torch's settings let such a product of float32 numbers cut them to 19 bits."""
+    if packet in (aten.convolution, aten.convolution_backward):
+        return bool(torch.backends.cudnn.allow_tf32)
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
 
 
 def _numel(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return math.prod(value.shape)
-    return sum(_numel(v) for v in value) if isinstance(value, (tuple, list)) else 0
+    return sum(math.prod(t.shape) for t in _tensors(value))
 
 
 def _bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return math.prod(value.shape) * value.element_size()
-    return sum(_bytes(v) for v in value) if isinstance(value, (tuple, list)) else 0
+    return sum(math.prod(t.shape) * t.element_size() for t in _tensors(value))

@@ -14,6 +14,7 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
+from rkmate.devices import GPU
 from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators of torch.ops.rkmate
 from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.embedding_sums import bytes_of_rows
@@ -21,6 +22,7 @@ from rkmate.graph.passes.operators import part_bytes, stretches
 from rkmate.graph.passes.reduced_losses import torchs_operator
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.opaque_memory import opaque_bytes
+from rkmate.measure.reductions_on_gpus import reduction_bytes
 
 Tensors = Sequence[torch.Tensor]
 aten, own = torch.ops.aten, torch.ops.rkmate
@@ -30,19 +32,35 @@ _NUMBER = 16
 
 def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     """Bytes beside results that an operation takes while it runs, of what the table knows; none on other
-    devices than the CPU. `random`: whether it draws random numbers."""
+    devices than the CPU, and a little of GPUs that are not here. `random`: whether it draws random numbers.
+    """
     if isinstance(node.target, Tiled):
         return tile_bytes(node.target)
     inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta["val"], torch.Tensor)]
     outputs = _tensors(node.meta["val"])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
-        return 0
+        gpu = devices.common((*inputs, *outputs)).elsewhere
+        return 0 if gpu is None else _on_gpu(gpu, node, inputs)
     inside = opaque_bytes(node)
     if inside is not None:
         return max(STATE_BYTES, inside)
     theirs = torchs_operator(node.target)
     rule = TABLE.get(getattr(theirs, "overloadpacket", None))
     return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
+
+
+def _on_gpu(gpu: GPU, node: fx.Node, inputs: Tensors) -> int:
+    """What is known of a GPU that is not here: sums, and the gradient of flash attention, which adds up that
+    of the queries in single precision."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in (aten.sum, aten.mean) and inputs:
+        dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else ()
+        return reduction_bytes(gpu, inputs[0], dims)  # type: ignore[arg-type]
+    if packet is aten._scaled_dot_product_flash_attention_backward:
+        batch, heads, length, width = inputs[1].shape
+        rows = -(-length // 128) * 128
+        return 4 * batch * heads * rows * (-(-width // 32) * 32 + 1)
+    return 0
 
 
 def bytes_of_parts(node: fx.Node) -> int:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from rkmate import device as devices
 from rkmate.budget import Budget, DeviceShare, parse_budget
+from rkmate.devices import GPU
 from rkmate.errors import ArgumentError, InfeasibleBudget
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.family import KnownCall, derived, known_call, one_family, possible
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.capture.train_mode import flags_to_plan
+from rkmate.pipeline import elsewhere
 from rkmate.pipeline.loss_inside import traceable
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
@@ -118,7 +120,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
                    most: int = 1 << 16, costs: str = "measured",
                    trains: str | int | Sequence[str | int] | None = None,
                    gradients: Gradients = "returned", progress: bool = True,
-                   calls: int = 1) -> BatchSize:
+                   calls: int = 1, device: GPU | str | None = None) -> BatchSize:
     """The largest batch whose training step fits in a device, and what it costs.
 
     Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
@@ -134,12 +136,24 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         progress: show progress on a terminal.
         calls: how many times the module is called, with a batch of that size each time, before the
             backward; see `wrap`.
+        device: a GPU that need not be here, to plan for it, as of `plan`: costs are then estimated, and
+            `device_memory` is its own unless given.
 
     Raises:
         InfeasibleBudget: not even a batch of one fits.
         ArgumentError: an argument is wrong, or the model alone does not fit.
     """
     check_model(model)
+    if device is not None:
+        gpu, model, _, _ = elsewhere.sample_for(device, model, (), {})
+
+        def inputs_there(size: int) -> Any:
+            return elsewhere.sample_for(gpu, None, make_inputs(size), {})[2]
+        with elsewhere.on_gpu(gpu, model):
+            found = max_batch_size(model, inputs_there, device_memory=device_memory, costs="analytic",
+                                   optimizer_states=optimizer_states, most=most, trains=trains,
+                                   gradients=gradients, progress=progress, calls=calls)
+        return replace(found, plan=elsewhere.told(found.plan, gpu))
     devices.common((*model.parameters(), *model.buffers()))
     if costs not in ("measured", "analytic"):
         raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')

@@ -24,6 +24,10 @@ def follow(traced: Traced, plan: Plan) -> Planned:
         found = _followed(block(deferred_outputs.as_planned(traced, [plan])[0], variant), [plan])
         if found is not None:
             return found
+    made_for, here = "" if plan.origin is None else plan.origin.device, traced.origin.device
+    if made_for and made_for.split(":")[0] != here.split(":")[0]:
+        raise PlanError(f"the plan was made for {made_for}, and this is {here}, where this model has another "
+                        "graph: make a plan here")
     raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
                     "flags or trained outputs (trains=): make a plan for this one")
 

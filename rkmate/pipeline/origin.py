@@ -20,7 +20,8 @@ def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """The origin of a plan for a model on sample inputs."""
     parameters = list(model.parameters())
     tensors, structure = take_apart(_by_name(model, args, kwargs), result=False)
-    where = devices.common((*parameters, *tensors)).torch_device
+    device = devices.common((*parameters, *tensors))
+    where = device.torch_device if device.elsewhere is None else device.elsewhere.name
     # A tensor stands under several names: by field, by index, by index from the end.
     singles = [(name, min(under)) for name, under in structure.names().items() if len(under) == 1]
     names = {i: name for name, i in reversed(singles)}

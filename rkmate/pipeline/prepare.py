@@ -26,6 +26,7 @@ from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.checkpoints import region_of
+from rkmate.graph.capture.elsewhere import as_there
 from rkmate.graph.capture.gradient_places import refuse_gradients_in_place
 from rkmate.graph.capture.pieces import tensor_called
 from rkmate.graph.capture.structure import take_apart
@@ -215,9 +216,12 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
                             "requires a gradient, so there is nothing to train")
     arguments, _ = take_apart((args, kwargs), result=False)
+    device = devices.common((*model.parameters(), *arguments))
+    if device.elsewhere is not None:
+        captured = as_there(captured, device.torch_device)
     return Traced(type(model).__name__, captured, trained_outputs(captured, trains),
-                  held_tensors(captured, model, captured.given(arguments)),
-                  devices.common((*model.parameters(), *arguments)).torch_device, _children(model),
+                  held_tensors(captured, model, captured.given(arguments)), device.torch_device,
+                  _children(model),
                   settings, progress, time.perf_counter() - start, origin_of(model, args, kwargs))
 
 

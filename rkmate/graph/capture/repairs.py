@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
+from rkmate.graph.capture.attention_elsewhere import attention_of_the_device
 from rkmate.graph.capture.autocast import backward_without_autocast
 from rkmate.graph.capture.backward_tags import tag_what_needs_the_loss
 from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
@@ -119,6 +120,10 @@ REPAIRS = (
          "Some kernels return other strides than fake tensors say. Strides decide which copies are "
          "made, and in which order a later sum is taken.",
          _of_any_model(as_kernels_return_them)),
+    Pass("attention of a device that is not here", "trace",
+         "Torch asks the device that is there which kernel attention takes. A plan that is made for another "
+         "one traces the kernel which that one takes, with what it keeps for its backward.",
+         _of_any_model(attention_of_the_device)),
     Pass("value checks", "trace",
          "Distributions check the values of their arguments by default, and a trace has none.",
          _of_any_model(without_value_checks)),

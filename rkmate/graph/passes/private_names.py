@@ -18,6 +18,7 @@ PUBLIC = ("torch.utils._pytree", "torch.utils._python_dispatch.TorchDispatchMode
 """Documented, for all that a part of the path says private."""
 
 IN_CAPTURE: dict[str, tuple[str, ...]] = {
+    "attention_elsewhere.py": ("torch._C.DispatchKey",),
     "autocast.py": ("torch._functorch.config",),
     "backward_tags.py": ("torch._functorch._aot_autograd.descriptors.TangentAOTInput",),
     "batch_norm.py": ("torch.nn.modules.batchnorm._BatchNorm",),
@@ -38,6 +39,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
                    "torch.utils._python_dispatch._disable_current_modes"),
     "eager_kernels.py": ("torch._C.DispatchKey", "torch._C._AutoDispatchBelowAutograd",
                          "torch.utils._python_dispatch._disable_current_modes"),
+    "elsewhere.py": ("torch._subclasses.fake_tensor.FakeTensor",),
     "gradient_places.py": ("torch.nn.parallel.DistributedDataParallel._active_ddp_module",),
     "inner_gradients.py": ("torch.autograd._engine_run_backward",),
     "input_values.py": ("torch._C.DisableTorchFunction", "torch._ops.OpOverload",

@@ -1,0 +1,328 @@
+"""On a GPU: plans beside eager mode, checkpointing of each block, and torch.compile, in pieces.
+
+    python benchmarks/gpu.py check            gradients beside eager's, on tiny models
+    python benchmarks/gpu.py first            GPT-2 medium, ResNet-50 in bf16: eager, checkpoint, 0.7 and 0.5
+    python benchmarks/gpu.py large            GPT-2 large, Llama 1B, ResNet-101, ViT-L: the same
+    python benchmarks/gpu.py compile          torch.compile's `activation_memory_budget`
+    python benchmarks/gpu.py reserved         reserved bytes, with expandable segments and without
+    python benchmarks/gpu.py table            many kinds of models at 1.0, 0.6 and their smallest budget
+
+Each piece takes less than ten minutes on a large GPU; ``--tiny`` runs it on tiny models of the same kinds.
+Peaks are above the level before the step, with gradients of parameters in place; *requested* is what tensors
+asked for, *reserved* what torch's allocator holds for the whole process. Times are medians of steps on the
+device, *host* the least processor time of a step, *launches* the kernels of one (left out where the profiler
+sees none), *waits* the operations that wait for the device. Rows are kept in ``--out`` as JSON, one after the
+other, and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from gpu_models import MODELS, Case
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import rkmate
+
+MIB = 2**20
+Row = dict[str, Any]
+SIZES = {"first": ("gpt2-medium", "resnet50-bf16"),
+         "large": ("gpt2-large", "llama-1b", "resnet101-bf16", "vit-large"),
+         "compile": ("gpt2-medium", "resnet50-bf16"), "reserved": ("gpt2-medium", "resnet50-bf16")}
+TABLE = ("gpt2-fp32", "gpt2-autocast", "gpt2-dropout", "llama", "vit", "resnet50", "resnet50-channels-last",
+         "resnet50-bf16", "regnet", "unet", "lstm", "bert", "t5")
+FRACTIONS = (0.7, 0.5)
+COMPILED = (1.0, 0.5, 0.3)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a piece."""
+
+    tiny: bool
+    steps: int
+    models: tuple[str, ...]
+
+    def case(self, name: str) -> Case:
+        """A model, the same each time."""
+        torch.manual_seed(0)
+        return MODELS[name][self.tiny]()
+
+
+def step_of(case: Case, run: Callable[..., Any]) -> Callable[[], torch.Tensor]:
+    """A training step without its optimizer; returns the loss."""
+    def step() -> torch.Tensor:
+        with case.around():
+            out = run(*case.args, **case.kwargs)
+        loss: torch.Tensor = out if isinstance(out, torch.Tensor) else out.loss
+        loss.backward()
+        return loss.detach()
+    return step
+
+
+def clear(model: nn.Module) -> None:
+    """Nothing of a model's steps stays but its parameters."""
+    for p in model.parameters():
+        p.grad = None
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measured(step: Callable[[], Any], model: nn.Module, steps: int) -> Row:
+    """Peaks in MiB; milliseconds on the device and of the host; launches and waits of one step."""
+    for _ in range(3):
+        step()
+    for p in model.parameters():
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    step()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    row: Row = {f"{kind}_mib": (after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"]) / MIB
+                for kind in ("allocated", "requested")}
+    row["reserved_mib"] = after["reserved_bytes.all.peak"] / MIB
+    device, host = [], []
+    for _ in range(steps):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = time.process_time()
+        start.record()
+        step()
+        end.record()
+        host.append(time.process_time() - begin)
+        end.synchronize()
+        device.append(start.elapsed_time(end))
+    return row | {"ms": statistics.median(device), "host_ms": 1e3 * min(host), "launches": launches(step),
+                  "waits": waits(step)}
+
+
+def launches(step: Callable[[], Any]) -> int | None:
+    """Kernels of one step; None where the profiler sees none."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    return sum(e.device_type is torch.autograd.DeviceType.CUDA for e in seen.events() or ()) or None
+
+
+def waits(step: Callable[[], Any]) -> int:
+    """How often one step makes the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(w.message) for w in seen)
+
+
+def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
+    """A plan's row: what it says, and what is measured."""
+    start = time.perf_counter()
+    with case.around():
+        wrapped = rkmate.wrap(case.model, case.args, case.kwargs, budget=budget, progress=False, verify=False)
+    seconds, plan = time.perf_counter() - start, wrapped.plan
+    clear(case.model)
+    found = measured(step_of(case, wrapped), case.model, steps)
+    return {**found, **beside(found, eager), "plan_mib": plan.peak_bytes / MIB,
+            "budget_mib": plan.budget_bytes / MIB, "requested_over_plan": found["requested_mib"] * MIB
+            / plan.peak_bytes - 1, "predicted": 1 + plan.overhead, "planning_s": seconds}
+
+
+def beside(found: Row, eager: Row) -> Row:
+    """Ratios to eager mode."""
+    return {"time": found["ms"] / eager["ms"], "host": found["host_ms"] / eager["host_ms"],
+            "of_eager": found["requested_mib"] / eager["requested_mib"]}
+
+
+def against(name: str, options: Options) -> Iterator[Row]:
+    """Eager, checkpointing of each block, and plans."""
+    case = options.case(name)
+    eager = measured(step_of(case, case.model), case.model, options.steps)
+    yield {"way": "eager", **eager}
+    clear(case.model)
+    if case.checkpoint(True):
+        found = measured(step_of(case, case.model), case.model, options.steps)
+        case.checkpoint(False)
+        yield {"way": "checkpoint", **found, **beside(found, eager)}
+        clear(case.model)
+    for budget in FRACTIONS:
+        yield {"way": f"rkmate {budget}", **planned(case, budget, eager, options.steps)}
+        clear(case.model)
+
+
+def kinds(name: str, options: Options) -> Iterator[Row]:
+    """Eager, and plans at 1.0, 0.6 and the smallest budget."""
+    case = options.case(name)
+    eager = measured(step_of(case, case.model), case.model, options.steps)
+    yield {"way": "eager", **eager}
+    clear(case.model)
+    for label, budget in (("1.0", 1.0), ("0.6", 0.6), ("smallest", 0)):
+        try:
+            yield {"way": label, **planned(case, budget or smallest(case), eager, options.steps)}
+        except rkmate.InfeasibleBudget as error:
+            yield {"way": label, "failed": f"at least {error.minimum_bytes / MIB:.1f} MiB"}
+        clear(case.model)
+
+
+def smallest(case: Case) -> int:
+    """The smallest budget of a model, in bytes."""
+    try:
+        with case.around():
+            rkmate.plan(case.model, case.args, case.kwargs, budget=1, progress=False)
+    except rkmate.InfeasibleBudget as error:
+        return error.minimum_bytes
+    raise AssertionError("a step in one byte")
+
+
+def compiled(name: str, options: Options) -> Iterator[Row]:
+    """torch.compile at some fractions of its memory budget."""
+    import torch._functorch.config as config
+
+    case = options.case(name)
+    eager = measured(step_of(case, case.model), case.model, options.steps)
+    yield {"way": "eager", **eager}
+    for fraction in COMPILED:
+        clear(case.model)
+        torch._dynamo.reset()
+        with config.patch(activation_memory_budget=fraction):
+            start = time.perf_counter()
+            step = step_of(case, torch.compile(case.model))
+            step()
+            seconds = time.perf_counter() - start
+            found = measured(step, case.model, options.steps)
+        yield {"way": f"torch.compile {fraction}", **found, **beside(found, eager), "planning_s": seconds}
+
+
+def reserved(name: str, options: Options) -> Iterator[Row]:
+    """Ten steps with AdamW at a budget, each allocator in a process of its own."""
+    for way in ("plain", "expandable"):
+        setting = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{way == 'expandable'}"}
+        command = [sys.executable, __file__, "steps", "--models", name, *(["--tiny"] if options.tiny else [])]
+        done = subprocess.run(command, env={**os.environ, **setting}, capture_output=True, text=True,
+                              check=False)
+        if done.returncode:
+            yield {"way": way, "failed": done.stderr.strip().splitlines()[-1][:200]}
+            continue
+        yield from ({**json.loads(line), "way": f"{way} {json.loads(line)['way']}"}
+                    for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+def steps_with_adamw(name: str, options: Options) -> Iterator[Row]:
+    """What the allocator holds at most in ten steps with AdamW, eager and planned."""
+    for way in ("eager", *map(str, FRACTIONS)):
+        case = options.case(name)
+        run: Any = case.model
+        if way != "eager":
+            with case.around():
+                run = rkmate.wrap(case.model, case.args, case.kwargs, budget=float(way), progress=False,
+                                  verify=False)
+        optimizer = torch.optim.AdamW(case.model.parameters())
+        clear(case.model)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(10):
+            step_of(case, run)()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = torch.cuda.memory_stats()
+        yield {"way": way, **{f"{kind}_mib": stats[f"{kind}_bytes.all.peak"] / MIB
+                              for kind in ("allocated", "requested", "reserved")}}
+        del run, case, optimizer
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def same(name: str, options: Options) -> Iterator[Row]:
+    """Loss and gradients beside eager's, from the same random numbers; and eager's beside its own."""
+    case = Options(True, options.steps, ()).case(name)
+    twin = copy.deepcopy(case.model)
+
+    def run_once(run: Any, model: nn.Module) -> tuple[float, list[torch.Tensor]]:
+        clear(model)
+        torch.manual_seed(1)
+        loss = step_of(case, run)().item()
+        return loss, [p.grad.float() for p in model.parameters() if p.grad is not None]
+
+    def furthest(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+        return max(((x - y).norm() / y.norm().clamp_min(1e-12)).item() for x, y in zip(a, b, strict=True))
+
+    expected, again = run_once(twin, twin), run_once(twin, twin)
+    for budget in (1.0, 0.6):
+        with case.around():
+            wrapped = rkmate.wrap(case.model, case.args, case.kwargs, budget=budget, progress=False,
+                                  verify=False)
+        found = run_once(wrapped, case.model)
+        yield {"way": f"rkmate {budget}", "same_loss": found[0] == expected[0],
+               "gradients_off": furthest(found[1], expected[1]), "eager_off": furthest(again[1], expected[1])}
+
+
+PIECES: dict[str, Callable[[str, Options], Iterator[Row]]] = {
+    "check": same, "first": against, "large": against, "compile": compiled, "reserved": reserved,
+    "table": kinds, "steps": steps_with_adamw}
+
+
+def rows_of(piece: str, options: Options) -> Iterator[Row]:
+    """A piece's rows, one after the other; a model that fails is a row, too."""
+    for name in options.models or SIZES.get(piece, TABLE):
+        try:
+            for row in PIECES[piece](name, options):
+                yield {"piece": piece, "model": name, **row}
+        except Exception as error:
+            yield {"piece": piece, "model": name, "failed": f"{type(error).__name__}: {error}"[:200]}
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def line(row: Row) -> str:
+    """A row to read."""
+    def shown(value: Any) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return "  ".join([f"{row['model']:24}", f"{row.get('way', ''):18}",
+                      *(f"{k} {shown(v)}" for k, v in row.items() if k not in ("piece", "model", "way"))])
+
+
+def main() -> None:
+    """Run a piece, print its rows and keep them."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("piece", choices=PIECES)
+    parser.add_argument("--models", nargs="+", default=(), choices=MODELS, metavar="MODEL")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="a folder for the rows, as PIECE.json")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device")
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    rows = []
+    for row in rows_of(given.piece, Options(given.tiny, given.steps, tuple(given.models))):
+        rows.append(row)
+        print(json.dumps(row) if given.piece == "steps" else line(row), flush=True)
+        if given.out is not None:
+            given.out.mkdir(parents=True, exist_ok=True)
+            (given.out / f"{given.piece}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

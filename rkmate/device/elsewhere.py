@@ -1,0 +1,79 @@
+"""A GPU that is not here, over tensors that are: what is planned for it asks this one.
+
+Nothing runs on it, so nothing can be measured. It stands for devices of the kind that the model is on, as
+`FakeDevice` does in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NoReturn, TypeVar
+
+import torch
+
+from rkmate.device.cuda import Cuda
+from rkmate.device.protocol import MemoryState
+from rkmate.device.registry import standing_in
+from rkmate.devices import GPU, Rates
+from rkmate.errors import ArgumentError
+from rkmate.ir.peak import Peak
+
+T = TypeVar("T")
+
+
+class Elsewhere(Cuda):
+    """One GPU, of which only the published figures are here."""
+
+    def __init__(self, gpu: GPU, taken: int = 0) -> None:
+        """`taken`: bytes of its memory that parameters, buffers and gradients have."""
+        super().__init__(torch.device("cuda", 0))
+        self.gpu = self.elsewhere = gpu
+        self._taken = taken
+
+    @property
+    def rates(self) -> Rates:
+        return self.gpu.expected
+
+    def available(self) -> bool:
+        return False
+
+    def key(self) -> str:
+        return f"elsewhere {self.gpu.name}"
+
+    def memory(self) -> MemoryState:
+        return MemoryState(max(0, self.gpu.memory_bytes - self._taken), self.gpu.memory_bytes, 0)
+
+    def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
+        self._refuse()
+
+    def parts_meter(self) -> NoReturn:
+        self._refuse()
+
+    def timed(self, call: Callable[[], T]) -> tuple[float, T]:
+        self._refuse()
+
+    def synchronize(self) -> None:
+        """Nothing runs there."""
+
+    def generator(self) -> torch.Generator:
+        return torch.default_generator
+
+    def _refuse(self) -> NoReturn:
+        raise ArgumentError(f"nothing can be measured on {self.gpu.name}, which is not here: leave costs= "
+                            "out")
+
+
+@contextmanager
+def planning_for(gpu: GPU, places: Collection[torch.device], taken: int = 0) -> Iterator[None]:
+    """Inside, in the whole process, tensors that are where a model is (on the CPU, unless it has none), or on
+    CUDA, count as being on a GPU that is not here. Raises `ArgumentError`."""
+    kinds = {place.type for place in places} or {"cpu"}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise ArgumentError(f"device is {gpu.name}, for which a model is planned that is on the CPU, on the "
+                            f"meta device or on CUDA; it is on {' and '.join(sorted(kinds))}")
+    device = Elsewhere(gpu, taken)
+    with ExitStack() as stack:
+        for kind in sorted({*kinds, "cuda"}):
+            stack.enter_context(standing_in(kind, device))
+        yield

@@ -1,0 +1,129 @@
+"""GPUs that need not be here: their published figures, to plan for them.
+
+``rkmate.plan(model, args, budget=0.5, device=rkmate.devices.H100)``. Rates are those of the makers' data
+sheets, for dense products; memory is what torch reports of the device, which is a little less than what is
+on its label. A device that is not here can be written down: `GPU` takes the same figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from rkmate.errors import ArgumentError
+
+GIB = 2**30
+_TERA = 1e12
+_LABELS = ("NVIDIA", "GeForce", "SXM", "SXM2", "GB", "32", "40", "80", "141")
+"""What is not the kind, in a name."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device computes: what times are estimated from, where nothing is measured."""
+
+    bytes_per_second: float
+    """Of memory, read and written."""
+    flops_per_second: float
+    """Of operations that are no products."""
+    product_flops_per_second: Mapping[str, float]
+    """Of products of matrices, convolutions and attention, by type: ``float32``, ``bfloat16``, and ``tf32``
+    for float32 where that is allowed. Other types: as operations that are no products."""
+    seconds_per_call: float
+    """What an operation takes however small it is."""
+
+    def of_products(self, dtype: str, *, tf32: bool = False) -> float:
+        """Floating-point operations a second of products of a type. `tf32`: whether float32 may be cut to
+        19 bits."""
+        known = self.product_flops_per_second
+        if tf32 and dtype == "float32" and "tf32" in known:
+            return known["tf32"]
+        return known.get(dtype, self.flops_per_second)
+
+
+HOST = Rates(2e10, 1e11, MappingProxyType({}), 5e-6)
+"""Of a processor, about."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU that is planned for without being there."""
+
+    name: str
+    """As its maker calls it."""
+    memory_bytes: int
+    """What torch reports of it."""
+    capability: tuple[int, int]
+    """CUDA's compute capability: which kernels there are."""
+    rates: Rates = field(repr=False)
+    """As published."""
+    multiprocessors: int = field(repr=False)
+    """How many there are: sums over many rows take temporary memory by it."""
+    threads: int = field(default=2048, repr=False)
+    """How many threads one of them holds."""
+    launch_seconds: float = field(default=4e-6, repr=False)
+    """What it takes to start a kernel."""
+    reached: float = field(default=0.7, repr=False)
+    """The share of published rates that large operations come to."""
+
+    def is_called(self, name: str) -> bool:
+        """Whether torch means this kind of device by a name ("NVIDIA H100 80GB HBM3")."""
+        words = name.replace("-", " ").split()
+        kind = [w for w in self.name.split() if w not in _LABELS]
+        return all(w in words for w in kind[:2])
+
+    @property
+    def expected(self) -> Rates:
+        """The rates to reckon with."""
+        r, share = self.rates, self.reached
+        return Rates(share * r.bytes_per_second, share * r.flops_per_second,
+                     {k: share * v for k, v in r.product_flops_per_second.items()}, self.launch_seconds)
+
+
+def _gpu(name: str, gib: float, capability: tuple[int, int], multiprocessors: int, gigabytes: float,
+         plain: float, half: float, *, tf32: float | None = None, threads: int = 2048) -> GPU:
+    """`gigabytes`: a second. `plain`, `half`, `tf32`: Tflop/s of float32 on the ordinary cores, and of
+    products of float16 and of float32 numbers cut short."""
+    products = {"float32": plain, "float16": half}
+    if tf32 is not None:
+        products |= {"tf32": tf32, "bfloat16": half}
+    rates = Rates(gigabytes * 1e9, plain * _TERA,
+                  MappingProxyType({k: v * _TERA for k, v in products.items()}), 0.0)
+    return GPU(name, int(gib * GIB), capability, rates, multiprocessors, threads)
+
+
+T4 = _gpu("NVIDIA T4", 14.5, (7, 5), 40, 320, 8.1, 65, threads=1024)
+V100 = _gpu("NVIDIA V100 SXM2 32 GB", 31.7, (7, 0), 80, 900, 15.7, 125)
+A10G = _gpu("NVIDIA A10G", 22.0, (8, 6), 80, 600, 35, 70, tf32=35, threads=1536)
+A100_40 = _gpu("NVIDIA A100 SXM 40 GB", 39.3, (8, 0), 108, 1555, 19.5, 312, tf32=156)
+A100 = _gpu("NVIDIA A100 SXM 80 GB", 79.1, (8, 0), 108, 2039, 19.5, 312, tf32=156)
+RTX_3090 = _gpu("NVIDIA GeForce RTX 3090", 23.5, (8, 6), 82, 936, 35.6, 71, tf32=35.6, threads=1536)
+RTX_4090 = _gpu("NVIDIA GeForce RTX 4090", 23.5, (8, 9), 128, 1008, 82.6, 165.2, tf32=82.6, threads=1536)
+L4 = _gpu("NVIDIA L4", 22.0, (8, 9), 58, 300, 30.3, 121, tf32=60, threads=1536)
+L40S = _gpu("NVIDIA L40S", 44.4, (8, 9), 142, 864, 91.6, 362, tf32=183, threads=1536)
+H100 = _gpu("NVIDIA H100 SXM 80 GB", 79.1, (9, 0), 132, 3350, 66.9, 989, tf32=494)
+H200 = _gpu("NVIDIA H200 SXM 141 GB", 139.7, (9, 0), 132, 4800, 66.9, 989, tf32=494)
+
+NAMES: Mapping[str, GPU] = MappingProxyType({
+    "t4": T4, "v100": V100, "a10g": A10G, "a100-40": A100_40, "a100": A100, "rtx3090": RTX_3090,
+    "rtx4090": RTX_4090, "l4": L4, "l40s": L40S, "h100": H100, "h200": H200})
+"""What the command calls them."""
+
+
+def known(name: str) -> GPU | None:
+    """The GPU of a name as people write it (``H100``, ``rtx-4090``, ``A100_80``); None for other names."""
+    plain = "".join(ch for ch in name.lower() if ch.isalnum())
+    for ours, gpu in NAMES.items():
+        if plain.removesuffix("80" if ours == "a100" else "") == ours.replace("-", ""):
+            return gpu
+    return None
+
+
+def checked(device: GPU | str) -> GPU:
+    """A GPU, or the one of a name. Raises `ArgumentError`."""
+    found = known(device) if isinstance(device, str) else device
+    if not isinstance(found, GPU):
+        raise ArgumentError(f"device is {device!r}; it should be a rkmate.devices.GPU, or one of "
+                            f"{', '.join(NAMES)}")
+    return found

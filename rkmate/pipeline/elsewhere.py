@@ -1,0 +1,96 @@
+"""Planning for a GPU that is not here: a trace on the device that is, as if it had been made there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rkmate.device.elsewhere import planning_for
+from rkmate.devices import GPU, checked
+from rkmate.errors import ArgumentError
+from rkmate.pipeline.settings import Settings
+from rkmate.show.plan import Plan
+from rkmate.support.planning_lock import capture_lock
+
+_P = TypeVar("_P", bound=Plan)
+
+
+@contextmanager
+def on_gpu(gpu: GPU | None, model: nn.Module) -> Iterator[None]:
+    """Inside, what is planned for a model is planned for a GPU that is not here; None: for the device that
+    the model is on. Nobody else captures or begins a step meanwhile."""
+    if gpu is None:
+        yield
+        return
+    tensors = [*model.parameters(), *model.buffers()]
+    taken = sum(t.nbytes for t in tensors) + sum(p.grad.nbytes for p in tensors if p.grad is not None)
+    with capture_lock, planning_for(gpu, {t.device for t in tensors}, taken):
+        yield
+
+
+def estimating(settings: Settings, costs: str | None) -> Settings:
+    """Settings for a device that is not here. Raises `ArgumentError` for costs that should be measured."""
+    if costs == "measured":
+        raise ArgumentError('costs is "measured", and nothing can be measured on a device that is not here: '
+                            "leave it out")
+    return replace(settings, costs="analytic")
+
+
+def sample_for(device: GPU | str | None, model: Any, args: Any, kwargs: Any,
+               ) -> tuple[GPU | None, Any, Any, Any]:
+    """The GPU of a name, with a model and sample inputs to plan on. What is on the meta device gets memory on
+    the CPU, which nobody touches: the system gives none for it. Raises `ArgumentError`."""
+    if device is None:
+        return None, model, args, kwargs
+    gpu = checked(device)
+    memo: dict[int, Any] = {}
+    for t in (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ():
+        if t.is_meta:
+            made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+            memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+    if memo:
+        model = copy.deepcopy(model, memo)
+    return gpu, model, *pytree.tree_map(_with_memory, (args, kwargs))
+
+
+def _with_memory(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
+    return leaf
+
+
+def told(plan: _P, gpu: GPU | None) -> _P:
+    """A plan that says what it was made for, and from what."""
+    if gpu is None:
+        return plan
+    r = gpu.expected
+    text = (f"for {gpu.name}, which was not there: times are estimates from published rates "
+            f"({r.bytes_per_second / 1e9:,.0f} GB/s and {r.of_products('float16') / 1e12:,.0f} Tflop/s of "
+            f"float16 products reckoned with, {gpu.reached:.0%} of them), and temporary memory is known of "
+            f"few operations{_translated(plan)}")
+    return replace(plan, note="; ".join(part for part in (plan.note, text) if part))
+
+
+_KERNELS = {"scaled_dot_product_flash_attention": "flash", "scaled_dot_product_efficient_attention":
+            "memory-efficient", "scaled_dot_product_cudnn_attention": "cuDNN's"}
+_AS_TRACED = {"native_batch_norm": "batch norms", "native_batch_norm_legit": "batch norms",
+              "native_batch_norm_legit_functional": "batch norms", "convolution": "convolutions"}
+
+
+def _translated(plan: Plan) -> str:
+    names = {c.operation for c in plan.graph.computations}
+    kernels = sorted({_KERNELS[n] for n in names if n in _KERNELS})
+    others = sorted({_AS_TRACED[n] for n in names if n in _AS_TRACED})
+    text = "; traced on this machine"
+    if kernels:
+        text += f", attention translated ({', '.join(kernels)} kernel)"
+    if others:
+        text += f", {' and '.join(others)} as without cuDNN"
+    return text
