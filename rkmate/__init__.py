@@ -10,9 +10,9 @@ _PLACES = {
     "rkmate.comparison.run": ("compare",),
     "rkmate.comparison.table": ("Comparison",),
     "rkmate.errors": (
-        "ArgumentError", "BackwardError", "CaptureError", "DeferredOutputError", "GraphError",
-        "InfeasibleBudget", "MissingExtra", "PlanError", "PlanningTimeout", "RkmateError", "RkmateWarning",
-        "ScheduleError", "SolverError"),
+        "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
+        "GraphError", "InfeasibleBudget", "MissingExtra", "PlanError", "PlanningTimeout", "RkmateError",
+        "RkmateWarning", "ScheduleError", "SolverError"),
     "rkmate.graph.blocks.cut": ("CutSettings",),
     "rkmate.ilp.settings": ("OptionSettings",),
     "rkmate.measure.settings": ("MeasureSettings",),
@@ -37,6 +37,7 @@ if typing.TYPE_CHECKING:
     from rkmate.errors import ArgumentError as ArgumentError
     from rkmate.errors import BackwardError as BackwardError
     from rkmate.errors import CaptureError as CaptureError
+    from rkmate.errors import CompilerError as CompilerError
     from rkmate.errors import DeferredOutputError as DeferredOutputError
     from rkmate.errors import GraphError as GraphError
     from rkmate.errors import InfeasibleBudget as InfeasibleBudget

@@ -20,6 +20,9 @@ def follow(traced: Traced, plan: Plan) -> Planned:
         raise PlanError(f'the plan was made with gradients="{plan.gradients}", and this call says '
                         f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make another '
                         "plan")
+    if bool(plan.compiled) != (traced.settings.compile is True):
+        raise PlanError(f"the plan was made with compile={bool(plan.compiled)}, and this call says "
+                        f"{traced.settings.compile}: say compile={bool(plan.compiled)}, or make another plan")
     for variant in dict.fromkeys([*_variants_of(traced, [plan]), *possible(traced.settings)]):
         found = _followed(block(deferred_outputs.as_planned(traced, [plan])[0], variant), [plan])
         if found is not None:

@@ -12,7 +12,7 @@ from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
-from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.graph.passes.functions import OwnFunction
 
 
 def block_text(program: Program, block: Block) -> str:
@@ -68,7 +68,7 @@ class _Naming:
     def namespace(self, name: str) -> str:
         return name
 
-    def function(self, tiled: Tiled) -> str:
+    def function(self, tiled: OwnFunction) -> str:
         return f"<{tiled.text}>"
 
 

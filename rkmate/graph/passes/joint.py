@@ -69,6 +69,8 @@ class Rewriting:
     """Whether wide MLPs are to run a few rows at a time."""
     in_place: bool = False
     """Whether gradients of parameters are added to what the caller holds, and handed to nobody."""
+    fused: bool = False
+    """Whether groups of operations are to be compiled."""
     nodes_before: int = field(init=False)
     """Operations at first."""
     constant: frozenset[fx.Node] = frozenset()
@@ -127,7 +129,8 @@ class Rewriting:
 
 
 def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-              tiled_mlps: bool = False, deferring: bool = False, in_place: bool = False) -> Rewriting:
+              tiled_mlps: bool = False, deferring: bool = False, in_place: bool = False,
+              fused: bool = False) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -138,7 +141,7 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss, tiled_mlps, in_place, deferring=deferring)
+        wanted, chunked_loss, tiled_mlps, in_place, fused, deferring=deferring)
 
 
 def copied(work: Rewriting) -> Rewriting:

@@ -22,17 +22,18 @@ graph that breaks an invariant is a bug of a pass, and nothing that a user could
 
 def simplify(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
              tiled_mlps: bool = False, deferring: bool = False, in_place: bool = False,
-             verify: bool | None = None) -> Joint:
+             fused: bool = False, verify: bool | None = None) -> Joint:
     """The graph that is planned.
 
     `wanted`: per output, whether its gradient will come. `chunked_loss`: compute linear losses a few
     rows at a time, where there are any. `tiled_mlps`: the same of wide MLPs. `deferring`: leave wide outputs
     without a gradient out of the step where that saves memory, to be computed when they are read. `in_place`:
-    add gradients of parameters to what the caller holds. `verify`: whether to check the graph after each pass
-    (None: as `VERIFY` says); raises `GraphError` that names the pass.
+    add gradients of parameters to what the caller holds. `fused`: let groups of operations be
+    compiled. `verify`: whether to check the graph after each pass (None: as `VERIFY` says); raises
+    `GraphError` that names the pass.
     """
     work = rewriting(capture, wanted, chunked_loss=chunked_loss, tiled_mlps=tiled_mlps, deferring=deferring,
-                     in_place=in_place)
+                     in_place=in_place, fused=fused)
     rewrite(work, REWRITINGS, verify=VERIFY if verify is None else verify)
     return work.joint()
 
