@@ -24,6 +24,7 @@ def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool
     parser.add_argument("--analytic", action="store_true",
                         help="estimate the operations' times instead of measuring them")
     add_gradients(parser)
+    add_compile(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -34,10 +35,23 @@ def add_gradients(parser: argparse.ArgumentParser) -> None:
                         "(default: returned)")
 
 
+def add_compile(parser: argparse.ArgumentParser) -> None:
+    """Declare whether groups of operations are compiled."""
+    parser.add_argument("--compile", default="no", choices=("yes", "no", "auto"),
+                        help="compile groups of operations into kernels of their own; auto: where a compiler "
+                        "is installed (default: no)")
+
+
+def compile_of(args: argparse.Namespace) -> bool | str:
+    """As `rkmate.wrap` takes it."""
+    return {"yes": True, "no": False}.get(args.compile, str(args.compile))
+
+
 def planning_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `rkmate.plan` and its like, without the budget."""
     return {"planner": args.planner, "progress": not args.quiet,
-            "costs": "analytic" if args.analytic else "measured", "gradients": args.gradients}
+            "costs": "analytic" if args.analytic else "measured", "gradients": args.gradients,
+            "compile": compile_of(args)}
 
 
 def budget_of(text: str) -> int | str:

@@ -52,6 +52,14 @@ def compiled_by(settings: Settings) -> str:
     return version() if settings.compile else ""
 
 
+def check_version(plan_compiled: str) -> None:
+    """Warn where a plan was compiled by something else than what compiles now."""
+    if plan_compiled and plan_compiled != version():
+        warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by {version()}: "
+             "they may take other time and temporary memory than the plan says. Make it again to be sure of "
+             "its peak")
+
+
 def fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:
     """Per group of the graph, the names of its operations, and how many times it is there."""
     counts = Counter(n.target for n in operations if isinstance(n.target, Cluster))

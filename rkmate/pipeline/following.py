@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rkmate.errors import PlanError, ScheduleError
 from rkmate.pipeline import deferred_outputs
+from rkmate.pipeline.compiled import check_version
 from rkmate.pipeline.planning import Planned
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, with_operation_costs
 from rkmate.pipeline.variants import Variant, first, named, possible
@@ -54,6 +55,7 @@ def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
         if plan.fingerprint == blocked.fingerprint:
             prepared = with_operation_costs(blocked, plan.costs)
             _check(plan, prepared)
+            check_version(plan.compiled)
             return Planned(plan, prepared)
     return None
 

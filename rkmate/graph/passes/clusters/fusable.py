@@ -17,7 +17,8 @@ _POINTWISE = {getattr(aten, name) for name in (
     "_to_copy", "clone", "where", "masked_fill", "native_dropout_backward", "threshold_backward",
     "gelu", "gelu_backward", "silu", "silu_backward", "tanh_backward", "sigmoid_backward",
     "leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardswish", "hardswish_backward",
-    "hardsigmoid", "hardsigmoid_backward", "softplus", "softplus_backward", "mish", "mish_backward", "log_sigmoid_backward",
+    "hardsigmoid", "hardsigmoid_backward", "softplus", "softplus_backward", "mish", "mish_backward",
+    "log_sigmoid_backward",
     "addcmul", "addcdiv", "lerp", "clamp", "pow", "_conj_physical")}
 """Beside those that torch tags so."""
 _MOVES = {aten.cat, aten.slice_backward, aten.select_backward, aten.constant_pad_nd, aten.flip, aten.roll,

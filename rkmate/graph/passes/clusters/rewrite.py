@@ -61,6 +61,8 @@ def fuse(work: Rewriting) -> None:
             node.args = tuple(items.get(a, a) for a in arguments)
     put_in_order(work.graph)
     drop_dead(work)
+    there = set(work.graph.nodes)              # a view of a constant may have no reader any more
+    work.constant, work.decisions = work.constant & there, work.decisions & there
 
 
 def _made(members: Sequence[fx.Node], fused: Collection[fx.Node], again: Collection[fx.Node],
