@@ -156,16 +156,17 @@ def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) ->
 
 
 def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> Callable[[list[torch.Tensor]], Any]:
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-    from torch.utils._python_dispatch import _disable_current_modes
-
     wanted = [_read(form) for form in forms]
     device = common([torch.empty(0, device=d) for _, d, _, _ in wanted])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch._guards import TracingContext, tracing
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+        from torch.utils._python_dispatch import _disable_current_modes
     try:
         with _disable_current_modes(), torch.no_grad(), unchanged_random_state(device), \
                 torch.autocast(device.autocast_kind, enabled=False), warnings.catch_warnings():

@@ -63,7 +63,8 @@ def _layers(count: int) -> nn.Module:
 def layers(count: int = 3) -> Sample:
     torch.manual_seed(1)
     weights = torch.randn(4, 24, 16)
-    return Sample(copy.deepcopy(_layers(count)), (torch.randn(4, 24, 16),), {}, lambda y: (y * weights).mean())
+    return Sample(copy.deepcopy(_layers(count)), (torch.randn(4, 24, 16),), {},
+                  lambda y: (y * weights).mean())
 
 
 def wrap(sample: Sample, budget: float | int = 1.0, **more: Any) -> rkmate.PlannedModule:
@@ -98,9 +99,10 @@ def test_the_source_shows_what_is_fused(uncompiled: None) -> None:
     assert source.count("aten.tanh.default(") == 2         # of the forward, and again in the backward
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.5])
+@pytest.mark.parametrize("budget", [1.0, 0.9])
 def test_the_same_step(uncompiled: None, budget: float) -> None:
-    """Dropout draws what it draws without groups, also where the plan draws it again."""
+    """Dropout draws what it draws without groups, also where the plan draws it again. (What is not compiled
+    holds all values of a group at once.)"""
     sample, original = layers(), layers()
     wrapped = wrap(sample, budget)
     assert_same_step(original.model, wrapped, original)
@@ -122,7 +124,7 @@ def test_the_bank(uncompiled: None, name: str, budget: float) -> None:
 
 def test_random_modules(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_modules, "QUICK", QUICK)
-    random_modules.examples(8, 21)
+    random_modules.examples(3, 21)
 
 
 @pytest.mark.slow
@@ -133,7 +135,7 @@ def test_many_random_modules(uncompiled: None, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_saved_plan(uncompiled: None, tmp_path: Path) -> None:
     sample = layers()
-    plan = wrap(sample, 0.6, costs="analytic").plan
+    plan = wrap(sample, costs="analytic").plan
     plan.save(tmp_path / "plan.json")
     loaded = rkmate.Plan.load(tmp_path / "plan.json")
     assert (loaded.compiled, loaded.fused) == (plan.compiled, plan.fused)
@@ -145,7 +147,7 @@ def test_a_saved_plan(uncompiled: None, tmp_path: Path) -> None:
 def test_what_a_plan_of_another_torch_says(uncompiled: None, tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     sample = layers()
-    plan = wrap(sample, 0.6, costs="analytic").plan
+    plan = wrap(sample, costs="analytic").plan
     monkeypatch.setattr(torch, "__version__", "2.99")
     with pytest.warns(rkmate.RkmateWarning, match="compiled anew"):
         wrap(sample, None, plan=plan)  # type: ignore[arg-type]
