@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rkmate.errors import ArgumentError
 
@@ -42,9 +42,9 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
                         "is installed (default: no)")
 
 
-def compile_of(args: argparse.Namespace) -> bool | str:
+def compile_of(args: argparse.Namespace) -> bool | Literal["auto"]:
     """As `rkmate.wrap` takes it."""
-    return {"yes": True, "no": False}.get(args.compile, str(args.compile))
+    return "auto" if args.compile == "auto" else args.compile == "yes"
 
 
 def planning_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,3 +262,22 @@ def test_compiled_models(name: str, budget: float) -> None:
     assert_close_step(original, wrapped, 1e-3)
     fresh_inputs(sample)
     assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
+
+
+_IN_A_PROCESS = """
+import torch, rkmate
+from torch import nn
+from torch._dynamo.utils import counters
+model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Tanh(), nn.Linear(16, 8))
+rkmate.wrap(model, (torch.randn(4, 8),), budget=1.0, compile=True, costs="analytic", progress=False)
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_was_compiled(tmp_path: Path) -> None:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = [subprocess.run([sys.executable, "-c", _IN_A_PROCESS], capture_output=True, text=True, check=True,
+                            env=env).stdout.split() for _ in range(2)]
+    assert found[0][0] == "0" and int(found[0][1]) > 0
+    assert found[1] == [found[0][1], "0"]
