@@ -175,9 +175,9 @@ def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> Callable[[l
             with mode:
                 inputs = [torch.empty_strided(shape, strides, dtype=dtype, device=d)
                           for dtype, d, shape, strides in wanted]
-            with mode:
+            with mode:                             # scalars of decompositions, too, are fake
                 plain = function(*inputs)
-            module = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+                module = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
             end = module.graph.output_node()
             # In the layouts that eager mode has, which the plan reckons with.
             end.meta["user_visible_output_idxs"] = list(range(len(plain)))

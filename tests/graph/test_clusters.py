@@ -31,6 +31,7 @@ from tests.equality import assert_same_step, fresh_inputs, measured_peak, trace_
 from tests.models import BANK, Sample
 from tests.random_modules import test_random_modules as random_modules
 
+aten = torch.ops.aten
 QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True)
 
 
@@ -250,6 +251,17 @@ def test_a_compiled_step() -> None:
     small = wrap(layers(), 0.5)
     assert inductor.compiled == before + made
     assert_close_step(layers(), small)
+
+
+def test_a_decomposition_with_a_scalar() -> None:
+    """The gradient of a ReLU is made of a scalar that no argument has."""
+    def function(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        halved = aten.div.Scalar(g, 2.0)
+        return (aten.threshold_backward.default(halved, x, 0),)
+
+    x, g = torch.randn(4, 8), torch.randn(4, 8)
+    (result,) = inductor.fused("float32[4, 8]", "float32[4, 8]")(function)(x, g)
+    torch.testing.assert_close(result, torch.where(x > 0, g / 2, 0.0))
 
 
 @pytest.mark.slow
