@@ -10,7 +10,8 @@ _PLACES = {
     "rkmate.comparison.run": ("compare",),
     "rkmate.comparison.table": ("Comparison",),
     "rkmate.errors": (
-        "ArgumentError", "BackwardError", "CaptureError", "DeferredOutputError", "DeviceMemoryError",
+        "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
+        "DeviceMemoryError",
         "GraphError", "InfeasibleBudget", "MissingExtra", "PlanError", "PlanningTimeout", "RkmateError",
         "RkmateWarning", "ScheduleError", "SolverError"),
     "rkmate.graph.blocks.cut": ("CutSettings",),
@@ -37,6 +38,7 @@ if typing.TYPE_CHECKING:
     from rkmate.errors import ArgumentError as ArgumentError
     from rkmate.errors import BackwardError as BackwardError
     from rkmate.errors import CaptureError as CaptureError
+    from rkmate.errors import CompilerError as CompilerError
     from rkmate.errors import DeferredOutputError as DeferredOutputError
     from rkmate.errors import DeviceMemoryError as DeviceMemoryError
     from rkmate.errors import GraphError as GraphError

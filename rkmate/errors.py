@@ -66,5 +66,10 @@ class MissingExtra(RkmateError, ImportError):
     """An optional package is not installed: the message names the extra that brings it."""
 
 
+class CompilerError(RkmateError):
+    """Groups of operations cannot be compiled: the message names what to install, or what the compiler
+    said."""
+
+
 class RkmateWarning(UserWarning):
     """Something works, but not as asked: the message says what is lost."""

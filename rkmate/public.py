@@ -19,7 +19,7 @@ from rkmate.pipeline.device_budget import device_share
 from rkmate.pipeline.loss_inside import loss_inside, traceable
 from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
-from rkmate.pipeline.settings import Gradients, Settings, settings_of_call
+from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_layers, take_plan_from
 from rkmate.runtime.lengths import checked_lengths
@@ -38,7 +38,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          plan: Plan | None = None, costs: str | None = None, verify: bool = True,
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
          training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
-         gradients: Gradients | None = None, settings: Settings | None = None,
+         gradients: Gradients | None = None, compile: Compile | None = None,
+         settings: Settings | None = None,
          loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          loss_kwargs: Mapping[str, Any] | None = None,
          lengths: Sequence[int] | None = None, pad: Mapping[str, float] | None = None) -> PlannedModule:
@@ -85,6 +86,11 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             ``.grad``, so that no gradient of a weight is a tensor of its own ([what that saves, and what is
             refused](gradients-in-place.md)); ``"returned"``: autograd gets them. Unless given, what the
             settings say, which is ``"returned"`` by default.
+        compile: True: groups of operations between products, convolutions and attention are compiled by
+            torch's compiler into kernels of their own ([what that gives, and what it needs](compile.md)):
+            the plan takes less time and memory, and numbers agree with the original's within the type's
+            precision; ``"auto"``: where a compiler is installed; False, unless given: every bit is the
+            original's.
         settings: of the stages, `rkmate.Settings`: ``costs``, as above; ``cut``, how long blocks may be;
             ``measure``, how long operations are measured; ``options``, the integer programs of the
             blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
@@ -118,7 +124,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
-                         planning_seconds, trains, calls, gradients)
+                         planning_seconds, trains, calls, gradients, compile)
     ahead = checked_lengths(model, lengths, pad)
     if pad is not None:         # every call of another length reads its outputs, to cut them back
         planning = replace(planning, settings=replace(planning.settings, deferred_outputs="never"))
@@ -135,7 +141,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
           plan: Plan | None = None, costs: str | None = None, verify: bool = True,
           on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
           training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
-          gradients: Gradients | None = None, settings: Settings | None = None) -> _M:
+          gradients: Gradients | None = None, compile: Compile | None = None,
+          settings: Settings | None = None) -> _M:
     """Make a module train inside a memory budget, in place: it stays what it is for everything else.
 
     Its class, attributes, state dictionary, ``save_pretrained``, ``generate`` and adapters are its own; its
@@ -151,7 +158,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
             planned when it comes: with the real batch, in the mode that it is trained in.
         budget: as of `wrap`; a fraction is one of the peak of the first call.
         planner, progress, plan, costs, verify, on_new_shape, trains, training, planning_seconds, calls,
-            gradients, settings: as of `wrap`. ``training`` concerns sample inputs alone.
+            gradients, compile, settings: as of `wrap`. ``training`` concerns sample inputs alone.
 
     Returns:
         The module that was given. `applied` shows its plan.
@@ -175,7 +182,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
-                         planning_seconds, trains, calls, gradients)
+                         planning_seconds, trains, calls, gradients, compile)
     if layers:
         put_plans_into_layers(model, layers, planning, verify, _checked(on_new_shape))
         return model
@@ -211,7 +218,8 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
          costs: str | None = None, trains: str | int | Sequence[str | int] | None = None,
          training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
-         gradients: Gradients | None = None, settings: Settings | None = None,
+         gradients: Gradients | None = None, compile: Compile | None = None,
+         settings: Settings | None = None,
          loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          loss_kwargs: Mapping[str, Any] | None = None, device: GPU | str | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors.
@@ -225,7 +233,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     with elsewhere.on_gpu(gpu, model):
         args, kwargs = checked_sample(model, args, kwargs)
         planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
-                             planning_seconds, trains, calls, gradients, gpu)
+                             planning_seconds, trains, calls, gradients, compile, gpu)
         with flags_to_plan(model, training):
             traced = trace(model, args, kwargs, planning.settings, Progress(progress))
         made = make_plan(traced, planning.budget, planning.planner).plan
@@ -237,9 +245,9 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
              progress: bool = True, costs: str | None = None,
              trains: str | int | Sequence[str | int] | None = None, training: bool | None = None,
              planning_seconds: float | None = None, gradients: Gradients | None = None,
-             settings: Settings | None = None, loss: Callable[..., Any] | None = None,
-             loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None,
-             device: GPU | str | None = None) -> Curve:
+             compile: Compile | None = None, settings: Settings | None = None,
+             loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
+             loss_kwargs: Mapping[str, Any] | None = None, device: GPU | str | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
 
     One capture, one measurement and one set of options serve all of them. Without `budgets`: from
@@ -254,7 +262,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
         args, kwargs = checked_sample(model, args, kwargs)
         wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
         planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds, trains,
-                             gradients=gradients, gpu=gpu)
+                             gradients=gradients, compile=compile, gpu=gpu)
         with flags_to_plan(model, training):
             traced = trace(model, args, kwargs, planning.settings, Progress(progress))
         made = make_curve(traced, wanted, planning.planner)
@@ -289,14 +297,15 @@ def _checked(on_new_shape: Any) -> NewShape:
 
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, settings: Settings | None,
               progress: bool, planning_seconds: float | None, trains: Any,
-              calls: int | None = None, gradients: str | None = None, gpu: GPU | None = None) -> Planning:
+              calls: int | None = None, gradients: str | None = None, compile: Compile | None = None,
+              gpu: GPU | None = None) -> Planning:
     if (budget is None) == (plan is None):
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
         raise ArgumentError(f"plan is {type(plan).__name__}; it should be a rkmate.Plan")
     name = find_planner(planner).name
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
-    base = settings_of_call(settings, costs, trains, gradients)
+    base = settings_of_call(settings, costs, trains, gradients, compile)
     if gpu is not None:
         base = elsewhere.estimating(base, costs)
     if calls is not None:

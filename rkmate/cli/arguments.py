@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rkmate.devices import NAMES, known
 from rkmate.errors import ArgumentError
@@ -26,6 +26,7 @@ def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool
     parser.add_argument("--analytic", action="store_true",
                         help="estimate the operations' times instead of measuring them")
     add_gradients(parser)
+    add_compile(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -36,10 +37,23 @@ def add_gradients(parser: argparse.ArgumentParser) -> None:
                         "(default: returned)")
 
 
+def add_compile(parser: argparse.ArgumentParser) -> None:
+    """Declare whether groups of operations are compiled."""
+    parser.add_argument("--compile", default="no", choices=("yes", "no", "auto"),
+                        help="compile groups of operations into kernels of their own; auto: where a compiler "
+                        "is installed (default: no)")
+
+
+def compile_of(args: argparse.Namespace) -> bool | Literal["auto"]:
+    """As `rkmate.wrap` takes it."""
+    return "auto" if args.compile == "auto" else args.compile == "yes"
+
+
 def planning_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `rkmate.plan` and its like, without the budget."""
     return {"planner": args.planner, "progress": not args.quiet,
-            "costs": "analytic" if args.analytic else "measured", "gradients": args.gradients}
+            "costs": "analytic" if args.analytic else "measured", "gradients": args.gradients,
+            "compile": compile_of(args)}
 
 
 def elsewhere_options(args: argparse.Namespace) -> dict[str, Any]:

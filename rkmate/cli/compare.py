@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rkmate.cli.arguments import add_gradients, budget_of
+from rkmate.cli.arguments import add_compile, add_gradients, budget_of, compile_of
 from rkmate.cli.targets import load_target
 
 
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--analytic", action="store_true",
                         help="estimate the operations' times instead of measuring them")
     add_gradients(parser)
+    add_compile(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
                      planners=args.planners, measure=args.measure,
                      time_limit=TIME_LIMIT if args.time_limit is None else args.time_limit,
                      progress=not args.quiet, costs="analytic" if args.analytic else "measured",
-                     gradients=args.gradients)
+                     gradients=args.gradients, compile=compile_of(args))
     if args.plot:
         Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
         result.plot(args.plot)

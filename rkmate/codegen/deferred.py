@@ -9,8 +9,8 @@ from rkmate.codegen.slices import Call, Free, Function, Run, Slice
 from rkmate.graph.blocks.expressions import Expressions, local_names, source_key
 from rkmate.graph.blocks.lower import lower
 from rkmate.graph.passes.deferred import Deferred
+from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.joint import Joint
-from rkmate.graph.passes.tiles.tiled import Tiled
 
 
 def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Function:
@@ -54,5 +54,5 @@ class _Names(LocalNames):
         self.used[self.local[j]] = None
         return self.local[j]
 
-    def function(self, tiled: Tiled) -> str:
+    def function(self, tiled: OwnFunction) -> str:
         raise AssertionError("what is computed when it is read is computed whole")

@@ -15,7 +15,7 @@ from rkmate.graph.blocks.expressions import Expressions, local_names, operator_n
 from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.graph.passes.functions import OwnFunction
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, kernel_of
 
@@ -75,10 +75,10 @@ class _Maker:
         spaces = {"aten"}.union(*(operator_namespaces(n) for g in graphs for n in g.nodes))
         table = NameTable({*RESERVED, "forward"})
         self.aliases = {space: table.fresh(space) for space in sorted(spaces)}
-        kernels = [k for n in self.program.operation for k in (
-            n.target, *(other.target for other in self.program.alternatives.get(n, ())))]
-        self.tiled = {t: table.fresh(f"tiled_{t.name}") for t in kernels if isinstance(t, Tiled)}
-        """Names of the functions of tiled computations, in each of their kernels."""
+        kernels = dict.fromkeys(k for n in self.program.operation for k in (
+            n.target, *(other.target for other in self.program.alternatives.get(n, ()))))
+        self.tiled = {t: table.fresh(f"{t.prefix}_{t.name}") for t in kernels if isinstance(t, OwnFunction)}
+        """Names of the functions of tiled and of fused computations, in each of their kernels."""
         self.called: set[str] = set()
         """Those that a statement calls."""
         self.functions = table
@@ -103,7 +103,9 @@ class _Maker:
         arriving = tuple(self._key(j) for j in self.cd.output_grads)
         spaces = {alias: space for space, alias in self.aliases.items()}
         tiled = {name: t.function(name) for t, name in self.tiled.items() if name in self.called}
-        return Listing(summary, spaces, tuple(made), arriving, tiled), tuple(segments)
+        imports = tuple(dict.fromkeys(i for t, name in self.tiled.items() if name in self.called
+                                      for i in t.imports))
+        return Listing(summary, spaces, tuple(made), arriving, tiled, imports), tuple(segments)
 
     # -- stretches ------------------------------------------------------------------------
 
@@ -290,7 +292,7 @@ class _Locals(LocalNames):
     def values(self, ds: Collection[int]) -> tuple[str, ...]:
         return tuple(self.value(j, read=False) for j in ds)
 
-    def function(self, tiled: Tiled) -> str:
+    def function(self, tiled: OwnFunction) -> str:
         self.called.add(self.tiled[tiled])
         return self.tiled[tiled]
 
@@ -325,5 +327,5 @@ class InEnvironment:
     def namespace(self, name: str) -> str:
         return self.aliases[name]
 
-    def function(self, tiled: Tiled) -> str:
+    def function(self, tiled: OwnFunction) -> str:
         raise AssertionError("outside the slices nothing is computed")

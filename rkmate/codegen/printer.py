@@ -15,7 +15,7 @@ Three kinds of statements stand out:
   recompute  a computation that ran before
 """
 
-import torch
+import torch{imports}
 
 {namespaces}
 
@@ -35,7 +35,9 @@ def print_listing(listing: Listing) -> str:
     spaces = "\n".join(f"{name} = torch.ops.{space}" for name, space in sorted(listing.namespaces.items()))
     parts = "\n\n".join([*listing.tiled.values(), *(print_slice(part, name) for part, name in names.items())])
     ends = "\n\n\n".join(print_function(f, names) for f in listing.functions)
-    return f"{_HEADER.format(summary=listing.summary, namespaces=spaces)}{parts}\n\n\n{ends}\n"
+    imports = "".join(f"\n{statement}" for statement in listing.imports)
+    header = _HEADER.format(summary=listing.summary, namespaces=spaces, imports=imports)
+    return f"{header}{parts}\n\n\n{ends}\n"
 
 
 def _numbered(label: str, counts: dict[str, int], taken: set[str]) -> str:

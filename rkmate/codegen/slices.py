@@ -179,7 +179,9 @@ class Listing:
     arriving: tuple[str, ...]
     """Keys of the outputs' gradients, which are there when the backward starts."""
     tiled: Mapping[str, str] = field(default_factory=dict)
-    """Functions that run a few rows at a time: names, and their text."""
+    """Functions that run a few rows at a time, or that are compiled: names, and their text."""
+    imports: tuple[str, ...] = ()
+    """Statements that these need before them."""
 
     def verify(self) -> Listing:
         """Check every slice, and that the environment has what is taken and read; returns the listing

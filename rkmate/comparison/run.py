@@ -21,7 +21,7 @@ from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss_inside import trains_of
 from rkmate.pipeline.planning import attempted
 from rkmate.pipeline.prepare import prepare, trace
-from rkmate.pipeline.settings import Gradients, Settings, settings_of_call
+from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
 from rkmate.planners.protocol import Candidate, Composed, Planner
 from rkmate.planners.registry import PLANNERS, asks
 from rkmate.planners.registry import planner as find_planner
@@ -41,7 +41,8 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             measure: bool = False, time_limit: float = TIME_LIMIT, progress: bool = True,
              costs: Literal["measured", "analytic"] | None = None,
              trains: str | int | Sequence[str | int] | None = None,
-            gradients: Gradients | None = None, settings: Settings | None = None) -> Comparison:
+            gradients: Gradients | None = None, compile: Compile | None = None,
+            settings: Settings | None = None) -> Comparison:
     """Every planner on one model at equal budgets.
 
     The model is captured once, its operations are measured once, and the options of its blocks are
@@ -65,7 +66,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             are the same on every machine. What a planner finds within a limit in seconds, as the
             default's and other integer programs do, need not be. Unless given, what the settings say.
         trains: which outputs the loss is computed from, as of `rkmate.wrap`.
-        gradients: as of `rkmate.wrap`.
+        gradients, compile: as of `rkmate.wrap`.
         settings: of the stages. With `calls`, budgets and peaks are of steps in which the model is called
             so many times before the backward.
 
@@ -84,7 +85,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
               for b in budgets]
     methods = [find_planner(n) for n in ([n for n in PLANNERS if n != "auto"] if planners is None
                                          else planners)]
-    wanted_settings = settings_of_call(settings, costs, trains, gradients)
+    wanted_settings = settings_of_call(settings, costs, trains, gradients, compile)
     if not time_limit > 0:
         raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
     shown = Progress(progress)

@@ -13,7 +13,7 @@ from torch import nn
 
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, MissingExtra
-from rkmate.pipeline.settings import Gradients, Settings
+from rkmate.pipeline.settings import Compile, Gradients, Settings
 from rkmate.public import apply, remove
 from rkmate.runtime.apply import planned_call_of
 from rkmate.runtime.first_step import FirstStep
@@ -35,8 +35,8 @@ class _BudgetCallback:
     Args:
         budget: as of `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation
             takes no more than one batch.
-        planner, costs, trains, gradients, settings, on_new_shape, progress, verify, planning_seconds: as
-            of `rkmate.apply`.
+        planner, costs, trains, gradients, compile, settings, on_new_shape, progress, verify,
+            planning_seconds: as of `rkmate.apply`.
 
     Raises:
         ArgumentError: an argument is wrong. When training begins: the model cannot be planned, or is run
@@ -46,13 +46,15 @@ class _BudgetCallback:
 
     def __init__(self, budget: int | float | str, *, planner: str = "rockmate", costs: str | None = None,
                  trains: str | int | Sequence[str | int] | None = None,
-                 gradients: Gradients | None = None, settings: Settings | None = None,
+                 gradients: Gradients | None = None, compile: Compile | None = None,
+                 settings: Settings | None = None,
                  on_new_shape: NewShape = "plan", progress: bool = True, verify: bool = True,
                  planning_seconds: float | None = None) -> None:
         if budget != "auto":
             parse_budget(budget)
         self._options: dict[str, Any] = {
             "budget": budget, "planner": planner, "costs": costs, "trains": trains, "gradients": gradients,
+            "compile": compile,
             "settings": settings, "on_new_shape": on_new_shape, "progress": progress, "verify": verify,
             "planning_seconds": planning_seconds}
         self._plans: list[Plan] = []

@@ -94,6 +94,10 @@ class PlanData:
     seconds are of one."""
     gradients: str = "returned"
     """How parameters get theirs: ``"returned"`` to autograd, or added ``"in_place"``."""
+    compiled: str = ""
+    """What its groups of operations were compiled by; empty where none are."""
+    fused: tuple[tuple[str, int], ...] = ()
+    """Per compiled group, the names of its operations, and how many times the graph has it."""
     source: str = field(default="", repr=False, compare=False)
     """The generated Python, of a plan that a wrapped module runs; to be read, never executed."""
     origin: Origin | None = field(default=None, repr=False, compare=False)
@@ -161,6 +165,7 @@ class PlanData:
             **({"calls": self.calls} if self.calls != 1 else {}),
             **({"deferred": list(self.deferred)} if self.deferred else {}),
             **({"gradients": self.gradients} if self.gradients != "returned" else {}),
+            **({"compiled": self.compiled, "fused": [list(f) for f in self.fused]} if self.compiled else {}),
         }
 
 
@@ -181,6 +186,8 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         costs=costs, graph=read_summary(content["graph"], costs), source=str(content["source"]),
         note=str(content["note"]), variant=str(content.get("variant", "plain")),
         deferred=tuple(map(str, content.get("deferred", ()))),
+        compiled=str(content.get("compiled", "")),
+        fused=tuple((str(names), int(times)) for names, times in content.get("fused", ())),
         calls=int(content.get("calls", 1)), gradients=str(content.get("gradients", "returned")),
         stage_seconds=dict(content["stage_seconds"]),
         nodes=dict(content["nodes"]), origin=read_origin(content.get("origin")))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rkmate.errors import PlanError, ScheduleError
 from rkmate.pipeline import deferred_outputs
+from rkmate.pipeline.compiled import check_version
 from rkmate.pipeline.planning import Planned
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, with_operation_costs
 from rkmate.pipeline.variants import Variant, first, named, possible
@@ -20,6 +21,9 @@ def follow(traced: Traced, plan: Plan) -> Planned:
         raise PlanError(f'the plan was made with gradients="{plan.gradients}", and this call says '
                         f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make another '
                         "plan")
+    if bool(plan.compiled) != (traced.settings.compile is True):
+        raise PlanError(f"the plan was made with compile={bool(plan.compiled)}, and this call says "
+                        f"{traced.settings.compile}: say compile={bool(plan.compiled)}, or make another plan")
     for variant in dict.fromkeys([*_variants_of(traced, [plan]), *possible(traced.settings)]):
         found = _followed(block(deferred_outputs.as_planned(traced, [plan])[0], variant), [plan])
         if found is not None:
@@ -55,6 +59,7 @@ def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
         if plan.fingerprint == blocked.fingerprint:
             prepared = with_operation_costs(blocked, plan.costs)
             _check(plan, prepared)
+            check_version(plan.compiled)
             return Planned(plan, prepared)
     return None
 

@@ -22,6 +22,7 @@ from rkmate.pipeline import deferred_outputs
 from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
+from rkmate.pipeline.compiled import compiled_by, fused_in
 from rkmate.pipeline.prepare import Prepared, Traced, prepare
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.room import room_within
@@ -370,7 +371,8 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         graph=solved.summary if solved else summarise(prepared),
         note=_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
         deferred=deferred_outputs.names_of(blocked),
-        gradients=prepared.settings.gradients,
+        gradients=prepared.settings.gradients, compiled=compiled_by(prepared.settings),
+        fused=fused_in(parts.program.operation),
         stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
         origin=blocked.traced.origin)
 

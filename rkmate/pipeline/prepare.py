@@ -43,6 +43,7 @@ from rkmate.ir.simulate import Simulation, simulate
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
+from rkmate.pipeline.compiled import compile_all, with_compiler
 from rkmate.pipeline.loss_inside import traceable, trains_of
 from rkmate.pipeline.measuring import measured_within
 from rkmate.pipeline.origin import origin_of
@@ -208,6 +209,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     if settings.gradients == "in_place":
         refuse_gradients_in_place(model)
     start = time.perf_counter()
+    arguments, _ = take_apart((args, kwargs), result=False)
+    device = devices.common((*model.parameters(), *arguments))
+    settings = with_compiler(settings, device.torch_device)
     if captured is None:
         with gc_pause(), progress.stage("capturing", None), capture_lock:
             captured = capture(model, args, kwargs, settings.opaque)
@@ -215,8 +219,6 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
                             "requires a gradient, so there is nothing to train")
-    arguments, _ = take_apart((args, kwargs), result=False)
-    device = devices.common((*model.parameters(), *arguments))
     if device.elsewhere is not None:
         captured = as_there(captured, device.torch_device)
     return Traced(type(model).__name__, captured, trained_outputs(captured, trains),
@@ -235,7 +237,8 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
                          tiled_mlps=variant.tiled_mlps, grouped_loss=variant.grouped_loss,
                          channels_last=variant.channels_last,
                          deferring=variant.chunked_loss and traced.settings.deferred_outputs != "never",
-                         in_place=traced.settings.gradients == "in_place")
+                         in_place=traced.settings.gradients == "in_place",
+                         fused=traced.settings.compile is True)
         program = lower(joint)
         middle = time.perf_counter()
         parts = partition(program, traced.settings.cut)
@@ -263,6 +266,7 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     elif traced.settings.costs == "analytic":
         known = analytic_costs(parts)
     else:
+        compile_all(parts.program.operation, traced.progress)
         with traced.progress.stage("measuring", len(parts.blocks)) as tick, capture_lock:
             try:
                 known = measured_within(

@@ -22,6 +22,7 @@ Trains = Literal["all"] | tuple[str | int, ...] | None
 When = Literal["auto", "always", "never"]
 Layouts = Literal["keep", "auto", "channels_last"]
 Gradients = Literal["returned", "in_place"]
+Compile = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,10 @@ class Settings:
     """``"returned"``: autograd gets the gradients of parameters, one after the other. ``"in_place"``: the
     step itself adds them to what stands in ``.grad``, so that none is a tensor of its own; hooks on
     parameters, data parallelism and ``torch.autograd.grad`` of parameters, which want it, are refused."""
+    compile: Compile = False
+    """Compile groups of operations between products, convolutions and attention into kernels of their own,
+    which takes seconds, and planned steps less time and memory; numbers differ from the original's within
+    the type's precision. ``"auto"``: where a compiler is installed."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"
@@ -92,6 +97,8 @@ class Settings:
         if isinstance(self.calls, bool) or not isinstance(self.calls, int) or self.calls < 1:
             raise ArgumentError(f"calls is {self.calls!r}; it should be how many times the module is called "
                                 "before the backward: 1, 2, ...")
+        if self.compile not in (False, True, "auto"):
+            raise ArgumentError(f'compile is {self.compile!r}; it should be False, True or "auto"')
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
                                      ("gradients", self.gradients, ("returned", "in_place")),
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
@@ -123,12 +130,14 @@ def checked_trains(trains: Any) -> Trains:
 
 
 def settings_of_call(settings: Settings | None, costs: str | None, trains: Any = None,
-                     gradients: str | None = None) -> Settings:
-    """The settings, with the source of costs, the outputs of the loss and the way of gradients that a call
-    names; those that it leaves out are the settings' own. Raises `ArgumentError`."""
+                     gradients: str | None = None, compile: Compile | None = None) -> Settings:
+    """The settings, with the source of costs, the outputs of the loss, the way of gradients and the compiling
+    that a call names; those that it leaves out are the settings' own. Raises `ArgumentError`."""
     settings = settings or Settings()
     if gradients is not None:
         settings = replace(settings, gradients=gradients)  # type: ignore[arg-type]
+    if compile is not None:
+        settings = replace(settings, compile=compile)
     if trains is not None:
         settings = replace(settings, trains=checked_trains(trains))
     if costs is None:

@@ -22,6 +22,7 @@ from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.family import known_call
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
+from rkmate.pipeline.compiled import compile_all
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss_inside import traceable
@@ -313,6 +314,7 @@ class PlanCache:
         planned = planned or make_plan(traced, budget, self.planning.planner)
         prepared, plan = planned.prepared, planned.plan
         labels = [b.label for b in plan.blocks]
+        compile_all(prepared.partition.program.operation, traced.progress)
         generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
         plan = replace(plan, source=generated.text)
         step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device)

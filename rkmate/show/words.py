@@ -12,6 +12,7 @@ from rkmate.show.modules import ModuleRow, alike, by_module
 from rkmate.show.replay import KIND_NAMES, KINDS, Occupancy, Tensor, replay, replay_baseline
 
 _MOST_ROWS = 40
+_MOST_GROUPS = 6
 
 
 def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
@@ -30,6 +31,8 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
         result.insert(0, ("made for", f"{plan.calls} calls before one backward; times are of one"))
     if plan.gradients == "in_place":
         result.append(("gradients", "of parameters are added in place"))
+    if plan.compiled:
+        result.append(("compiled", f"{_groups(plan)}, by {plan.compiled}"))
     if plan.bound_seconds is not None and plan.gap is not None:
         result.append(("lower bound", f"{duration(plan.bound_seconds)} a step: at most {plan.gap:.1%} "
                                       "could be saved by another schedule"))
@@ -91,8 +94,24 @@ def paragraphs(plan: PlanData) -> tuple[tuple[str, str], ...]:
              ("Where the memory goes", _recomputed(plan, replayed, baseline)),
              ("When it is fullest", _peak(replayed)),
              ("What less memory would cost", _less(plan, replayed)),
+             ("What is compiled", _compiled(plan)),
              ("How it was made", _note(plan)))
     return tuple((heading, text) for heading, text in parts if text)
+
+
+def _groups(plan: PlanData) -> str:
+    groups = sum(times for _, times in plan.fused)
+    operations = sum(times * (names.count(",") + 1) for names, times in plan.fused)
+    return f"{count(operations, 'operation')} in {count(groups, 'group')} ({len(plan.fused)} different)"
+
+
+def _compiled(plan: PlanData) -> str:
+    if not plan.fused:
+        return "Nothing could be fused." if plan.compiled else ""
+    text = f"Compiled into kernels of their own are {_groups(plan)}."
+    most = sorted(plan.fused, key=lambda f: -f[1] * f[0].count(","))[:_MOST_GROUPS]
+    named = "; ".join(f"{names} ({times} times)" if times > 1 else names for names, times in most)
+    return f"{text} {'The largest' if len(most) < len(plan.fused) else 'They are'}: {named}."
 
 
 def _note(plan: PlanData) -> str:

@@ -11,9 +11,9 @@ from rkmate.graph.blocks.names import NameTable, letters
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.operations import OpOverload
+from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.literals import literal
 from rkmate.graph.passes.simplify import is_view
-from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.graph.passes.view_methods import view_method
 
 
@@ -29,7 +29,7 @@ class Naming(Protocol):
     def namespace(self, name: str) -> str:
         """A namespace of operators."""
 
-    def function(self, tiled: Tiled) -> str:
+    def function(self, tiled: OwnFunction) -> str:
         """The function of a tiled computation."""
 
 
@@ -41,7 +41,7 @@ def source_key(source: Source) -> str:
 def operator_namespaces(node: fx.Node) -> set[str]:
     """``aten`` for ``aten.mm.default``; none for what is no operation."""
     target = node.target
-    if isinstance(target, Tiled):
+    if isinstance(target, OwnFunction):
         return target.namespaces()
     return {str(target.namespace)} if isinstance(target, OpOverload) else set()
 
@@ -117,9 +117,9 @@ class Expressions:
         parts += [f"{k}={self._argument(v)}" for k, v in kwargs.items()]
         return f"{self._operator(target)}({', '.join(parts)})"
 
-    def _operator(self, target: OpOverload | Tiled) -> str:
+    def _operator(self, target: OpOverload | OwnFunction) -> str:
         """``aten.mm.default``."""
-        if isinstance(target, Tiled):
+        if isinstance(target, OwnFunction):
             return self.naming.function(target)
         return f"{self.naming.namespace(target.namespace)}.{target._opname}.{target._overloadname}"
 

@@ -13,7 +13,7 @@ from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
-from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.graph.passes.functions import OwnFunction
 
 _INDEX = re.compile(r'((?:torch\.device\(|device=)"[a-z]+):\d+(?=")')
 """Where an operation, or a tile, names the device that it makes a tensor on."""
@@ -73,7 +73,7 @@ class _Naming:
     def namespace(self, name: str) -> str:
         return name
 
-    def function(self, tiled: Tiled) -> str:
+    def function(self, tiled: OwnFunction) -> str:
         return f"<{tiled.text}>"
 
 

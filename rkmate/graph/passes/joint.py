@@ -75,6 +75,8 @@ class Rewriting:
     """Whether convolutions are to have their channels last."""
     in_place: bool = False
     """Whether gradients of parameters are added to what the caller holds, and handed to nobody."""
+    fused: bool = False
+    """Whether groups of operations are to be compiled."""
     nodes_before: int = field(init=False)
     """Operations at first."""
     constant: frozenset[fx.Node] = frozenset()
@@ -136,7 +138,7 @@ class Rewriting:
 
 def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
               tiled_mlps: bool = False, grouped_loss: bool = False, channels_last: bool = False,
-              deferring: bool = False, in_place: bool = False) -> Rewriting:
+              deferring: bool = False, in_place: bool = False, fused: bool = False) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -147,7 +149,7 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss, tiled_mlps, grouped_loss, channels_last, in_place, deferring=deferring)
+        wanted, chunked_loss, tiled_mlps, grouped_loss, channels_last, in_place, fused, deferring=deferring)
 
 
 def copied(work: Rewriting) -> Rewriting:
@@ -161,7 +163,7 @@ def copied(work: Rewriting) -> Rewriting:
         [None if n is None else copies[n] for n in work.outputs],
         [(s, copies[n]) for s, n in work.mutations], [(s, copies[n]) for s, n in work.grads],
         work.wanted, work.chunked_loss, work.tiled_mlps, work.grouped_loss, work.channels_last,
-        work.in_place)
+        work.in_place, work.fused)
 
 
 def adds(node: fx.Node) -> bool:

@@ -22,20 +22,21 @@ graph that breaks an invariant is a bug of a pass, and nothing that a user could
 
 def simplify(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
              tiled_mlps: bool = False, grouped_loss: bool = False, channels_last: bool = False,
-             deferring: bool = False, in_place: bool = False, verify: bool | None = None) -> Joint:
+             deferring: bool = False, in_place: bool = False, fused: bool = False,
+             verify: bool | None = None) -> Joint:
     """The graph that is planned.
 
     `wanted`: per output, whether its gradient will come. `chunked_loss`: compute linear losses a few
     rows at a time, where there are any; `grouped_loss`: in groups that a schedule may keep, where that can
     be. `tiled_mlps`: the same of wide MLPs. `channels_last`: give convolutions images with their channels
     last. `deferring`: leave wide outputs without a gradient out of the step where that saves memory, to be
-    computed when they are read. `in_place`: add gradients of parameters to what the caller holds. `verify`:
-    whether to check the graph after each pass (None: as `VERIFY` says); raises `GraphError` that names the
-    pass.
+    computed when they are read. `in_place`: add gradients of parameters to what the caller holds. `fused`:
+    let groups of operations be compiled. `verify`: whether to check the graph after each pass (None: as
+    `VERIFY` says); raises `GraphError` that names the pass.
     """
     work = rewriting(capture, wanted, chunked_loss=chunked_loss, tiled_mlps=tiled_mlps,
                      grouped_loss=grouped_loss, channels_last=channels_last, deferring=deferring,
-                     in_place=in_place)
+                     in_place=in_place, fused=fused)
     rewrite(work, REWRITINGS, verify=VERIFY if verify is None else verify)
     return work.joint()
 

@@ -13,6 +13,7 @@ from rkmate.graph.capture.repairs import REPAIRS, Pass
 from rkmate.graph.passes import chunked_kernels, in_place
 from rkmate.graph.passes.added_gradients import add_gradients_in_place
 from rkmate.graph.passes.alternatives import alternatives
+from rkmate.graph.passes.clusters.rewrite import fuse
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
 from rkmate.graph.passes.dead_code import drop_dead
@@ -128,6 +129,10 @@ REWRITINGS = (
          "What a forward chooses by computed numbers (a top-k, an argmax, a mask) may come out otherwise "
          "when an accelerator computes the numbers again: it is computed once and kept.",
          find_decisions, ()),
+    Pass("fused groups", "simplify",
+         "Between products, convolutions and attention, eager mode reads and writes a tensor for every "
+         "operation. Where the caller asks for compiled kernels, neighbouring ones become one computation.",
+         fuse, ()),
 )
 """In the order in which they work."""
 

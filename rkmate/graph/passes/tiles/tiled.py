@@ -12,13 +12,14 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import OpOverload
+from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.tiles import source
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.steps import peak_bytes
 
 
 @dataclass(frozen=True, eq=False)
-class Tiled:
+class Tiled(OwnFunction):
     """Operations that run a few rows at a time, as the target of one node with several results.
 
     Two of equal text are equal. Calling one runs the source that a generated step shows.
@@ -41,13 +42,7 @@ class Tiled:
     in_place: bool = False
     """Whether such a first value is overwritten; else it is copied."""
 
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    @property
-    def _opname(self) -> str:
-        return self.name
+    prefix = "tiled"
 
     @property
     def step(self) -> int:
@@ -96,12 +91,6 @@ class Tiled:
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
         result: tuple[torch.Tensor, ...] = _compiled(self.text, self.name)(*args)
         return result
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tiled) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
 
     def __repr__(self) -> str:
         return f"{self.name}({self.rows} rows in {self.parts} parts)"

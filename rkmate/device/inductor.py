@@ -1,0 +1,194 @@
+"""Groups of operations, compiled into kernels of their own by torch's compiler, inductor.
+
+A group is a Python function of tensors of known forms, which calls operators; what it looks like does not
+depend on where it comes from, so that equal groups are compiled once in a process, and found on disk by the
+next one (inductor's own cache, which another version of torch does not use).
+
+Uses private names of torch (inductor's inner compiler); tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import threading
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from os import environ
+from typing import Any
+
+import torch
+
+from rkmate.device.random_state import unchanged_random_state
+from rkmate.device.registry import common
+from rkmate.errors import CompilerError
+
+_FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
+                   r"(?: by \[(?P<strides>[\d, ]*)\])?")
+_COMPILERS = ("g++", "clang++", "c++")
+_lock = threading.RLock()
+_known: dict[Any, Fused] = {}
+compiled = 0
+"""How many groups were compiled in this process, those found on disk included."""
+
+
+class Fused:
+    """A compiled group of operations: called as the function that it was made from, it gives its results.
+
+    Each result has a storage of its own, as large as it needs.
+    """
+
+    def __init__(self, function: Callable[..., Any], forms: Sequence[str]) -> None:
+        self._function, self._forms = function, tuple(forms)
+        self._run: Callable[[list[torch.Tensor]], Any] | None = None
+        self._copied: tuple[int, ...] | None = None
+
+    def compile(self) -> None:
+        """Compile, where that is still to be done: seconds, unless it is on disk. Raises `CompilerError`."""
+        global compiled
+        with _lock:
+            if self._run is None:
+                self._run = _compiled(self._function, self._forms)
+                compiled += 1
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._run is None:
+            self.compile()
+            assert self._run is not None
+        try:
+            results = self._run(list(tensors))
+        except AssertionError:          # a kernel has laid out its result otherwise than its trace says
+            tensors = tuple(_as(t, form) for t, form in zip(tensors, self._forms, strict=True))
+            results = self._run(list(tensors))
+        if self._copied is None:
+            self._copied = _shared(tensors, results)
+        if self._copied:
+            return tuple(r.clone() if k in self._copied else r for k, r in enumerate(results))
+        return tuple(results)
+
+
+def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
+    """Let a function of tensors of these forms (`form_of`) be compiled before its first call.
+
+    It returns a tuple of tensors that are no views of its arguments. Functions of equal code are the same.
+    """
+    def made(function: Any) -> Fused:
+        code: types.CodeType = function.__code__
+        key = (forms, code.co_code, code.co_names, code.co_varnames,
+               tuple(map(repr, code.co_consts)))
+        with _lock:
+            return _known.setdefault(key, Fused(function, forms))
+    return made
+
+
+def form_of(value: torch.Tensor) -> str:
+    """A (fake) tensor's form as text: ``float32[4, 8]``, ``cuda:0 float16[4, 8] by [1, 4]``."""
+    device = "" if value.device.type == "cpu" else f"{value.device} "
+    strides = "" if value.is_contiguous() and value.stride() == _plain(value.shape) \
+        else f" by {list(value.stride())}"
+    return f"{device}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{strides}"
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise `CompilerError` where nothing can be compiled for a device: it names what to install."""
+    if device.type == "cpu":
+        named = environ.get("CXX")
+        if named and shutil.which(shlex.split(named)[0]) is None:
+            raise CompilerError(f"no C++ compiler: the environment says CXX={named}, and there is no such "
+                                "program. Install it, or let CXX name another one")
+        if not named and not any(map(shutil.which, _COMPILERS)):
+            raise CompilerError(
+                "no C++ compiler, which compile=True needs on a CPU: install g++ (Debian and Ubuntu: `apt "
+                "install g++`; Fedora: `dnf install gcc-c++`; conda: `conda install gxx`; macOS: "
+                '`xcode-select --install`), or say compile="auto" or compile=False')
+        return
+    from torch.utils._triton import has_triton
+    if not has_triton():
+        raise CompilerError(f"no Triton, which compile=True needs on {device.type}: install it (`pip install "
+                            'triton`), or say compile="auto" or compile=False')
+
+
+def version() -> str:
+    """What compiles, as plans carry it."""
+    return f"inductor of torch {torch.__version__}"
+
+
+def _plain(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _read(form: str) -> tuple[torch.dtype, str, list[int], list[int]]:
+    found = _FORM.fullmatch(form)
+    if found is None:
+        raise ValueError(f"{form!r} is no form of a tensor")
+    shape = [int(n) for n in found["shape"].split(",") if n.strip()]
+    strides = list(_plain(shape)) if found["strides"] is None else \
+        [int(n) for n in found["strides"].split(",") if n.strip()]
+    return getattr(torch, found["dtype"]), found["device"] or "cpu", shape, strides
+
+
+def _as(value: torch.Tensor, form: str) -> torch.Tensor:
+    """A tensor in the strides of a form."""
+    _, _, shape, strides = _read(form)
+    if list(value.stride()) == strides:
+        return value
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Results that are in the storage of others, of arguments, or in a larger one than they need."""
+    device = common(results)
+    seen = {t.untyped_storage().data_ptr() for t in tensors}
+    found = []
+    for k, result in enumerate(results):
+        storage = result.untyped_storage()
+        if storage.data_ptr() in seen or device.storage_bytes(storage.nbytes()) > device.storage_bytes(
+                result.numel() * result.element_size()):
+            found.append(k)
+        seen.add(storage.data_ptr())
+    return tuple(found)
+
+
+def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> Callable[[list[torch.Tensor]], Any]:
+    wanted = [_read(form) for form in forms]
+    device = common([torch.empty(0, device=d) for _, d, _, _ in wanted])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch._guards import TracingContext, tracing
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+        from torch.utils._python_dispatch import _disable_current_modes
+    try:
+        with _disable_current_modes(), torch.no_grad(), unchanged_random_state(device), \
+                torch.autocast(device.autocast_kind, enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mode = FakeTensorMode(shape_env=ShapeEnv())
+            with mode:
+                inputs = [torch.empty_strided(shape, strides, dtype=dtype, device=d)
+                          for dtype, d, shape, strides in wanted]
+            with mode:                             # scalars of decompositions, too, are fake
+                plain = function(*inputs)
+                module = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+            end = module.graph.output_node()
+            # In the layouts that eager mode has, which the plan reckons with.
+            end.meta["user_visible_output_idxs"] = list(range(len(plain)))
+            end.meta["original_output_strides"] = [tuple(v.stride()) for v in plain]
+            with tracing(TracingContext(mode)):
+                made: Any = compile_fx_inner(module, inputs, is_inference=True)
+    except Exception as error:
+        name = getattr(function, "__name__", "a group of operations")
+        raise CompilerError(f"{name} cannot be compiled: {type(error).__name__}: {str(error)[:400]}. "
+                            "compile=False runs its operations one by one") from error
+    return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
+
+
+__all__ = ["Fused", "check_compiler", "form_of", "fused", "version"]

@@ -1,0 +1,55 @@
+"""What the backward's groups compute again of the forward, rather than read: a minimum cut.
+
+An operation on each number by itself costs next to nothing inside of a kernel that reads its operand anyway.
+Of all sets of values that the groups of the backward can be computed from, one with the fewest bytes is kept;
+what stays for another reason (a product of the backward reads it, the caller holds it) is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import networkx as nx
+from torch import fx
+
+from rkmate.graph.passes.clusters.fusable import bytes_of, is_pointwise
+from rkmate.graph.passes.clusters.reads import Reads
+from rkmate.graph.passes.joint import Rewriting, is_backward, owner_of
+
+_MADE_ANYWAY = 0.95
+"""What a byte counts of a value that could be computed again: on a tie it is kept, and what it is made of is
+not."""
+MOST_AGAIN = 24
+"""Operations that one value may take to be computed again."""
+
+
+def computed_again(work: Rewriting, fused: Collection[fx.Node], reads: Reads) -> set[fx.Node]:
+    """Operations of the forward whose values groups of the backward compute for themselves."""
+    wanted = {o for n in fused if is_backward(n) for o in map(owner_of, n.all_input_nodes)
+              if not is_backward(o)}
+    cheap = {n for n in fused if not is_backward(n) and is_pointwise(n)}
+    if wanted.isdisjoint(cheap):
+        return set()
+    free = work.results()
+    graph = nx.DiGraph()
+    todo, seen = list(wanted), set(wanted)
+    while todo:
+        value = todo.pop()
+        held = value.op != "call_function" or value in work.constant or value in free \
+            or any(is_backward(r) and r not in fused for r in reads.readers(value))
+        size = 0.0 if held else bytes_of(value) * (_MADE_ANYWAY if value in cheap else 1.0) + 1
+        graph.add_edge((value, "made"), (value, "read"), capacity=size)
+        if value in wanted:
+            graph.add_edge((value, "read"), "backward")
+        if value not in cheap:
+            graph.add_edge("forward", (value, "made"))
+            continue
+        for operand in map(owner_of, value.all_input_nodes):
+            graph.add_edge((operand, "read"), (value, "made"))
+            if operand not in seen:
+                seen.add(operand)
+                todo.append(operand)
+    if "forward" not in graph:
+        return set()
+    _, (_, late) = nx.minimum_cut(graph, "forward", "backward")
+    return {v for v in cheap & seen if (v, "made") in late}

@@ -1,0 +1,295 @@
+"""Groups of operations: which there are, and that a step with them is the same.
+
+Most tests run the groups' own functions without compiling them: these call the same kernels as the original,
+so that all bits have to be the original's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rkmate
+from rkmate.device import inductor
+from rkmate.graph.passes.clusters import cluster
+from rkmate.measure.settings import MeasureSettings
+from rkmate.pipeline.settings import Settings
+from tests.capturing import captured_once
+from tests.equality import assert_same_step, fresh_inputs, measured_peak, trace_step
+from tests.models import BANK, Sample
+from tests.random_modules import test_random_modules as random_modules
+
+aten = torch.ops.aten
+QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> Iterator[None]:
+    """Groups run as they are written."""
+    monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
+    monkeypatch.setattr(inductor, "_known", {})
+    cluster._made.cache_clear()
+    yield
+    cluster._made.cache_clear()
+
+
+def new_gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(width), nn.Linear(width, 128), nn.Linear(128, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.back(new_gelu(self.wide(self.norm(x)))), 0.1)
+
+
+@functools.cache
+def _layers(count: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(16) for _ in range(count)))
+
+
+def layers(count: int = 3) -> Sample:
+    torch.manual_seed(1)
+    weights = torch.randn(4, 24, 16)
+    return Sample(copy.deepcopy(_layers(count)), (torch.randn(4, 24, 16),), {},
+                  lambda y: (y * weights).mean())
+
+
+def wrap(sample: Sample, budget: float | int = 1.0, **more: Any) -> rkmate.PlannedModule:
+    return rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=budget, progress=False,
+                       **{"settings": QUICK, **more})
+
+
+def test_equal_layers_share_their_groups(uncompiled: None) -> None:
+    plan, deeper = (wrap(layers(n), costs="analytic").plan for n in (3, 5))
+    activation = "mul, pow, mul, add, mul, tanh, add, mul"
+    assert (dict(plan.fused)[activation], dict(deeper.fused)[activation]) == (3, 5)
+    assert [names for names, _ in plan.fused] == [names for names, _ in deeper.fused]
+    assert plan.compiled.startswith("inductor of torch")
+
+
+def test_the_backward_computes_again_rather_than_reads(uncompiled: None) -> None:
+    """Of the activation, its input stays: not its third power, nor its tangent."""
+    without = rkmate.plan(layers().model, layers().args, budget=1.0, costs="analytic", progress=False)
+    compiled = rkmate.plan(layers().model, layers().args, budget=1.0, costs="analytic", progress=False,
+                           compile=True)
+    assert not without.compiled
+    assert without.fused == ()
+    one = 4 * 24 * 128 * 4
+    assert without.peak_bytes - compiled.peak_bytes > 3 * 3 * one
+
+
+def test_the_source_shows_what_is_fused(uncompiled: None) -> None:
+    source = wrap(layers(), costs="analytic").source
+    assert "from rkmate.device.inductor import fused" in source
+    assert '@fused("float32[96, 128]")' in source
+    assert "tanh = aten.tanh.default(" in source
+    assert source.count("aten.tanh.default(") == 2         # of the forward, and again in the backward
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.9])
+def test_the_same_step(uncompiled: None, budget: float) -> None:
+    """Dropout draws what it draws without groups, also where the plan draws it again. (What is not compiled
+    holds all values of a group at once.)"""
+    sample, original = layers(), layers()
+    wrapped = wrap(sample, budget)
+    assert_same_step(original.model, wrapped, original)
+    assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
+
+
+SLOW = [n for n in BANK if n not in ("transformer_encoder", "tied")]
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in BANK])
+def test_the_bank(uncompiled: None, name: str, budget: float) -> None:
+    sample, original = BANK[name](), BANK[name]()
+    with captured_once(name):
+        wrapped = wrap(sample, budget)
+    assert_same_step(original.model, wrapped, original)
+    assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
+
+
+def test_random_modules(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_modules, "QUICK", QUICK)
+    random_modules.examples(3, 21)
+
+
+@pytest.mark.slow
+def test_many_random_modules(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_modules, "QUICK", QUICK)
+    random_modules.examples(150, 22)
+
+
+def test_a_saved_plan(uncompiled: None, tmp_path: Path) -> None:
+    sample = layers()
+    plan = wrap(sample, costs="analytic").plan
+    plan.save(tmp_path / "plan.json")
+    loaded = rkmate.Plan.load(tmp_path / "plan.json")
+    assert (loaded.compiled, loaded.fused) == (plan.compiled, plan.fused)
+    assert wrap(sample, None, plan=loaded).plan.schedule == plan.schedule  # type: ignore[arg-type]
+    with pytest.raises(rkmate.PlanError, match="compile=True"):
+        wrap(sample, None, plan=loaded, compile=False)  # type: ignore[arg-type]
+
+
+def test_what_a_plan_of_another_torch_says(uncompiled: None, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = layers()
+    plan = wrap(sample, costs="analytic").plan
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    with pytest.warns(rkmate.RkmateWarning, match="compiled anew"):
+        wrap(sample, None, plan=plan)  # type: ignore[arg-type]
+
+
+# -- where nothing can be compiled ------------------------------------------------------
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+
+
+def test_without_a_compiler(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rkmate.pipeline.prepare.capture", lambda *args: pytest.fail("captured"))
+    with pytest.raises(rkmate.CompilerError, match=r"install g\+\+"):
+        wrap(layers())
+
+
+def test_a_compiler_that_is_not_there(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
+    with pytest.raises(rkmate.CompilerError, match="CXX=no-such-compiler"):
+        inductor.check_compiler(torch.device("cpu"))
+
+
+def test_auto_without_a_compiler(no_compiler: None) -> None:
+    with pytest.warns(rkmate.RkmateWarning, match="nothing is compiled"):
+        plan = wrap(layers(), compile="auto", costs="analytic").plan
+    assert not plan.compiled
+
+
+def test_a_wrong_word() -> None:
+    with pytest.raises(rkmate.ArgumentError, match="compile is 'yes'"):
+        wrap(layers(), compile="yes")
+
+
+# -- one group --------------------------------------------------------------------------
+
+
+def test_each_result_has_a_storage_of_its_own(uncompiled: None) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x + 1
+        return y, y, x, torch.cat([x, y])[:2]
+
+    x = torch.ones(2, 3)
+    results = inductor.fused("float32[2, 3]")(function)(x)
+    storages = [t.untyped_storage() for t in (x, *results)]
+    assert len({s.data_ptr() for s in storages}) == 5
+    assert {s.nbytes() for s in storages} == {24}
+    assert [float(r[0, 0]) for r in results] == [2, 2, 1, 1]
+
+
+def test_other_strides_than_were_traced(uncompiled: None) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert x.stride() == (1, 2)
+        return (x * 2,)
+
+    x = torch.arange(6.0).view(2, 3)
+    (result,) = inductor.fused("float32[2, 3] by [1, 2]")(function)(x)
+    assert torch.equal(result, x * 2)
+
+
+@pytest.mark.parametrize("value", [torch.empty(()), torch.empty(2, 3, dtype=torch.bool),
+                                   torch.empty(3, 2, dtype=torch.bfloat16).t(), torch.empty(1, 4)[:, :1]])
+def test_forms_are_read_back(value: torch.Tensor) -> None:
+    dtype, device, shape, strides = inductor._read(inductor.form_of(value))
+    assert (dtype, device, tuple(shape), tuple(strides)) == (value.dtype, "cpu", value.shape, value.stride())
+
+
+# -- compiled ---------------------------------------------------------------------------
+
+
+def assert_close_step(original: Sample, wrapped: nn.Module, tolerance: float = 1e-4) -> None:
+    """Loss, gradients and random state of a step, within what float32 can tell."""
+    expected, actual = trace_step(original.model, original, 7), trace_step(wrapped, original, 7)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=tolerance, atol=tolerance)
+    for name, gradient in expected.gradients.items():
+        if gradient is not None:
+            largest = max(float(gradient.abs().max()), 1e-6)
+            torch.testing.assert_close(actual.gradients[name], gradient, rtol=tolerance,
+                                       atol=tolerance * largest, msg=lambda m, name=name: f"{name}: {m}")
+    for name, buffer in expected.buffers.items():
+        torch.testing.assert_close(actual.buffers[name], buffer, rtol=tolerance, atol=tolerance)
+    assert torch.equal(expected.random_state, actual.random_state)
+
+
+def test_a_compiled_step() -> None:
+    """Equal layers are compiled once, and a second plan compiles nothing."""
+    sample, original = layers(), layers()
+    before = inductor.compiled
+    wrapped = wrap(sample)
+    made = inductor.compiled - before
+    assert made <= len(wrapped.plan.fused)
+    assert_close_step(original, wrapped)
+    assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
+    small = wrap(layers(), 0.5)
+    assert inductor.compiled == before + made
+    assert_close_step(layers(), small)
+
+
+def test_a_decomposition_with_a_scalar() -> None:
+    """The gradient of a ReLU is made of a scalar that no argument has."""
+    def function(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        halved = aten.div.Scalar(g, 2.0)
+        return (aten.threshold_backward.default(halved, x, 0),)
+
+    x, g = torch.randn(4, 8), torch.randn(4, 8)
+    (result,) = inductor.fused("float32[4, 8]", "float32[4, 8]")(function)(x, g)
+    torch.testing.assert_close(result, torch.where(x > 0, g / 2, 0.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "t5", "regnet", "views"])
+def test_compiled_models(name: str, budget: float) -> None:
+    sample, original = BANK[name](), BANK[name]()
+    with captured_once(name):
+        wrapped = wrap(sample, budget)
+    assert_close_step(original, wrapped, 1e-3)
+    fresh_inputs(sample)
+    assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
+
+
+_IN_A_PROCESS = """
+import torch, rkmate
+from torch import nn
+from torch._dynamo.utils import counters
+model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Tanh(), nn.Linear(16, 8))
+rkmate.wrap(model, (torch.randn(4, 8),), budget=1.0, compile=True, costs="analytic", progress=False)
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_was_compiled(tmp_path: Path) -> None:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = [subprocess.run([sys.executable, "-c", _IN_A_PROCESS], capture_output=True, text=True, check=True,
+                            env=env).stdout.split() for _ in range(2)]
+    assert found[0][0] == "0" and int(found[0][1]) > 0
+    assert found[1] == [found[0][1], "0"]
