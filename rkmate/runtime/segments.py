@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rkmate import device as devices
+from rkmate.device.dispatch import below_autograd
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import Additions
 from rkmate.runtime.environment import Environment, RerunState
@@ -22,7 +23,7 @@ class Call:
     """One forward and the backward that belongs to it."""
 
     __slots__ = ("__weakref__", "additions", "begins", "env", "finished", "functions", "last", "next",
-                 "ready", "rerun", "targets", "token", "went")
+                 "ready", "rerun", "targets", "token", "unrecorded", "went")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -45,6 +46,8 @@ class Call:
         """Called when the last segment has run."""
         self.rerun: RerunState | None = None
         """For a second run, where there are outputs that this backward was not planned for."""
+        self.unrecorded = False
+        """Whether the operations need not pass through autograd."""
         self.token = token(env.device)
         """The gradient of every token."""
 
@@ -71,7 +74,7 @@ class Call:
             if self.ready is not None:
                 result: list[Any] = [self.ready.pop(k, None) for k in self.targets[number]]
             else:
-                with without_autocast(self.env.device):
+                with without_autocast(self.env.device), unrecorded(self.unrecorded):
                     result = [_alone(g) for g in self.functions[number](self.env)]
         except BaseException:
             if self.additions is not None:
@@ -136,6 +139,11 @@ def without_autocast(device: torch.device) -> Any:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
+def unrecorded(whether: bool) -> Any:
+    """For operations that are not to be recorded, and need nothing of autograd."""
+    return below_autograd() if whether else _NOTHING
+
+
 class _Nothing:
     def __enter__(self) -> None:
         return None
@@ -160,7 +168,7 @@ class _Segment(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        _no_double_backward()
+        no_double_backward()
         result = ctx.call.run(ctx.number)
         return (None, None, None, None if ctx.first else ctx.call.token, *(None,) * ctx.added, *result)
 
@@ -184,7 +192,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        _no_double_backward()
+        no_double_backward()
         box = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
         del grads
         result = ctx.call.run(0, lambda: ctx.receive(ctx.call, box))
@@ -208,7 +216,7 @@ class _Unplanned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        _no_double_backward()
+        no_double_backward()
         given = {n: g for n, g in zip(ctx.numbers, grads, strict=True) if g is not None}
         ctx.call.goes_through(given)
         nothing = (None,) * len(ctx.numbers)
@@ -217,7 +225,8 @@ class _Unplanned(torch.autograd.Function):
         return (None, None, None, None, *nothing, *results)
 
 
-def _no_double_backward() -> None:
+def no_double_backward() -> None:
+    """Raises `BackwardError` where the backward is to be recorded."""
     if torch.is_grad_enabled():
         raise BackwardError("a planned module has no double backward (create_graph=True): compute "
                             "the inner gradient in the forward of the module that is wrapped "
