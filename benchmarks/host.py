@@ -5,7 +5,8 @@ is Python, the dispatcher, and autograd. On CUDA this is what a launch costs, wh
 host time is below its device's costs nothing more. Eager's steps, the plan's, and those of gradient
 checkpointing take turns, and the fastest of each counts.
 
-Usage: OMP_NUM_THREADS=1 python benchmarks/host.py [gpt2 vit resnet50 ...] [--budget 1.0] [--device cuda]
+Usage: OMP_NUM_THREADS=1 python benchmarks/host.py [gpt2 vit resnet50 ...] [--budget 1.0]
+           [--device cuda [--cuda-graph]]
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import copy
 import gc
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -97,8 +99,9 @@ def guards_seconds(model: nn.Module, arguments: Arguments, repeats: int = 20) ->
     return min(times)
 
 
-def measure(name: str, layers: int, budgets: list[float], steps: int, device: str) -> list[list[str]]:
-    """The rows of one model."""
+def measure(name: str, layers: int, budgets: list[float], steps: int, device: str, recorded: bool = False
+            ) -> list[list[str]]:
+    """The rows of one model. `recorded`: as CUDA graphs, too."""
     torch.manual_seed(0)
     model, arguments = MODELS[name](layers)
     model = model.to(device).train()
@@ -111,6 +114,10 @@ def measure(name: str, layers: int, budgets: list[float], steps: int, device: st
     for budget in budgets:
         wrapped = rkmate.wrap(model, (), arguments, budget=budget, costs="analytic", progress=False)
         methods[f"plan {budget:g}"] = step_of(wrapped, arguments)
+        if recorded:
+            again = rkmate.wrap(model, (), arguments, plan=wrapped.plan, progress=False, verify=False,
+                                cuda_graph=True)
+            methods[f"plan {budget:g}, recorded"] = step_of(again, arguments)
     found = best(methods, steps)
     eager = sum(found["eager"])
     rows = [[name, method, *(f"{seconds * 1e3:.2f}" for seconds in (f, b, f + b)), f"{(f + b) / eager:.2f}"]
@@ -127,11 +134,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cuda-graph", action="store_true", help="steps that are recorded, too")
     options = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     print("| model | method | forward, ms | backward, ms | step, ms | of eager's |")
     print("|---|---|---|---|---|---|")
     for name in options.models or list(MODELS):
-        for row in measure(name, options.layers, options.budget, options.steps, options.device):
+        for row in measure(name, options.layers, options.budget, options.steps, options.device,
+                           options.cuda_graph):
             print("| " + " | ".join(row) + " |", flush=True)
 
 
