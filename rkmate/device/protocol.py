@@ -48,6 +48,9 @@ class Statistics(Protocol):
     def reset_peak(self) -> None:
         """Start to look for a new peak. Only measurements do it: the user's peak is lost."""
 
+    def handed_out(self) -> int | None:
+        """All that was ever allocated; None where that is not counted."""
+
 
 class PartsMeter(Protocol):
     """The peak of each of several parts of one run, at the price of one measurement."""
