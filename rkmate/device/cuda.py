@@ -37,8 +37,9 @@ class CudaStatistics:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def handed_out(self) -> int | None:
-        return int(torch.cuda.memory_stats(self._device).get("allocated_bytes.all.allocated", 0))
+    def handed_out(self) -> tuple[int, int] | None:
+        counts = torch.cuda.memory_stats(self._device)
+        return counts.get("requested_bytes.all.current", 0), counts.get("requested_bytes.all.allocated", 0)
 
 
 class Cuda:

@@ -47,8 +47,8 @@ class Ledger:
     def peak(self) -> int:
         return self._peak
 
-    def handed_out(self) -> int | None:
-        return self.in_all
+    def handed_out(self) -> tuple[int, int] | None:
+        return None if self.in_all is None else (self.allocated(), self.in_all)
 
     def reset_peak(self) -> None:
         self._peak = self._level

@@ -48,8 +48,9 @@ class Statistics(Protocol):
     def reset_peak(self) -> None:
         """Start to look for a new peak. Only measurements do it: the user's peak is lost."""
 
-    def handed_out(self) -> int | None:
-        """All that was ever allocated; None where that is not counted."""
+    def handed_out(self) -> tuple[int, int] | None:
+        """Bytes that were asked for: those that are alive, and all that ever were; None where that is not
+        counted."""
 
 
 class PartsMeter(Protocol):

@@ -115,17 +115,20 @@ class Sizes:
     ) -> Ran:
         """The first call on a device that works while the host goes on. Its allocator counts on the host."""
         statistics = device.statistics
-        before = None if statistics is None else (statistics.allocated(), statistics.handed_out())
+        before = None if statistics is None else statistics.handed_out()
         began = time.perf_counter_ns()
         result = function(*args, **kwargs)
         spent = time.perf_counter_ns() - began
         expected = expected_nanoseconds(function, args, kwargs, result)
-        if statistics is None or before is None or before[1] is None \
-                or torch.Tag.dynamic_output_shape in function.tags:
+        after = None if statistics is None else statistics.handed_out()
+        if before is None or after is None or torch.Tag.dynamic_output_shape in function.tags:
+            return Ran(result, need.extra, False, spent, expected)
+        net = after[0] - before[0]
+        if not 0 <= net <= need.outputs + _SMALL:
+            # A library took memory at its first call, and keeps it; or another thread was here.
             return Ran(result, need.extra, False, spent, expected)
         # All that the call was handed, as if it had kept it to the end: no less than its peak.
-        net = max(0, statistics.allocated() - before[0])
-        extra = max(0, (statistics.handed_out() or 0) - before[1] - net)
+        extra = max(0, after[1] - before[1] - net)
         self._learn(key, Need(net, extra, True, expected, True))
         return Ran(result, extra, True, spent, expected)
 
