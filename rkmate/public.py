@@ -25,6 +25,7 @@ from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_
 from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Planning
+from rkmate.runtime.recorded_step import check_device
 from rkmate.runtime.sharded import sharded_layers
 from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan
@@ -42,7 +43,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          settings: Settings | None = None,
          loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          loss_kwargs: Mapping[str, Any] | None = None,
-         lengths: Sequence[int] | None = None, pad: Mapping[str, float] | None = None) -> PlannedModule:
+         lengths: Sequence[int] | None = None, pad: Mapping[str, float] | None = None,
+         cuda_graph: bool = False) -> PlannedModule:
     """An equivalent module that trains inside a memory budget.
 
     Args:
@@ -110,6 +112,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         lengths: sequence lengths (dimension 1 of the arguments) to plan for now, beside the sample's.
         pad: a padding value by argument name: a call whose length is between those of `lengths` is padded to
             the next one, and its outputs are cut back. Without it, `lengths` only plans ahead.
+        cuda_graph: record the step of each plan as CUDA graphs, forward and backward, and replay them: two
+            calls of the host for each step ([what that asks for](limits.md#cuda-graphs)).
 
     Returns:
         A module with the same parameters, buffers, outputs and gradients; ``.plan`` and
@@ -126,6 +130,10 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains, calls, gradients, compile)
     ahead = checked_lengths(model, lengths, pad)
+    if cuda_graph:
+        check_device([*{t.device for t in (*model.parameters(), *model.buffers())}])
+        planning = replace(planning, cuda_graph=True,
+                           settings=replace(planning.settings, deferred_outputs="never"))
     if pad is not None:         # every call of another length reads its outputs, to cut them back
         planning = replace(planning, settings=replace(planning.settings, deferred_outputs="never"))
     with flags_to_plan(model, training):

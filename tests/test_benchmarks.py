@@ -52,6 +52,18 @@ def test_papers_rows_stand_at_their_budgets(on_the_path: None) -> None:
 
 
 @pytest.mark.slow
+def test_host_time(on_the_path: None, capsys: pytest.CaptureFixture[str],
+                   monkeypatch: pytest.MonkeyPatch) -> None:
+    import host
+
+    monkeypatch.setattr(sys, "argv", ["host.py", "vit", "--layers", "1", "--steps", "1"])
+    host.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[1] for line in lines[2:]] == ["eager", "checkpoint", "plan 1", "guards"]
+    assert all(line.count("|") == 7 for line in lines)
+
+
+@pytest.mark.slow
 def test_a_large_vocabulary(on_the_path: None, capsys: pytest.CaptureFixture[str],
                             monkeypatch: pytest.MonkeyPatch) -> None:
     import vocabulary

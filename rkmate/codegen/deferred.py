@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from rkmate.codegen.from_schedule import InEnvironment, LocalNames
 from rkmate.codegen.slices import Call, Free, Function, Run, Slice
-from rkmate.graph.blocks.expressions import Expressions, local_names, source_key
+from rkmate.codegen.spelling import Spelled
+from rkmate.graph.blocks.expressions import local_names, source_key
 from rkmate.graph.blocks.lower import lower
 from rkmate.graph.passes.deferred import Deferred
 from rkmate.graph.passes.functions import OwnFunction
@@ -21,7 +22,7 @@ def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Fu
     cd, result = program.cd, program.storage[deferred.result]
     naming = _Names(aliases)
     naming.local = local_names(program, None, tuple(range(len(cd.c))), naming.table)
-    expressions = Expressions(program, naming)
+    expressions = Spelled(program, naming)
     last = {j: i for i, c in enumerate(cd.c) for j in (*c.inputs, *c.outputs)}
     body: list[Run | Free] = []
     for i, node in enumerate(program.operation):
@@ -41,7 +42,7 @@ def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Fu
                  (naming.local[result],))
     return Function(name, f"output {deferred.output}, when it is read",
                     (Call(part, (), (), tuple(map(source_key, naming.sources)), (key,), ()),),
-                    (Expressions(program, InEnvironment(cd, aliases, (result,))).value(deferred.result),),
+                    (Spelled(program, InEnvironment(cd, aliases, (result,))).value(deferred.result),),
                     (key,))
 
 

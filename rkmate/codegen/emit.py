@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from rkmate.codegen.deferred import function_of
 from rkmate.codegen.from_schedule import Segment, listing_of
 from rkmate.codegen.printer import print_listing
+from rkmate.codegen.slices import Call, Function, Run
 from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
 from rkmate.support.gc_pause import gc_pause
+
+_TORCH = frozenset(("aten", "prims"))
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Generated:
     deferred: tuple[str, ...] = ()
     """Functions of the outputs that are computed when they are read, in the order of `Joint.deferred`. They
     take an environment of their own."""
+    only_torch: bool = False
+    """Whether all operations are torch's own: others may use autograd inside."""
+    draws: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Of the forward and of the backward: the random operations that run several times, by name, in order."""
 
 
 @gc_pause()
@@ -38,4 +45,10 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
     listing = replace(listing, functions=(*listing.functions, *later))
     return Generated(print_listing(listing.verify()), segments,
                      tuple(int(s.key) for s, _ in partition.program.input_grads),
-                     tuple(f.name for f in later))
+                     tuple(f.name for f in later), _TORCH.issuperset(listing.namespaces.values()),
+                     (_draws(listing.functions[:1]), _draws(listing.functions[1:1 + len(segments)])))
+
+
+def _draws(functions: Sequence[Function]) -> tuple[str, ...]:
+    return tuple(call.rng[step.state] for f in functions for call in f.body if isinstance(call, Call)
+                 for step in call.slice.body if isinstance(step, Run) and step.state is not None)

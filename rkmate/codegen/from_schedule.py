@@ -10,8 +10,9 @@ from torch import fx
 
 from rkmate.codegen import slices
 from rkmate.codegen.liveness import Computed, Freed, flow
-from rkmate.codegen.slices import RESERVED, Call, Draws, Drop, Function, Listing, Run, Slice, Write
-from rkmate.graph.blocks.expressions import Expressions, local_names, operator_namespaces, source_key
+from rkmate.codegen.slices import RESERVED, Call, Draws, Drop, Function, Listing, Look, Run, Slice, Write
+from rkmate.codegen.spelling import Spelled, Views
+from rkmate.graph.blocks.expressions import local_names, operator_namespaces, source_key
 from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Source
@@ -148,14 +149,17 @@ class _Maker:
     def _calls(self, part: _Stretch) -> list[Call | Drop]:
         found = flow(self.cd, part.steps, self.stored, self.handed)
         naming = _Locals(self, part.block)
-        expressions = Expressions(self.program, naming)
-        body: list[Run | slices.Free] = []
+        views = Views(self.program, naming, [self.program.operation[s.c] for s in part.steps
+                                             if isinstance(s, Compute)])
+        expressions = Spelled(self.program, naming, views)
+        body: list[Run | Look | slices.Free] = []
         rng: list[str] = []
         for do in found.body:
             if isinstance(do, Computed):
-                body.append(self._run(do, expressions, naming, rng))
+                run = self._run(do, expressions, naming, rng)
+                body += [*views.take_new(), run]
             else:
-                body.append(_free(do, naming, self.cd))
+                body.append(_free(do, naming, views, self.cd))
         give = tuple(j for j in naming.local if j in found.give)
         label = "constants" if part.block == HOISTED else \
             f"block_{self.labels[part.block] if self.labels else part.block}"
@@ -169,7 +173,7 @@ class _Maker:
         self.stored = found.after(self.stored)
         return [call, Drop(self._keys(found.drop))] if found.drop else [call]
 
-    def _run(self, do: Computed, expressions: Expressions, naming: _Locals, rng: list[str]) -> Run:
+    def _run(self, do: Computed, expressions: Spelled, naming: _Locals, rng: list[str]) -> Run:
         c = do.step.c
         node = self.program.operation[c]
         naming.used.clear()
@@ -212,7 +216,7 @@ class _Maker:
     # -- what leaves the functions --------------------------------------------------------
 
     def _expression(self, node: fx.Node, pops: Collection[int] = ()) -> str:
-        return Expressions(self.program, InEnvironment(self.cd, self.aliases, pops)).value(node)
+        return Spelled(self.program, InEnvironment(self.cd, self.aliases, pops)).value(node)
 
     def _forward_end(self, body: list[Call | Drop | Write], at_loss: Sequence[int]) -> Function:
         """The forward: writes what it overwrites, and returns the outputs, then what is kept for those that
@@ -244,8 +248,8 @@ class _Maker:
         return params, tuple(returns), self._keys(mine)
 
 
-def _free(do: Freed, naming: _Locals, cd: CDGraph) -> slices.Free:
-    return slices.Free(naming.values(do.d), sum(cd.d[j].size for j in do.d if j != do.donor))
+def _free(do: Freed, naming: _Locals, views: Views, cd: CDGraph) -> slices.Free:
+    return slices.Free(naming.values(do.d), sum(cd.d[j].size for j in do.d if j != do.donor), views.end(do.d))
 
 
 class LocalNames:

@@ -46,12 +46,26 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Look:
+    """A name for a view that several statements read."""
+
+    name: str
+    call: str
+    """Python of the view; it reads `reads`, and namespaces of operators."""
+    reads: tuple[str, ...]
+    of: str
+    """The value that it looks at: the name ends with it."""
+
+
+@dataclass(frozen=True)
 class Free:
     """Values end here."""
 
     values: tuple[str, ...]
     bytes: int
     """How much memory that frees: nothing of a value that was overwritten."""
+    views: tuple[str, ...] = ()
+    """Names of views that end with them."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class Slice:
     """Values of the environment that stay there."""
     sources: tuple[str, ...]
     """Values that the caller holds."""
-    body: tuple[Run | Free, ...]
+    body: tuple[Run | Look | Free, ...]
     give: tuple[str, ...]
     """Values for the environment."""
     states: int = 0
@@ -85,6 +99,7 @@ class Slice:
             raise GraphError(f"{self.label}: two values that enter have one name")
         states: list[int] = []
         over: str | None = None
+        views: dict[str, str] = {}
         for step in self.body:
             if over is not None and not (isinstance(step, Free) and over in step.values):
                 raise GraphError(f"{self.label}: {over} was overwritten, and does not end")
@@ -93,17 +108,27 @@ class Slice:
                 if not step.values or not own.issuperset(step.values):
                     raise GraphError(f"{self.label}: ends {', '.join(step.values)}, which is not its own")
                 own.difference_update(step.values)
-                there.difference_update(step.values)
+                there.difference_update((*step.values, *step.views))
+                if {v for v, of in views.items() if of in step.values} != {*step.views}:
+                    raise GraphError(f"{self.label}: {', '.join(step.values)} ends without its views")
+                for v in step.views:
+                    del views[v]
                 continue
             used = _names_in(step.call)
             if used - known != set(step.reads) - known or not there.issuperset(step.reads):
                 raise GraphError(f"{self.label}: {step.call} does not read what is there")
+            if isinstance(step, Look):
+                if step.name in there or step.name in known or step.of not in there:
+                    raise GraphError(f"{self.label}: {step.call} cannot be called {step.name}")
+                there.add(step.name)
+                views[step.name] = step.of
+                continue
             if len(step.makes) != 1 and not step.several:
                 raise GraphError(f"{self.label}: {step.call} makes one value")
             if (step.state is not None) != (step.draws in ("remember", "replay")):
                 raise GraphError(f"{self.label}: {step.call} repeats its draws without a state")
             states += [step.state] if step.state is not None else []
-            if step.over is not None and step.over not in step.reads:
+            if step.over is not None and step.over not in (*step.reads, *(views.get(r) for r in step.reads)):
                 raise GraphError(f"{self.label}: {step.call} overwrites {step.over}, which it does not read")
             over = step.over
             for name in step.makes:

@@ -42,6 +42,10 @@ class CudaStatistics:
     def _now(self, which: str) -> int:
         return int(torch.cuda.memory_stats(self._device).get(f"requested_bytes.all.{which}", 0))
 
+    def handed_out(self) -> tuple[int, int] | None:
+        counts = torch.cuda.memory_stats(self._device)
+        return counts.get("requested_bytes.all.current", 0), counts.get("requested_bytes.all.allocated", 0)
+
 
 class Cuda:
     """One GPU."""

@@ -32,6 +32,8 @@ class Ledger:
         self._level = self._peak = 0
         self.resets = 0
         """How often somebody reset the peak."""
+        self.in_all: int | None = None
+        """All bytes that were ever allocated, where that is counted."""
         self.on_change: Callable[[int], None] = lambda level: None
         """Told of each new level."""
 
@@ -46,6 +48,9 @@ class Ledger:
 
     def peak(self) -> int:
         return self._peak
+
+    def handed_out(self) -> tuple[int, int] | None:
+        return None if self.in_all is None else (self.allocated(), self.in_all)
 
     def reset_peak(self) -> None:
         self._peak = self._level

@@ -47,6 +47,10 @@ class Statistics(Protocol):
         """Most alive at once since the last reset, whoever asked for it: the statistics are the
         user's, too, and so nobody resets it."""
 
+    def handed_out(self) -> tuple[int, int] | None:
+        """Bytes that were asked for: those that are alive, and all that ever were; None where that is not
+        counted."""
+
 
 class PartsMeter(Protocol):
     """The peak of each of several parts of one run, at the price of one measurement."""

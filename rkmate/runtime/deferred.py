@@ -73,11 +73,11 @@ class _Reading:
     def __init__(self, output: _Output, held: Mapping[str, torch.Tensor], device: torch.device,
                  read: Callable[[str], None] | None) -> None:
         self._output, self._held, self._device, self._read = output, held, device, read
-        self._versions = {k: version(t) for k, t in held.items()}
+        self._versions = {k: t._version for k, t in held.items() if not t.is_inference()}
 
     def __call__(self) -> torch.Tensor:
         for key, tensor in self._held.items():
-            if version(tensor) != self._versions[key]:
+            if version(tensor) != self._versions.get(key, 0):
                 raise DeferredOutputError(
                     f"the output {self._output.name} is computed when it is read, and {_named(key)} was "
                     "changed in place since the forward: read the output before that (before the optimizer's "

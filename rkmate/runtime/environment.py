@@ -31,8 +31,8 @@ class Environment:
     def __init__(self, sources: Mapping[str, torch.Tensor], versions: Mapping[str, int],
                  device: torch.device, *, dry: bool = False) -> None:
         """`sources`: the tensors that the caller holds, by key. `versions`: theirs at the forward; without
-        those that may change before the backward, because it does not depend on their value. `dry`:
-        nothing is written back."""
+        those that have none (inference tensors), and those that may change before the backward, because it
+        does not depend on their value. `dry`: nothing is written back."""
         self._values: dict[str, torch.Tensor] = {}
         self._sources = sources
         self._rng: dict[str, tuple[RandomState, RandomState]] = {}
@@ -76,11 +76,9 @@ class Environment:
 
         Raises `BackwardError` when one was changed in place since the forward.
         """
-        tensors, versions = self._sources, self._versions
+        tensors = self._sources
         found = [tensors[n] for n in names]
-        for n, t in zip(names, found, strict=True):
-            if n in versions and versions[n] != version(t):
-                raise BackwardError(_changed(n))
+        check_versions(self._versions, names, found)
         return found
 
     def check_sources(self) -> None:
@@ -156,6 +154,13 @@ class Environment:
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor was written in place; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def check_versions(versions: Mapping[str, int], keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Raises `BackwardError` when a tensor was changed in place since its version was noted."""
+    for key, tensor in zip(keys, tensors, strict=True):
+        if key in versions and versions[key] != tensor._version:
+            raise BackwardError(_changed(key))
 
 
 def _changed(key: str) -> str:

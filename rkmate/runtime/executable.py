@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from rkmate.codegen.emit import Generated
+from rkmate.device.dispatch import all_ordinary
 from rkmate.device.random_state import RandomState
 from rkmate.errors import BackwardError
 from rkmate.graph.blocks.expressions import source_key
@@ -26,9 +27,8 @@ from rkmate.runtime.environment import (
     RerunState,
     generator_state,
     generators_at,
-    version,
 )
-from rkmate.runtime.segments import Call, connect, connect_unplanned, without_autocast
+from rkmate.runtime.segments import Call, connect, connect_unplanned, unrecorded, without_autocast
 
 _numbers = iter(range(1 << 62))
 
@@ -39,13 +39,15 @@ class TensorSlot:
     that ``model.to()`` is followed."""
 
     registry: Mapping[str, torch.Tensor | None]
-    name: str
+    owner: str
+    piece: str = ""
+    """The name of a piece; empty for a whole tensor."""
 
     def get(self) -> torch.Tensor:
         """The tensor that stands there now."""
-        value = self.registry[owner_name(self.name)]
+        value = self.registry[self.owner]
         assert value is not None
-        return piece_of(value, self.name)
+        return piece_of(value, self.piece) if self.piece else value
 
 
 Gradients = dict[str, torch.Tensor]
@@ -76,26 +78,28 @@ class PlannedStep:
         self._deferred = DeferredOutputs(joint, capture.result,
                                          [namespace[name] for name in generated.deferred], device)
         self._slots: dict[str, TensorSlot] = {}
-        self._inputs: dict[str, int] = {}
+        self.inputs: dict[str, int] = {}
         self._fixed: dict[str, torch.Tensor] = {}
         for source in capture.sources.values():
             key = source_key(source)
             if source.kind == "input":
-                self._inputs[key] = int(source.key)
+                self.inputs[key] = int(source.key)
             elif source.kind == "constant":
                 self._fixed[key] = capture.constants[str(source.key)]
             elif source.kind != "tangent":
                 self._slots[key] = slot(model, str(source.key), source.kind)
-        self._params = [[slot(model, p, "param") for p in s.params] for s in generated.segments]
+        self._params = [[f"param:{p}" for p in s.params] for s in generated.segments]
         targets = [[f"param:{p}" for p in s.params] for s in generated.segments]
         targets[-1] += [f"input:{i}" for i in generated.input_grads]
         self._targets = targets
-        self._added = [[slot(model, p, "param") for p in s.added] for s in generated.segments]
+        self._added = [[f"param:{p}" for p in s.added] for s in generated.segments]
+        for key in (k for keys in (*self._params, *self._added) for k in keys):
+            self._slots.setdefault(key, slot(model, key.partition(":")[2], "param"))
         self._additions = list(dict.fromkeys(p for s in generated.segments for p in s.added))
         self._last = max(k for k, t in enumerate(targets) if t or self._added[k])
         self._fixed_outputs = [i for i, w in enumerate(self.wanted) if not w]
         self._tangents = [(i, f"grad_output_{i}") for i, w in enumerate(self.wanted) if w]
-        self._unplanned = [i for i, d in enumerate(capture.differentiable)
+        self.unplanned = [i for i, d in enumerate(capture.differentiable)
                            if d and not self.wanted[i]]
         self._all_targets = list(dict.fromkeys(source_key(s) for s, _ in capture.grads))
         meta = [n.meta["val"] if n is not None else None for n in joint.outputs]
@@ -118,7 +122,7 @@ class PlannedStep:
         """Why the original's forward cannot run again after this one; empty where it can."""
         if self._additions:
             return 'with gradients="in_place" the backward adds to .grad itself'
-        written = [k for k in self._free if k in self._inputs]
+        written = [k for k in self._free if k in self.inputs]
         if written or self._unrepeatable:
             return f"the forward has overwritten {(*written, *self._unrepeatable)[0].partition(':')[2]!r}"
         return ""
@@ -130,28 +134,27 @@ class PlannedStep:
         """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
         told of the call when its forward has run; `read`: told the name of an output that is
         read and that the step leaves out; `original`: for a double backward."""
-        sources = Held((k, s.get()) for k, s in self._slots.items())
+        sources = self.sources(tensors)
         additions = Additions(sources, self._additions) if self._additions else None
-        sources.update(self._fixed)
-        for key, i in self._inputs.items():
-            sources[key] = tensors[i].detach()                 # detach: the boundary of autograd
-        versions = {k: version(t) for k, t in sources.items() if k not in self._free}
-        several = len(self._unplanned) + len(self._tangents) > 1
+        versions = self.versions(sources)
+        several = len(self.unplanned) + len(self._tangents) > 1
         state = generator_state(self.device) if self._draws else None
         env = Environment(sources, versions, self.device)
-        with torch.no_grad(), without_autocast(self.device):
+        quick = self.generated.only_torch and all_ordinary(sources.values())
+        with torch.no_grad(), without_autocast(self.device), unrecorded(quick):
             results = self._forward(env)
         env.watch(self._output_names)
         call = Call(env, self._backward, self._last, self._targets)
         call.rerun = RerunState(sources, versions, state) if several else None
         call.finished = finished
         call.additions = additions
+        call.unrecorded = quick
         if original is not None:
             call.again_with_graph = self._again(original, tensors, state).gradients
         if opened is not None:
             opened(call)
-        params = [[s.get() for s in slots] for slots in self._params]
-        added = [[s.get() for s in slots] for slots in self._added]
+        params = [[sources[k] for k in keys] for keys in self._params]
+        added = [[sources[k] for k in keys] for keys in self._added]
         inputs = [tensors[i] for i in self.generated.input_grads]
         # Fresh aliases: what the user gets refers to the environment, and must not stand in it.
         count = len(self._meta)
@@ -163,7 +166,7 @@ class PlannedStep:
             self._receive(call, grads, redo)
 
         flat = connect(call, receive, outputs, self._fixed_outputs, params, inputs, added)
-        if self._unplanned:
+        if self.unplanned:
             def unplanned(given: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
                 if additions is not None:
                     additions.check()
@@ -175,17 +178,55 @@ class PlannedStep:
                     raise
                 return [found.get(k) for k in self._all_targets]
 
-            targets = [tensors[self._inputs[k]] if k in self._inputs else self._slots[k].get()
-                       for k in self._all_targets]
-            connect_unplanned(call, unplanned, flat, self._unplanned, targets)
+            targets = [self.target(k, tensors) for k in self._all_targets]
+            connect_unplanned(call, unplanned, flat, self.unplanned, targets)
         return self.result.fill(flat)
 
     def _again(self, original: Original, tensors: Sequence[torch.Tensor], draws: RandomState | None) -> Again:
         """For a double backward."""
         return Again(original, self.capture, tensors[:self.capture.inputs.count], draws,
-                     {k: self._inputs[k] if k in self._inputs else self._slots[k].get()
+                     {k: self.inputs[k] if k in self.inputs else self._slots[k].get()
                       for k in self._all_targets},
                      [self._slots[k].get() for k in self._free if k in self._slots], self._not_twice)
+
+    # -- parts of a step --------------------------------------------------------------------
+
+    def sources(self, tensors: Sequence[torch.Tensor]) -> Held:
+        """What the caller holds now. `tensors`: those among the arguments."""
+        found = Held((k, s.get()) for k, s in self._slots.items())
+        found.update(self._fixed)
+        for key, i in self.inputs.items():
+            found[key] = tensors[i].detach()                   # detach: the boundary of autograd
+        return found
+
+    def versions(self, sources: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Of what the backward may read, and nobody may change before it."""
+        free = self._free
+        return {k: t._version for k, t in sources.items() if k not in free and not t.is_inference()}
+
+    def target(self, key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parameter or input that a gradient is of."""
+        return tensors[self.inputs[key]] if key in self.inputs else self._slots[key].get()
+
+    def empty_gradient(self, i: int) -> torch.Tensor:
+        """Room for the gradient of output `i`, as the traced backward expects it."""
+        shape, dtype, stride = self._meta[i]  # type: ignore[misc]
+        return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+
+    def run_forward(self, env: Environment) -> list[Any]:
+        """The generated forward: the outputs, and what is kept for those that are computed later."""
+        found: list[Any] = self._forward(env)
+        return found
+
+    def run_backward(self, env: Environment, given: dict[int, torch.Tensor]) -> Gradients:
+        """All segments after another. `given`: by output number; the dictionary is emptied."""
+        self._give(env, given)
+        found: Gradients = {}
+        for function, targets in zip(self._backward, self._targets, strict=True):
+            for key, grad in zip(targets, function(env), strict=True):
+                if grad is not None:
+                    found[key] = found[key] + grad if key in found else grad
+        return found
 
     def _receive(self, call: Call, grads: list[torch.Tensor | None], redo: Redo) -> None:
         """Move the gradients of the outputs into the environment; empties the list."""
@@ -220,30 +261,24 @@ class PlannedStep:
                 f"cannot be run again, because it has overwritten {name!r}: run this step again; "
                 "from now on the plan expects this loss")
         env = Environment(state.sources, state.versions, self.device, dry=True)
-        found: Gradients = {}
         with torch.no_grad(), without_autocast(self.device):
             if state.draws is None:
                 self._forward(env)
             else:
                 with generators_at(self.device, state.draws):
                     self._forward(env)
-            self._give(env, given)
-            for function, targets in zip(self._backward, self._targets, strict=True):
-                for key, grad in zip(targets, function(env), strict=True):
-                    if grad is not None:
-                        found[key] = found[key] + grad if key in found else grad
-        return found
+            return self.run_backward(env, given)
 
     def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of output `i` in the layout that the traced backward expects."""
-        shape, dtype, stride = self._meta[i]  # type: ignore[misc]
+        _, dtype, stride = self._meta[i]  # type: ignore[misc]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         same = grad.dtype is dtype and not grad.is_conj() and not grad.is_neg() and all(
-            n == 1 or a == b for n, a, b in zip(shape, grad.stride(), stride, strict=True))
+            n == 1 or a == b for n, a, b in zip(grad.shape, grad.stride(), stride, strict=True))
         if same:
             return grad
-        return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device).copy_(grad)
+        return self.empty_gradient(i).copy_(grad)
 
 
 def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
@@ -264,5 +299,5 @@ def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
     owner = owner_name(name)
     path, _, leaf = owner.rpartition(".")
     module = model.get_submodule(path)
-    return TensorSlot(module._parameters if kind == "param" else module._buffers,
-                      leaf + name.removeprefix(owner))
+    return TensorSlot(module._parameters if kind == "param" else module._buffers, leaf,
+                      leaf + name.removeprefix(owner) if name != owner else "")

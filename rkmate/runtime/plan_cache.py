@@ -37,6 +37,7 @@ from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards
 from rkmate.runtime.observations import Observations
 from rkmate.runtime.open_calls import OpenCalls
+from rkmate.runtime.recorded_step import RecordedStep, check_plan
 from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, derive
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
@@ -63,6 +64,8 @@ class Planning:
     progress: bool
     hooks_outside: bool = False
     """Whether the hooks of the module itself run around its plan, and are no part of it."""
+    cuda_graph: bool = False
+    """Whether steps are recorded and replayed."""
 
 
 @dataclass
@@ -77,6 +80,10 @@ class Executable:
     """What plans of other sizes may take from it."""
     graph_nodes: int = 0
     """Of the graph that it runs over."""
+    recorded: RecordedStep | None = None
+    """Where steps are recorded, and one was."""
+    ran: bool = False
+    """Whether a step has run as it is, before it is recorded: libraries set themselves up in it."""
 
 
 @dataclass
@@ -125,6 +132,16 @@ class PlanCache:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def recorded(self, ready: Executable, tensors: Sequence[torch.Tensor]) -> RecordedStep | None:
+        """The recording to replay for a call; None where its step runs as it is: the first one of a plan."""
+        if not self.planning.cuda_graph or not ready.ran:
+            ready.ran = True
+            return None
+        if ready.recorded is None or not ready.recorded.fits(tensors):
+            ready.recorded = None           # its memory goes before there is another
+            ready.recorded = RecordedStep(ready.compiled, tensors)
+        return ready.recorded
 
     def all(self) -> list[Plan]:
         """Every plan that is kept."""
@@ -318,6 +335,8 @@ class PlanCache:
         generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
         plan = replace(plan, source=generated.text)
         step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device)
+        if self.planning.cuda_graph:
+            check_plan(plan, step)
         return Executable(plan, step, known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))
 

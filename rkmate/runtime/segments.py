@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rkmate import device as devices
+from rkmate.device.dispatch import below_autograd
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import Additions
 from rkmate.runtime.environment import Environment, RerunState
@@ -24,7 +25,7 @@ class Call:
     """One forward and the backward that belongs to it."""
 
     __slots__ = ("__weakref__", "additions", "again_with_graph", "begins", "env", "finished", "functions",
-                 "last", "next", "ready", "rerun", "targets", "token", "went", "with_graph")
+                 "last", "next", "ready", "rerun", "targets", "token", "unrecorded", "went", "with_graph")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -51,6 +52,8 @@ class Call:
         """Gradients that can be differentiated, by the original's forward."""
         self.with_graph: dict[str, torch.Tensor | None] = {}
         """Such gradients, for the segments to hand out."""
+        self.unrecorded = False
+        """Whether the operations need not pass through autograd."""
         self.token = token(env.device)
         """The gradient of every token."""
 
@@ -77,7 +80,7 @@ class Call:
             if self.ready is not None:
                 result: list[Any] = [self.ready.pop(k, None) for k in self.targets[number]]
             else:
-                with without_autocast(self.env.device):
+                with without_autocast(self.env.device), unrecorded(self.unrecorded):
                     result = [_alone(g) for g in self.functions[number](self.env)]
         except BaseException:
             if self.additions is not None:
@@ -162,6 +165,11 @@ def without_autocast(device: torch.device) -> Any:
     """A planned step holds the casts that autocast made while it was traced."""
     kind = devices.of(device).autocast_kind
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
+def unrecorded(whether: bool) -> Any:
+    """For operations that are not to be recorded, and need nothing of autograd."""
+    return below_autograd() if whether else _NOTHING
 
 
 class _Nothing:

@@ -16,6 +16,7 @@ from rkmate.device.fake import FakeDevice
 from rkmate.dtr import BudgetExceeded, RuntimeStateError, ThrashingError
 from rkmate.dtr.runtime import rematerialize, sizes
 from rkmate.dtr.runtime.arguments import Arguments
+from rkmate.dtr.runtime.rates import expected_nanoseconds
 from rkmate.errors import ArgumentError
 from rkmate.measure.meter import measure_peak
 
@@ -415,3 +416,37 @@ def test_an_accelerators_sizes_are_estimated(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(x + x, torch.full((1000,), 2.0))
     assert (device.statistics.resets, device.waits) == (0, 0)
     assert not any(need.measured for need in sizes.Sizes._known.values())
+
+
+def test_an_accelerators_temporaries_are_learned_from_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for it, and without a reset; its times are expected ones, not the host's."""
+    monkeypatch.setattr(sizes.Sizes, "_known", {})
+
+    def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert device.statistics.in_all is not None
+        kept = workspaces.pop() if workspaces else 0
+        device.statistics.in_all += 4000 + 1024 + kept          # a result, and temporary memory
+        device.statistics.add(4000 + kept)
+        return a + b
+
+    add.tags, add.overloadpacket = [], torch.ops.aten.add  # type: ignore[attr-defined]
+    x, workspaces = torch.ones(1000), [2**25]
+    with FakeDevice() as device:
+        device.statistics.in_all = 7
+        learned, key = sizes.Sizes(), ("add",)
+        need = sizes.Need(4000, 12000, False, 0)
+        learned.run(key, need, add, (x, x), {})  # type: ignore[arg-type]
+        assert not learned._known, "a library that keeps what it takes at its first call"
+        ran = learned.run(key, need, add, (x, x), {})  # type: ignore[arg-type]
+        known = learned.need(key, add, (x, x), {})  # type: ignore[arg-type]
+        again = learned.run(key, known, add, (x, x), {})  # type: ignore[arg-type]
+    assert known[:3] == (4000, 1024, True) and ran.extra == again.extra == 1024
+    assert ran.cost == again.cost == known.nanoseconds == int(1e9 * (4e-6 + 12000 / 2e12))
+    assert (device.statistics.resets, device.waits) == (0, 0)
+
+
+def test_products_are_dearer_than_sums_on_an_accelerator() -> None:
+    x = torch.empty(4096, 4096, device="meta")
+    product, total = (expected_nanoseconds(op, args, {}, x) for op, args in (
+        (torch.ops.aten.mm.default, (x, x)), (torch.ops.aten.add.Tensor, (x, x))))
+    assert product > 10 * total > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 
 import pytest
@@ -65,6 +66,6 @@ def test_the_gradient_of_a_table_that_is_indexed(
     model = Table()
     sample = Sample(model, (torch.randint(0, 9, (4, 6)),), {}, lambda loss: loss)
     module = planned(copy.deepcopy(model), *sample.args)
-    assert f"aten.{name}_." in module.source
+    assert re.search(rf"\.{name}_[.(]", module.source)
     assert_same_step(model, module, sample)
     assert measured_peak(module, sample) <= module.plan.peak_bytes < 1.2 * model.table.nbytes

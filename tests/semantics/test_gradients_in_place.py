@@ -114,7 +114,7 @@ def test_gradients_are_added(kind: str) -> None:
     model = make()
     other = copy.deepcopy(model)
     module = planned(other, x, gradients="in_place")
-    assert all(f".{name}." in module.source for name in operations.split()), module.source
+    assert all(re.search(rf"\.{name}[.(]", module.source) for name in operations.split()), module.source
     for number in range(2):
         for run in (model, module):
             run(x).square().mean().backward()
@@ -126,7 +126,7 @@ def test_gradients_are_added(kind: str) -> None:
 def test_the_step_at_the_smallest_budget() -> None:
     model, module = tower(), wrapped()[1]
     assert plan().peak_bytes < plan().baseline_peak_bytes
-    assert "with env.adding(): aten.addmm_.default(grad_weight" in module.source
+    assert "with env.adding(): grad_weight.addmm_(" in module.source
     for _ in range(2):
         for run in (model, module):
             run(X).square().mean().backward()

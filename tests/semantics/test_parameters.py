@@ -83,7 +83,7 @@ def test_frozen_weights_get_nothing_and_cost_nothing() -> None:
         layer.requires_grad_(False)
     module = planned(model, x)
     assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
-    assert module.source.count("aten.mm") < whole.source.count("aten.mm")
+    assert module.source.count(".mm(") < whole.source.count(".mm(")
 
 
 def test_unused_parameters_keep_no_gradient() -> None:

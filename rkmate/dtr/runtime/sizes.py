@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 
 from rkmate import device as devices
 from rkmate.device import Device, MeterError
+from rkmate.dtr.runtime.rates import expected_nanoseconds
 from rkmate.dtr.runtime.schema import map_tensors
 
 
@@ -24,6 +25,8 @@ class Need(NamedTuple):
     """Seen on a run of the same operation on the same shapes, not estimated."""
     nanoseconds: int
     """Least time that a run took so far; 0 before the first."""
+    expected: bool = False
+    """The time is what a device is expected to take: the host's clock says nothing about it."""
 
 
 class Ran(NamedTuple):
@@ -51,9 +54,10 @@ class Sizes:
     """Learns each signature's need at its first call; knows it afterwards.
 
     Before the first call, the results' sizes come from a run on the ``meta`` device, which computes
-    shapes only. Temporary memory is measured during the first call on the CPU, unless a profiler is
-    running, which the measurement would disturb: then, and on other devices, it is estimated as the
-    bytes of all inputs and outputs.
+    shapes only. Temporary memory is measured during the first call: on the CPU unless a profiler is
+    running, which the measurement would disturb; on a device by what its allocator counts, without
+    waiting for it or resetting a peak. Else it is estimated as the bytes of all inputs and outputs. Times
+    on a device are expected ones.
     """
 
     _known: ClassVar[dict[Any, Need]] = {}
@@ -66,7 +70,7 @@ class Sizes:
         known = self._known.get(key)
         if known is not None:
             return known
-        _host(args, kwargs)
+        _device(args, kwargs)
         return _estimate(function, args, kwargs)
 
     def run(
@@ -75,8 +79,16 @@ class Sizes:
         """Call the function, and learn from the call."""
         # A shape that depends on values is not learned: its estimate stays.
         host = None
-        if not need.measured and torch.Tag.dynamic_output_shape not in function.tags:
-            host = _host(args, kwargs)
+        if not need.measured:
+            device = _device(args, kwargs)
+            if device is not None and not device.host:
+                return self._run_on(device, key, need, function, args, kwargs)
+            if torch.Tag.dynamic_output_shape not in function.tags:
+                host = device
+        if need.expected:
+            began = time.perf_counter_ns()
+            result = function(*args, **kwargs)
+            return Ran(result, need.extra, True, time.perf_counter_ns() - began, need.nanoseconds)
         if host is None:
             began = time.perf_counter_ns()
             result = function(*args, **kwargs)
@@ -94,24 +106,53 @@ class Sizes:
             spent = time.perf_counter_ns() - began
             return Ran(result, need.extra, False, spent, spent)
         extra = max(0, seen.peak - max(0, seen.net))
+        self._learn(key, Need(max(0, seen.net), extra, True, 0))
+        spent = int(seen.seconds * 1e9)
+        return Ran(seen.result, extra, True, spent, spent)
+
+    def _run_on(
+        self, device: Device, key: Any, need: Need, function: OpOverload, args: Any, kwargs: dict[str, Any]
+    ) -> Ran:
+        """The first call on a device that works while the host goes on. Its allocator counts on the host."""
+        statistics = device.statistics
+        before = None if statistics is None else statistics.handed_out()
+        began = time.perf_counter_ns()
+        result = function(*args, **kwargs)
+        spent = time.perf_counter_ns() - began
+        expected = expected_nanoseconds(function, args, kwargs, result)
+        after = None if statistics is None else statistics.handed_out()
+        if before is None or after is None or torch.Tag.dynamic_output_shape in function.tags:
+            return Ran(result, need.extra, False, spent, expected)
+        net = after[0] - before[0]
+        if not 0 <= net <= need.outputs + _SMALL:
+            # A library took memory at its first call, and keeps it; or another thread was here.
+            return Ran(result, need.extra, False, spent, expected)
+        # All that the call was handed, as if it had kept it to the end: no less than its peak.
+        extra = max(0, after[1] - before[1] - net)
+        self._learn(key, Need(net, extra, True, expected, True))
+        return Ran(result, extra, True, spent, expected)
+
+    def _learn(self, key: Any, need: Need) -> None:
         if len(self._known) >= _LEARNED:
             # The oldest half goes: a program whose shapes never repeat must not fill memory.
             for old in list(self._known)[: _LEARNED // 2]:
                 del self._known[old]
-        self._known[key] = Need(max(0, seen.net), extra, True, 0)
-        spent = int(seen.seconds * 1e9)
-        return Ran(seen.result, extra, True, spent, spent)
+        self._known[key] = need
 
 
-def _host(args: Any, kwargs: dict[str, Any]) -> Device | None:
-    """The CPU, when a call has to do with no other device."""
+def _device(args: Any, kwargs: dict[str, Any]) -> Device | None:
+    """Where a call computes: the CPU, when it has to do with no other device; else the one device that its
+    tensors are on, beside the CPU. None for several, and where nothing computes."""
     places: set[torch.device] = set()
     map_tensors([*args, *kwargs.values()], lambda t: places.add(t.device))
     device = kwargs.get("device")
     if device is not None:
         places.add(torch.device(device))
     found = [devices.of(p) for p in places if p != _SHAPES_ONLY]
-    return devices.of("cpu") if len(found) == len(places) and all(d.host for d in found) else None
+    if len(found) < len(places):
+        return None
+    away = {id(d): d for d in found if not d.host}
+    return devices.of("cpu") if not away else next(iter(away.values())) if len(away) == 1 else None
 
 
 def _estimate(function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:

@@ -64,6 +64,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
 ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "dtr/runtime/buffer.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/runtime/engine.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
+    "dtr/runtime/rates.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/runtime/schema.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/runtime/sizes.py": (("torch._ops.OpOverload",), "the class of operations, in annotations"),
     "dtr/wrapping.py": (("torch._C._will_engine_execute_node",),

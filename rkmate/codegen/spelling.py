@@ -1,0 +1,225 @@
+"""How an operation is written: as the quickest call that reaches it.
+
+An operator called by its overload (``aten.mm.default``) takes each argument through the interpreter of
+torch's scripts, which for lists and numbers takes longer than a small operation itself. Most operators have
+a function or a method of their own as well (``x.mm(y)``, ``torch.addmm``). One is written where it hands the
+dispatcher the very same overload with the same arguments: that is tried once for each kind of call, on the
+tensors without contents of the trace, and nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkmate.codegen.slices import Look
+from rkmate.graph.blocks.expressions import Expressions, Naming
+from rkmate.graph.blocks.lower import Program
+from rkmate.graph.capture.operations import OpOverload
+from rkmate.graph.passes.simplify import is_view
+from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.graph.passes.view_methods import view_method
+
+aten = torch.ops.aten
+
+_SAME_KERNEL: dict[OpOverload, OpOverload] = {
+    getattr(aten, name).Scalar: getattr(aten, name).Tensor
+    for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")}
+"""Overloads whose kernel calls another one, with the number as a tensor."""
+_SPREAD = {"reshape", "expand", "permute"}
+"""Methods that take sizes one by one: a list takes twice as long."""
+
+_BIAS_FIRST = {"addmm", "baddbmm", "addmv"}
+"""Read better as functions."""
+
+Reached = tuple[object, Sequence[Any], Mapping[str, Any]]
+
+
+class _Enough(Exception):
+    """The dispatcher was reached."""
+
+
+class _Reaching(TorchDispatchMode):
+    """Takes down the first operation that arrives, and does not run it."""
+
+    reached: Reached | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reached = func, args, kwargs or {}
+        raise _Enough
+
+
+def _reached(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reached | None:
+    """What a call hands the dispatcher; None where it does not take these arguments."""
+    mode = _Reaching()
+    try:
+        with torch.no_grad(), mode:
+            function(*args, **kwargs)
+    except (_Enough, TypeError, ValueError, RuntimeError):
+        return mode.reached
+    return None
+
+
+_spellings: dict[tuple[Any, ...], str] = {}
+"""By operator and kinds of arguments: ``method``, ``torch`` or nothing."""
+
+
+def spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """How an operator may be called with such arguments: as a ``method`` of its first one, as a function of
+    ``torch``, or (nothing) only by its overload."""
+    key = (target, *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items()))
+    found = _spellings.get(key)
+    if found is None:
+        found = _spellings[key] = _spelling(target, args, kwargs)
+    return found
+
+
+def _spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    name = target._opname
+    own: list[tuple[str, Callable[..., Any] | None]] = []
+    if target.namespace == "aten" and args and isinstance(args[0], torch.Tensor) and name not in _BIAS_FIRST \
+            and not name.startswith("_"):
+        own.append(("method", getattr(torch.Tensor, name, None)))
+    if target.namespace == "aten":
+        own.append(("torch", getattr(torch, name, None)))
+    own = [(how, f) for how, f in own if isinstance(f, (MethodDescriptorType, BuiltinFunctionType))]
+    wanted = _reached(target, args, kwargs) if own else None
+    if wanted is None:
+        return ""
+    for how, function in own:
+        assert function is not None
+        found = _reached(function, args, kwargs)
+        if found is not None and (found[0] is target or found[0] is _SAME_KERNEL.get(target)) \
+                and _equal(found[1:], wanted[1:]):
+            return how
+    return ""
+
+
+def _kind(value: Any) -> Any:
+    """What the choice among a function's overloads can depend on."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, value.dim() == 0, value.dtype
+    if isinstance(value, (list, tuple)):
+        return list, *map(_kind, value)
+    return type(value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(v, b[k]) for k, v in a.items())
+    return type(a) is type(b) and bool(a == b)
+
+
+def _values(argument: Any) -> Any:
+    """An argument of a node with tensors without contents in the place of nodes."""
+    return fx.map_arg(argument, lambda n: n.meta["val"])
+
+
+class Spelled(Expressions):
+    """Expressions of generated source. Views that are read several times get names of their own."""
+
+    def __init__(self, program: Program, naming: Naming, views: Views | None = None) -> None:
+        """`views`: of one function; without them each view is written where it is read."""
+        super().__init__(program, naming)
+        self.views = views
+
+    def value(self, node: fx.Node) -> str:
+        if self.views is None or not _is_named_view(node):
+            return self._inline(node)
+        return self.views.name(node, lambda: self._inline(node))
+
+    def _inline(self, node: fx.Node) -> str:
+        if _is_named_view(node) and not isinstance(node.target, OpOverload):      # operator.getitem
+            return f"{self.value(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
+        return super().value(node)
+
+    def call(self, node: fx.Node) -> str:
+        method = view_method(node)
+        if method in _SPREAD and not node.kwargs and isinstance(node.args[1], (list, tuple)) and node.args[1]:
+            rest = ", ".join(map(self._argument, node.args[1]))
+            return f"{self.value(node.args[0])}.{method}({rest})"  # type: ignore[arg-type]
+        return super().call(node)
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> str:
+        how = ""
+        if not isinstance(target, Tiled):
+            how = spelling(target, _values(tuple(args)), _values(dict(kwargs)))
+        if not how:
+            return super()._call(target, args, kwargs)
+        parts = [self._argument(a) for a in args]
+        parts += [f"{k}={self._argument(v)}" for k, v in kwargs.items()]
+        if how == "method":
+            return f"{parts[0]}.{target._opname}({', '.join(parts[1:])})"
+        return f"torch.{target._opname}({', '.join(parts)})"
+
+
+class Views:
+    """The views that a function reads several times: each is made once, and has a name until what it looks at
+    ends."""
+
+    def __init__(self, program: Program, naming: Any, operations: Iterable[fx.Node]) -> None:
+        """`operations`: what the function runs. `naming`: as of `LocalNames`."""
+        self._program = program
+        self._naming = naming
+        self._uses: Counter[Any] = Counter()
+        self._names: dict[Any, tuple[str, Any]] = {}
+        """By key: the name, and the storage."""
+        self.new: list[Look] = []
+        """What has to stand before the statement that is being written."""
+        for operation in operations:
+            for node in operation.all_input_nodes:
+                self._count(node)
+
+    def _count(self, node: fx.Node) -> None:
+        if _is_named_view(node):
+            key = self._key(node)
+            self._uses[key] += 1
+            if self._uses[key] == 1:
+                self._count(node.args[0])  # type: ignore[arg-type]
+
+    def _key(self, node: Any) -> Any:
+        if not _is_named_view(node):
+            return self._program.storage[node]
+        return node.target, self._key(node.args[0]), repr(node.args[1:]), repr(node.kwargs)
+
+    def name(self, node: fx.Node, write: Callable[[], str]) -> str:
+        """The view's name, or what `write` writes where it is read once."""
+        key, naming = self._key(node), self._naming
+        if self._uses[key] < 2:
+            return write()
+        if key not in self._names:
+            outside, naming.used = naming.used, {}
+            text, reads = write(), tuple(naming.used)
+            naming.used = outside
+            word = view_method(node) or getattr(node.target, "_opname", "part")
+            where = self._program.storage[node]
+            owner = naming.value(where, read=False) if isinstance(where, int) else naming.sources[where]
+            name = naming.table.fresh(f"{owner}_{word}")
+            self._names[key] = name, where
+            self.new.append(Look(name, text, reads, owner))
+        naming.used[self._names[key][0]] = None
+        return self._names[key][0]
+
+    def take_new(self) -> list[Look]:
+        """The views that the statement written last is the first to read."""
+        new, self.new = self.new, []
+        return new
+
+    def end(self, ds: Collection[int]) -> tuple[str, ...]:
+        """Names that end with these D nodes."""
+        gone = [key for key, (_, where) in self._names.items() if isinstance(where, int) and where in ds]
+        return tuple(self._names.pop(key)[0] for key in gone)
+
+
+def _is_named_view(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "get_attr") and is_view(node)

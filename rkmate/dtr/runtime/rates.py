@@ -1,0 +1,28 @@
+"""What an operation takes on a device that works while the host goes on, without asking it.
+
+The host's clock says there how long the call took, not the operation; to wait for the device at each
+operation would leave it idle. So the time is that of the bytes and the arithmetic at the rates of a GPU.
+Eviction compares times with each other: their ratios matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from rkmate.dtr.runtime.schema import map_tensors
+
+_BYTES_PER_SECOND = 2e12
+_FLOPS_PER_SECOND = 5e13
+_SECONDS_PER_CALL = 4e-6
+
+
+def expected_nanoseconds(function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """The greater of arithmetic and memory traffic, plus a call."""
+    moved: list[int] = []
+    map_tensors([*args, *kwargs.values(), result], lambda t: moved.append(t.numel() * t.element_size()))
+    count = flop_registry.get(function.overloadpacket)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+    return int(1e9 * (_SECONDS_PER_CALL + max(sum(moved) / _BYTES_PER_SECOND, flops / _FLOPS_PER_SECOND)))

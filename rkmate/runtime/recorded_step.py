@@ -1,0 +1,196 @@
+"""A planned step that is recorded once and then replayed: ``wrap(..., cuda_graph=True)``.
+
+The forward is one recording and the backward another, so that a step costs the host two calls however many
+operations it has. Inputs are copied to where the recording reads them. Outputs are copies. Gradients stand
+where the recording writes them: the next backward writes over them, which is refused where somebody still
+refers to them, and what a parameter's ``.grad`` has there is moved away first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rkmate.device.dispatch import all_ordinary
+from rkmate.device.graphs import Recorder, can_record, users
+from rkmate.errors import ArgumentError, BackwardError
+from rkmate.runtime.environment import Environment, check_versions
+from rkmate.runtime.executable import PlannedStep
+from rkmate.runtime.segments import unrecorded, without_autocast
+from rkmate.show.plan import Plan
+
+_OPTION = "cuda_graph=True"
+
+
+def check_device(devices: Sequence[torch.device]) -> None:
+    """Raises `ArgumentError` where a step cannot be recorded because of where it runs."""
+    wrong = [d for d in devices if not can_record(d)]
+    if wrong or not devices:
+        raise ArgumentError(f"{_OPTION} records the step on a CUDA device, and the model is on "
+                            f"{wrong[0] if wrong else 'none'}")
+
+
+def check_plan(plan: Plan, step: PlannedStep) -> None:
+    """Raises `ArgumentError` where a plan's step cannot be recorded."""
+    if plan.gradients == "in_place":
+        raise ArgumentError(f'{_OPTION} hands out gradients: it cannot go with gradients="in_place"')
+    if plan.calls > 1:
+        raise ArgumentError(f"{_OPTION} keeps what one forward leaves for its backward, and "
+                            f"calls={plan.calls} says that another forward comes before it")
+    if not step.generated.only_torch:
+        raise ArgumentError(f"{_OPTION} records torch's own operations, and the plan has others "
+                            "(submodules that run as they are, or custom operators), which may ask the host")
+    if plan.deferred:
+        raise ArgumentError(f"{_OPTION} writes over what a forward has left, and this plan has outputs "
+                            'that are computed later: rkmate.Settings(deferred_outputs="never")')
+
+
+class _Recording(Environment):
+    """Repeated draws come from generators that are made equal before each replay."""
+
+    def draws_from(self, recorder: Recorder, generators: Iterator[torch.Generator]) -> None:
+        """`generators`: in the order of the draws."""
+        self._recorder, self._generators = recorder, generators
+
+    @contextmanager
+    def remember(self, name: str) -> Iterator[None]:
+        with self._recorder.drawing_from(next(self._generators)):
+            yield
+
+    replay = remember
+
+
+class RecordedStep:
+    """One plan's step, recorded for the tensors that the module has now."""
+
+    def __init__(self, step: PlannedStep, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises `ArgumentError` when something in it cannot be recorded."""
+        self._step = step
+        sources = step.sources(tensors)
+        elsewhere = sorted(k for k, t in sources.items() if t.device != step.device)
+        if elsewhere:
+            raise ArgumentError(f"{_OPTION}: {elsewhere[0]} is on {sources[elsewhere[0]].device}, and a "
+                                f"recorded step reads tensors of {step.device} only")
+        self._inputs = {k: sources[k].clone() for k in step.inputs}
+        sources.update(self._inputs)
+        self._addresses = _addresses(step, sources)
+        self._open = 0
+        """Number of the forward whose backward may come."""
+        self._versions: dict[str, int] = {}
+        recorder = Recorder(step.device)
+        self._recorder = recorder
+        forward_draws, backward_draws = step.generated.draws
+        first, second = recorder.generators(forward_draws), recorder.generators(backward_draws)
+        self._draws = [*zip(forward_draws, first, strict=True), *zip(backward_draws, second, strict=True)]
+        env = _Recording(sources, {}, step.device)
+        env.draws_from(recorder, iter((*first, *second)))
+        self._tangents = {i: step.empty_gradient(i).zero_() for i, wanted in enumerate(step.wanted) if wanted}
+        quick = all_ordinary(sources.values())
+        with torch.no_grad(), without_autocast(step.device), unrecorded(quick):
+            try:
+                self._forward, self._outputs = recorder.record(lambda: step.run_forward(env), first)
+                self._backward, self._grads = recorder.record(
+                    lambda: step.run_backward(env, dict(self._tangents)), second)
+            except RuntimeError as error:
+                raise ArgumentError(f"{_OPTION}: the step cannot be recorded; an operation asks the host, or "
+                                    f"needs it to wait: {error}") from error
+        env.clear()
+        self._unshared = {k: users(g) for k, g in self._grads.items()}
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether parameters, buffers and constants stand where they stood."""
+        return self._addresses == _addresses(self._step, self._step.sources(tensors))
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The forward; the backward follows through autograd."""
+        step = self._step
+        targets = [step.target(k, tensors) for k in self._grads]
+        flat = list(_Replayed.apply(self, tensors, *targets))
+        for i in step.unplanned:
+            flat[i] = _Refused.apply(flat[i], *targets)
+        return step.result.fill(flat)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor | None]]:
+        """Replays the forward: its number, and copies of the outputs."""
+        sources = self._step.sources(tensors)
+        for key, static in self._inputs.items():
+            static.copy_(sources[key])
+        self._versions = {k: v for k, v in self._step.versions(sources).items() if k not in self._inputs}
+        self._recorder.seed(self._draws)
+        self._forward()
+        self._open += 1
+        return self._open, [None if o is None else o.clone() for o in self._outputs]
+
+    def backward(self, number: int, given: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
+                 ) -> list[torch.Tensor]:
+        """Replays the backward of the forward of that number. Raises `BackwardError`."""
+        if number != self._open:
+            raise BackwardError(f"with {_OPTION} the backward of a forward comes before the next forward, "
+                                "and once: what this one left has been written over")
+        missing = [i for i in self._tangents if given[i] is None]
+        if missing:
+            raise BackwardError(f"with {_OPTION} a loss leads to all outputs that were planned for, and this "
+                                f"one does not to output {missing[0]} (counted from 0): name those of the "
+                                "loss with trains=")
+        sources = self._step.sources(tensors)
+        check_versions(self._versions, [*sources], [*sources.values()])
+        self._open += 1
+        self._make_room(tensors)
+        for i, static in self._tangents.items():
+            static.copy_(given[i])  # type: ignore[arg-type]
+        self._backward()
+        return [g.detach() for g in self._grads.values()]      # an alias that `.grad` can become
+
+    def _make_room(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move away what is left of the gradients before."""
+        for key, grad in self._grads.items():
+            if users(grad) == self._unshared[key]:
+                continue
+            target = self._step.target(key, tensors)
+            if target.grad is not None and \
+                    target.grad.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
+                target.grad = target.grad.clone()
+            if users(grad) > self._unshared[key]:
+                raise BackwardError(f"with {_OPTION} a backward writes its gradients over those of the step "
+                                    f"before, and that of {key.partition(':')[2]!r} is still held: clone "
+                                    "what has to outlast a step")
+
+
+def _addresses(step: PlannedStep, sources: dict[str, torch.Tensor]) -> list[int]:
+    return [t.data_ptr() for k, t in sources.items() if k not in step.inputs]
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorded: RecordedStep, tensors: Sequence[torch.Tensor],
+                *targets: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.number, outputs = recorded.forward(tensors)
+        ctx.recorded, ctx.tensors = recorded, tensors
+        ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs)
+                                      if o is not None and i not in recorded._tangents))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise BackwardError("a step that replays a CUDA graph has no double backward (create_graph=True): "
+                                "wrap the module without cuda_graph=True")
+        return None, None, *ctx.recorded.backward(ctx.number, grads, ctx.tensors)
+
+
+class _Refused(torch.autograd.Function):
+    """An output that the plan computes no gradients for."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise BackwardError("the loss leads to an output that the plan was not made for, and with "
+                            f"{_OPTION} the forward cannot run a second time: say so with trains=")
+

@@ -1,0 +1,132 @@
+"""Steps that are recorded and replayed (CUDA graphs)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from rkmate.errors import ArgumentError, BackwardError
+
+X = torch.zeros(4, 8)
+
+
+def _assert_same(some: torch.Tensor | None, other: torch.Tensor | None) -> None:
+    """By value, where kernels compute; else by form."""
+    assert some is not None and other is not None
+    if int(torch.ones(2, device="cuda").sum()) == 2:
+        torch.testing.assert_close(some, other)
+    assert some.shape == other.shape and some.stride() == other.stride()
+
+
+def _model(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 8))
+                           for _ in range(4)))
+
+
+def _wrapped(model: nn.Module, x: torch.Tensor, **more: Any) -> Any:
+    return rkmate.wrap(model, (x,), budget=1.0, costs="analytic", progress=False, verify=False,
+                       cuda_graph=True, **more)
+
+
+def test_it_takes_a_cuda_device() -> None:
+    with pytest.raises(ArgumentError, match="records the step on a CUDA device, and the model is on cpu"):
+        _wrapped(_model(), X)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return X.cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("more", "why"), [({"gradients": "in_place"}, "in_place"), ({"calls": 2}, "calls=2"),
+                                           ({"settings": rkmate.Settings(opaque=("2",))}, "torch's own")])
+def test_what_cannot_be_recorded_is_refused(x: torch.Tensor, more: dict[str, Any], why: str) -> None:
+    with pytest.raises(ArgumentError, match=why):
+        _wrapped(_model().cuda(), x, **more)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("planner", ["save-all", "recompute-all"])
+def test_steps_follow_one_another(x: torch.Tensor, dropout: float, planner: str) -> None:
+    model = _model(dropout).cuda()
+    plain = copy.deepcopy(model)
+    module = _wrapped(model, x, planner=planner)
+    for step in range(4):
+        given = x + step
+        for m in (plain, module):
+            torch.manual_seed(step)
+            m.zero_grad()
+            m(given).sum().backward()
+        if not dropout:
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                _assert_same(q.grad, p.grad)
+
+
+@pytest.mark.gpu
+def test_gradients_are_added_to_those_that_are_there(x: torch.Tensor) -> None:
+    model = _model().cuda()
+    module = _wrapped(model, x + 1)
+    for _ in range(3):
+        module.zero_grad()
+        module(x + 1).sum().backward()
+    once = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    module(x + 1).sum().backward()
+    for p, g in zip(model.parameters(), once, strict=True):
+        _assert_same(p.grad, 2 * g)
+
+
+@pytest.mark.gpu
+def test_a_gradient_that_is_still_held_is_not_written_over(x: torch.Tensor) -> None:
+    model = _model().cuda()
+    module = _wrapped(model, x)
+    for _ in range(2):
+        module.zero_grad()
+        module(x).sum().backward()
+    held = [p.grad for p in model.parameters()]
+    module.zero_grad()
+    with pytest.raises(BackwardError, match="still held"):
+        module(x).sum().backward()
+    del held
+    module(x).sum().backward()
+
+
+@pytest.mark.gpu
+def test_a_backward_comes_before_the_next_forward(x: torch.Tensor) -> None:
+    module = _wrapped(_model().cuda(), x)
+    module(x).sum().backward()
+    first, second = module(x), module(x)
+    with pytest.raises(BackwardError, match="before the next forward"):
+        first.sum().backward()
+    second.sum().backward(retain_graph=True)
+    with pytest.raises(BackwardError, match="and once"):
+        second.sum().backward()
+    third = module(x)
+    with torch.no_grad():
+        next(module.parameters()).add_(1)
+    with pytest.raises(BackwardError, match="changed in place"):
+        third.sum().backward()
+
+
+@pytest.mark.gpu
+def test_another_place_is_another_recording(x: torch.Tensor) -> None:
+    """Parameters that are replaced are followed; and the first step of a plan runs as it is."""
+    model = _model().cuda()
+    module = _wrapped(model, x)
+    module(x).sum().backward()
+    recordings = []
+    for _ in range(2):
+        module(x).sum().backward()
+        recordings.append(module._latest.recorded)
+    assert recordings[0] is recordings[1] is not None
+    first = next(model.children())[0]  # type: ignore[index]
+    first.weight = nn.Parameter(first.weight.detach().clone())
+    module(x).sum().backward()
+    assert module._latest.recorded is not recordings[0] and first.weight.grad is not None
