@@ -177,8 +177,8 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            raise BackwardError("a step that replays a CUDA graph has no double backward (create_graph=True): "
-                                "wrap the module without cuda_graph=True")
+            raise BackwardError(f"with {_OPTION} there is no double backward (create_graph=True): wrap the "
+                                "module without it")
         return None, None, *ctx.recorded.backward(ctx.number, grads, ctx.tensors)
 
 
