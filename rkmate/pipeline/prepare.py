@@ -30,7 +30,7 @@ from rkmate.graph.capture.elsewhere import as_there
 from rkmate.graph.capture.gradient_places import refuse_gradients_in_place
 from rkmate.graph.capture.pieces import tensor_called
 from rkmate.graph.capture.structure import take_apart
-from rkmate.graph.passes.simplify import simplify
+from rkmate.graph.passes.simplify import Choices, simplify
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.checkpointed import checkpointed
@@ -233,12 +233,7 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     start = time.perf_counter()
     variant = variant or first(traced.settings)
     with gc_pause():
-        joint = simplify(traced.capture, traced.wanted, chunked_loss=variant.chunked_loss,
-                         tiled_mlps=variant.tiled_mlps, grouped_loss=variant.grouped_loss,
-                         channels_last=variant.channels_last,
-                         deferring=variant.chunked_loss and traced.settings.deferred_outputs != "never",
-                         in_place=traced.settings.gradients == "in_place",
-                         fused=traced.settings.compile is True)
+        joint = simplify(traced.capture, traced.wanted, _choices(variant, traced.settings))
         program = lower(joint)
         middle = time.perf_counter()
         parts = partition(program, traced.settings.cut)
@@ -252,6 +247,15 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
              "separators": parts.separators}
     return Blocked(traced, variant, parts, texts, classes, _fingerprint(parts, texts), nodes,
                    {"capture": traced.seconds + middle - start, "cut": time.perf_counter() - middle})
+
+
+def _choices(variant: Variant, settings: Settings) -> Choices:
+    """What a variant rewrites, and what the settings want of every variant."""
+    return Choices(
+        chunked_loss=variant.chunked_loss, tiled_mlps=variant.tiled_mlps, grouped_loss=variant.grouped_loss,
+        channels_last=variant.channels_last,
+        deferring=variant.chunked_loss and settings.deferred_outputs != "never",
+        in_place=settings.gradients == "in_place", fused=settings.compile is True)
 
 
 @planning_lock

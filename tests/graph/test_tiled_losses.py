@@ -13,7 +13,7 @@ from torch import nn
 
 from rkmate.device import cpu
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.passes.simplify import Joint, simplify
+from rkmate.graph.passes.simplify import Choices, Joint, simplify
 from rkmate.graph.passes.tiles import build
 from rkmate.graph.passes.tiles.tiled import Tiled
 
@@ -142,7 +142,7 @@ def _inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
 
 def _joint(model: _Model, args: Sequence[torch.Tensor], *, tiled: bool = True) -> tuple[Joint, Any]:
     captured = capture(model, tuple(args), {})
-    return simplify(captured, captured.differentiable, chunked_loss=tiled, verify=True), captured
+    return simplify(captured, captured.differentiable, Choices(chunked_loss=tiled), verify=True), captured
 
 
 def _run(joint: Joint, captured: Any, model: nn.Module, args: Sequence[torch.Tensor],

@@ -30,7 +30,7 @@ _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.defa
 
 def add_gradients_in_place(work: Rewriting) -> None:
     """Let each part of a parameter's gradient be added where it belongs, in the order in which it is made."""
-    if not work.in_place:
+    if not work.choices.in_place:
         return
     adder = _Adder(work)
     for source, node in work.grads:

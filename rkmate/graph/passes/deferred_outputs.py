@@ -34,7 +34,7 @@ SMALLER = 2
 def take_outputs_off(work: Rewriting) -> None:
     """Take wide outputs without a gradient off, where they come from a product of small values through
     views and operations element by element."""
-    if not work.deferring:
+    if not work.choices.deferring:
         return
     for number, node in enumerate(work.outputs):
         if node is None or work.wanted[number] or not _is_wide(node.meta.get("val")):

@@ -75,7 +75,7 @@ for _schema, _function in {
 def add_rows_of_embeddings(work: Rewriting) -> None:
     """Rewrite the sums of a gradient and an embedding's, where that is wide and made of few rows. Where
     gradients are added in place, each goes there by itself."""
-    if work.in_place:
+    if work.choices.in_place:
         return
     results = work.results()
     for node in list(work.graph.nodes):

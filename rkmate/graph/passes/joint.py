@@ -54,6 +54,27 @@ class Joint:
         return {n for n in self.graph.nodes if adds(n)}
 
 
+@dataclass(frozen=True)
+class Choices:
+    """Rewritings that a graph may have and need not: each trades something for memory or time."""
+
+    chunked_loss: bool = False
+    """Whether linear losses are to be computed a few rows at a time."""
+    tiled_mlps: bool = False
+    """Whether wide MLPs are to run a few rows at a time."""
+    grouped_loss: bool = False
+    """Whether linear losses may be computed by groups of rows, whose logits a schedule may keep."""
+    channels_last: bool = False
+    """Whether convolutions are to have their channels last."""
+    in_place: bool = False
+    """Whether gradients of parameters are added to what the caller holds, and handed to nobody."""
+    fused: bool = False
+    """Whether groups of operations are to be compiled."""
+    deferring: bool = False
+    """Whether wide outputs without a gradient are to be left out of the step where that saves memory, and
+    computed when they are read."""
+
+
 @dataclass
 class Rewriting:
     """The graph while it is rewritten, with the results that it has to keep: what passes work on."""
@@ -65,18 +86,7 @@ class Rewriting:
     grads: list[tuple[Source, fx.Node]]
     wanted: tuple[bool, ...]
     """Outputs whose gradient the backward will take."""
-    chunked_loss: bool = False
-    """Whether linear losses are to be computed a few rows at a time."""
-    tiled_mlps: bool = False
-    """Whether wide MLPs are to run a few rows at a time."""
-    grouped_loss: bool = False
-    """Whether these may be computed by groups of rows, whose logits a schedule may keep."""
-    channels_last: bool = False
-    """Whether convolutions are to have their channels last."""
-    in_place: bool = False
-    """Whether gradients of parameters are added to what the caller holds, and handed to nobody."""
-    fused: bool = False
-    """Whether groups of operations are to be compiled."""
+    choices: Choices = Choices()
     nodes_before: int = field(init=False)
     """Operations at first."""
     constant: frozenset[fx.Node] = frozenset()
@@ -89,8 +99,6 @@ class Rewriting:
     """As `Joint.convolutions`, once they are known."""
     decisions: frozenset[fx.Node] = frozenset()
     """As `Joint.decisions`, once they are known."""
-    deferring: bool = False
-    """Whether wide outputs are to be computed when they are read."""
     deferred: list[Deferred] = field(default_factory=list)
     """As `Joint.deferred`."""
 
@@ -136,9 +144,7 @@ class Rewriting:
                      self.wide_mlps, self.convolutions, self.decisions, tuple(self.deferred))
 
 
-def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-              tiled_mlps: bool = False, grouped_loss: bool = False, channels_last: bool = False,
-              deferring: bool = False, in_place: bool = False, fused: bool = False) -> Rewriting:
+def rewriting(capture: Capture, wanted: tuple[bool, ...], choices: Choices = Choices()) -> Rewriting:
     """A copy of the captured graph, to be rewritten."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -149,7 +155,7 @@ def rewriting(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool 
         graph, {copies[n]: s for n, s in capture.sources.items()},
         [copies[n] if n is not None else None for n in capture.outputs],
         [(s, copies[n]) for s, n in capture.mutations], [(s, copies[n]) for s, n in capture.grads],
-        wanted, chunked_loss, tiled_mlps, grouped_loss, channels_last, in_place, fused, deferring=deferring)
+        wanted, choices)
 
 
 def copied(work: Rewriting) -> Rewriting:
@@ -162,8 +168,7 @@ def copied(work: Rewriting) -> Rewriting:
         graph, {copies[n]: s for n, s in work.sources.items()},
         [None if n is None else copies[n] for n in work.outputs],
         [(s, copies[n]) for s, n in work.mutations], [(s, copies[n]) for s, n in work.grads],
-        work.wanted, work.chunked_loss, work.tiled_mlps, work.grouped_loss, work.channels_last,
-        work.in_place, work.fused)
+        work.wanted, work.choices)
 
 
 def adds(node: fx.Node) -> bool:

@@ -40,7 +40,7 @@ def channels_last(work: Rewriting) -> None:
         work.name(n.args[1]) for n in work.graph.nodes
         if n.target is aten.convolution.default and (form := last_format(n.meta["val"])) is not None
         and not n.meta["val"].is_contiguous(memory_format=form) and n.meta["val"].shape[2:] not in small))
-    if work.channels_last and work.convolutions:
+    if work.choices.channels_last and work.convolutions:
         with ExitStack() as stack:
             stack.enter_context(as_eager_computes())
             stack.enter_context(as_kernels_return_them())
@@ -53,7 +53,7 @@ def layouts_of_gradients(work: Rewriting) -> None:
 
     Those that are added in place are not asked for one.
     """
-    if not work.channels_last or work.in_place:
+    if not work.choices.channels_last or work.choices.in_place:
         return
     place = {source: node for node, source in work.sources.items()}
     with torch.no_grad():

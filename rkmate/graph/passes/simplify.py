@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.repairs import Pass
 from rkmate.graph.passes.dead_code import drop_dead
-from rkmate.graph.passes.joint import Joint, Rewriting, is_backward, is_random, is_view, rewriting
+from rkmate.graph.passes.joint import Choices, Joint, Rewriting, is_backward, is_random, is_view, rewriting
 from rkmate.graph.passes.table import REWRITINGS
 from rkmate.graph.passes.verify import Verifier
 
@@ -20,23 +20,14 @@ VERIFY = False
 graph that breaks an invariant is a bug of a pass, and nothing that a user could do."""
 
 
-def simplify(capture: Capture, wanted: tuple[bool, ...], *, chunked_loss: bool = False,
-             tiled_mlps: bool = False, grouped_loss: bool = False, channels_last: bool = False,
-             deferring: bool = False, in_place: bool = False, fused: bool = False,
+def simplify(capture: Capture, wanted: tuple[bool, ...], choices: Choices = Choices(), *,
              verify: bool | None = None) -> Joint:
     """The graph that is planned.
 
-    `wanted`: per output, whether its gradient will come. `chunked_loss`: compute linear losses a few
-    rows at a time, where there are any; `grouped_loss`: in groups that a schedule may keep, where that can
-    be. `tiled_mlps`: the same of wide MLPs. `channels_last`: give convolutions images with their channels
-    last. `deferring`: leave wide outputs without a gradient out of the step where that saves memory, to be
-    computed when they are read. `in_place`: add gradients of parameters to what the caller holds. `fused`:
-    let groups of operations be compiled. `verify`: whether to check the graph after each pass (None: as
-    `VERIFY` says); raises `GraphError` that names the pass.
+    `wanted`: per output, whether its gradient will come. `verify`: whether to check the graph after each pass
+    (None: as `VERIFY` says); raises `GraphError` that names the pass.
     """
-    work = rewriting(capture, wanted, chunked_loss=chunked_loss, tiled_mlps=tiled_mlps,
-                     grouped_loss=grouped_loss, channels_last=channels_last, deferring=deferring,
-                     in_place=in_place, fused=fused)
+    work = rewriting(capture, wanted, choices)
     rewrite(work, REWRITINGS, verify=VERIFY if verify is None else verify)
     return work.joint()
 
@@ -51,4 +42,4 @@ def rewrite(work: Rewriting, passes: Sequence[Pass], *, verify: bool = False) ->
             verifier.check(work.joint(), each.name)
 
 
-__all__ = ["VERIFY", "Joint", "is_backward", "is_random", "is_view", "rewrite", "simplify"]
+__all__ = ["VERIFY", "Choices", "Joint", "is_backward", "is_random", "is_view", "rewrite", "simplify"]

@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.graph.capture.capture import Source, SourceKind
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Choices, Rewriting
 from rkmate.graph.passes.simplify import rewrite
 from rkmate.graph.passes.table import PASSES
 
@@ -50,12 +50,13 @@ class Made:
 
     def work(self, outputs: Sequence[fx.Node | None] = (), grads: Sequence[tuple[fx.Node, fx.Node]] = (),
              mutations: Sequence[tuple[fx.Node, fx.Node]] = (), wanted: Sequence[bool] | None = None,
-             chunked_loss: bool = False) -> Rewriting:
-        """What passes take. `grads` and `mutations` are pairs of a source and its gradient or value."""
+             **choices: bool) -> Rewriting:
+        """What passes take. `choices`: as of `Choices`. `grads` and `mutations` are pairs of a source and its
+        gradient or value."""
         return Rewriting(self.graph, self.sources, list(outputs),
                          [(self.sources[s], n) for s, n in mutations],
                          [(self.sources[s], n) for s, n in grads],
-                         tuple(wanted or [True] * len(outputs)), chunked_loss)
+                         tuple(wanted or [True] * len(outputs)), Choices(**choices))
 
 
 def run(name: str, work: Rewriting) -> Rewriting:

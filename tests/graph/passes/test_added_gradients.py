@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ class Step(Made):
 
 
 def added(work: Rewriting) -> Rewriting:
-    work.in_place = True
+    work.choices = replace(work.choices, in_place=True)
     add_gradients_in_place(work)
     drop_dead(work)
     verify(work.joint())

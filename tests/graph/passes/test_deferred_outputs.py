@@ -48,8 +48,7 @@ def _head(*, capped: bool = False, wanted: tuple[bool, ...] = (True, False), rea
                            backward=True))]
     written = [(w, made.call(aten.mul.Tensor, w, 2.0))] if overwritten else []
     work = made.work(outputs, grads, written,
-                     wanted=(*wanted, *([False] * read)), chunked_loss=chunked_loss)
-    work.deferring = deferring
+                     wanted=(*wanted, *([False] * read)), chunked_loss=chunked_loss, deferring=deferring)
     return made, work
 
 
@@ -121,8 +120,7 @@ def test_a_draw_is_never_repeated_for_an_output() -> None:
     x, w = made.source("input", 0, ROWS, WIDTH), made.source("param", "w", WIDTH, CLASSES)
     product = made.call(aten.mm.default, made.call(aten.relu.default, x), w)
     noisy = made.call(aten.rand_like.default, product)
-    work = made.work([x, made.call(aten.add.Tensor, product, noisy)], wanted=(False, False))
-    work.deferring = True
+    work = made.work([x, made.call(aten.add.Tensor, product, noisy)], wanted=(False, False), deferring=True)
     assert not run("deferred outputs", work).deferred
 
 
@@ -131,6 +129,5 @@ def test_a_small_part_of_something_large_is_not_kept() -> None:
     x, w = made.source("input", 0, ROWS, WIDTH), made.source("param", "w", WIDTH, CLASSES)
     large = made.call(aten.cat.default, [made.call(aten.relu.default, x)] * 8)
     product = made.call(aten.mm.default, made.call(aten.slice.Tensor, large, 0, 0, ROWS), w)
-    work = made.work([x, product], wanted=(False, False))
-    work.deferring = True
+    work = made.work([x, product], wanted=(False, False), deferring=True)
     assert not run("deferred outputs", work).deferred

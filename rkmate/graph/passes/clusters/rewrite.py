@@ -33,7 +33,7 @@ class _Made:
 
 def fuse(work: Rewriting) -> None:
     """Let groups of operations be compiled, where that is asked for."""
-    if not work.fused:
+    if not work.choices.fused:
         return
     fused, reads = fusable(work), Reads()
     again = computed_again(work, fused, reads)

@@ -39,13 +39,13 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
     """
     asked = work
     if any(True for _ in _shifts(work)):
-        work = work if work.chunked_loss else copied(work)
+        work = work if work.choices.chunked_loss else copied(work)
         while (shift := next(_shifts(work), None)) is not None:
             leave_out(work, shift, late_nodes(work), work.results())
             drop_dead(work)
     found = find_heads(work, keep_outputs=keep_outputs)
     asked.linear_losses = tuple(dict.fromkeys(work.name(weight_of(seed)) for seed in found))
-    if work.chunked_loss:
+    if work.choices.chunked_loss:
         for seed in found:
             for node in list(grow(seed).forms):
                 if node.target is aten.nll_loss_forward.default:
@@ -54,9 +54,9 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
             if region is None:
                 continue
             apart = _with_bases(_seen(work, region))
-            if not (work.in_place and work.grouped_loss and in_groups(work, region, seed, apart)):
+            if not (work.choices.in_place and work.choices.grouped_loss and in_groups(work, region, seed, apart)):
                 tile(work, region, "head", default_parts(region, seed.meta["val"]), apart=apart,
-                     in_forward=not work.in_place)
+                     in_forward=not work.choices.in_place)
 
 
 def _shifts(work: Rewriting) -> Iterator[Shift]:

@@ -31,7 +31,7 @@ def tile_mlps(work: Rewriting) -> None:
     """Note the weights of wide MLPs; let the MLPs run a few rows at a time where that is asked for."""
     found = seeds_of(work.graph, _is_seed, lambda seed: _region(work, seed))
     work.wide_mlps = tuple(dict.fromkeys(work.name(weight_of(seed)) for seed in found))
-    if work.tiled_mlps:
+    if work.choices.tiled_mlps:
         for seed in found:
             region = _region(work, seed)
             if region is not None:
