@@ -54,9 +54,10 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
             if region is None:
                 continue
             apart = _with_bases(_seen(work, region))
-            if not (work.choices.in_place and work.choices.grouped_loss and in_groups(work, region, seed, apart)):
+            choices = work.choices
+            if not (choices.in_place and choices.grouped_loss and in_groups(work, region, seed, apart)):
                 tile(work, region, "head", default_parts(region, seed.meta["val"]), apart=apart,
-                     in_forward=not work.choices.in_place)
+                     in_forward=not choices.in_place)
 
 
 def _shifts(work: Rewriting) -> Iterator[Shift]:
