@@ -22,8 +22,8 @@ from rkmate.codegen.slices import Look
 from rkmate.graph.blocks.expressions import Expressions, Naming
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.capture.operations import OpOverload
+from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.simplify import is_view
-from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.graph.passes.view_methods import view_method
 
 aten = torch.ops.aten
@@ -152,7 +152,7 @@ class Spelled(Expressions):
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> str:
         how = ""
-        if not isinstance(target, Tiled):
+        if not isinstance(target, OwnFunction):
             how = spelling(target, _values(tuple(args)), _values(dict(kwargs)))
         if not how:
             return super()._call(target, args, kwargs)

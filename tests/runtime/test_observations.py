@@ -14,7 +14,7 @@ from rkmate.runtime.guards import Guards
 from rkmate.runtime.observations import MANY, Observations
 
 NOTHING: Any = None
-KEY = Guards(*(NOTHING,) * 8)
+KEY = Guards(*(NOTHING,) * len(Guards._fields[:-1]))
 
 
 def _largest(value: int) -> Recipe:

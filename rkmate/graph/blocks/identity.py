@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rkmate import device as devices
 from rkmate.graph.blocks.expressions import Expressions, local_names
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.names import NameTable
@@ -78,4 +79,4 @@ class _Naming:
 
 
 def _dtype(value: torch.Tensor) -> str:
-    return f"{value.device.type}:{str(value.dtype).removeprefix('torch.')}"
+    return f"{devices.of(value).autocast_kind}:{str(value.dtype).removeprefix('torch.')}"

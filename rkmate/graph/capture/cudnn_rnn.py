@@ -84,7 +84,7 @@ def is_cudnns(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 def as_autocast_gives_them(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What a stack reads, as autocast hands it to cuDNN: in float16, whatever type it was asked for."""
-    if not torch.is_autocast_enabled(tensors[0].device.type):
+    if not torch.is_autocast_enabled(devices.of(tensors[0]).autocast_kind):
         return list(tensors)
     return [t if t.dtype is torch.float64 else t.to(torch.float16) for t in tensors]
 
