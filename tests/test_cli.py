@@ -200,6 +200,7 @@ def test_a_demo_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: C
     assert "rkmate[examples]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_is_silent_on_stderr() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rkmate.cli", "plan", "mlp", "--budget", "60%", *FAST],

@@ -107,6 +107,7 @@ def test_a_curve() -> None:
     assert all("times are estimates" in plan.note for plan in curve)
 
 
+@pytest.mark.slow
 def test_the_largest_batch() -> None:
     def inputs(n: int) -> tuple[torch.Tensor]:
         return (torch.zeros(n, 128, 64, dtype=torch.bfloat16),)

@@ -15,8 +15,8 @@ BUDGET = 0.65
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
-@pytest.mark.parametrize("name", [  # auto asks all of the others
-    pytest.param(n, marks=pytest.mark.slow) if n == "auto" else n for n in PLANNERS])
+@pytest.mark.parametrize("name", [  # auto asks all of the others, checkmate takes long
+    pytest.param(n, marks=pytest.mark.slow) if n in ("auto", "checkmate") else n for n in PLANNERS])
 def test_same_step(name: str) -> None:
     sample, original = residual(), residual()
 

@@ -116,7 +116,7 @@ def test_the_same_step(uncompiled: None, budget: float) -> None:
 SLOW = [n for n in BANK if n not in ("transformer_encoder", "tied")]
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.7])
+@pytest.mark.parametrize("budget", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in BANK])
 def test_the_bank(uncompiled: None, name: str, budget: float) -> None:
     sample, original = BANK[name](), BANK[name]()
@@ -239,6 +239,7 @@ def assert_close_step(original: Sample, wrapped: nn.Module, tolerance: float = 1
     assert torch.equal(expected.random_state, actual.random_state)
 
 
+@pytest.mark.slow
 def test_a_compiled_step() -> None:
     """Equal layers are compiled once, and a second plan compiles nothing."""
     sample, original = layers(), layers()

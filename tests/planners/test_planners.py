@@ -32,7 +32,7 @@ def check(problem: Problem, outcome: Outcome, budget: int) -> None:
         assert outcome.bound <= outcome.seconds * (1 + 1e-6)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_all_planners_on_random_models(problem: Problem) -> None:
     graph = problem.graph

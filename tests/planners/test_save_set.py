@@ -85,7 +85,8 @@ def test_more_checkpoint_times_never_lower_the_bound() -> None:
     assert all(b >= a * (1 - 0.011) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("resnet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_plans_come_with_their_bound(name: str) -> None:
     sample = BANK[name]()
     plans = rkmate.tradeoff(sample.model, sample.args, sample.kwargs, budgets=[0.95, 0.8, 0.6],

@@ -40,7 +40,8 @@ def loss(output: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("model", "call", "numbers", "share"), [
-    (Attention(), tokens, (24, 32, 27, 48, 9), 0.9), (convolutions(), images, (4, 6, 5, 9, 3), 1.0)])
+    pytest.param(Attention(), tokens, (24, 32, 27, 48, 9), 0.9, marks=pytest.mark.slow),
+    (convolutions(), images, (4, 6, 5, 9, 3), 1.0)])
 @pytest.mark.usefixtures("deterministic")
 def test_other_sizes_train_alike_inside_the_budget(model: nn.Module, call: Any, numbers: tuple[int, ...],
                                                    share: float, captures: list[bool]) -> None:
