@@ -103,7 +103,7 @@ def test_the_source_shows_what_is_fused(uncompiled: None) -> None:
     assert source.count("aten.tanh.default(") == 2         # of the forward, and again in the backward
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.9])
+@pytest.mark.parametrize("budget", [pytest.param(1.0, marks=pytest.mark.slow), 0.9])
 def test_the_same_step(uncompiled: None, budget: float) -> None:
     """Dropout draws what it draws without groups, also where the plan draws it again. (What is not compiled
     holds all values of a group at once.)"""

@@ -161,7 +161,7 @@ def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("name", "needs", "planner"), [
-    ("trainer_transformers", "transformers", "rotor"),
+    pytest.param("trainer_transformers", "transformers", "rotor", marks=pytest.mark.slow),
     pytest.param("trainer_transformers", "transformers", "rockmate", marks=pytest.mark.slow),
     pytest.param("trainer_peft", "peft", "rockmate", marks=pytest.mark.slow),
     pytest.param("trainer_trl_sft", "trl", "rockmate", marks=pytest.mark.slow),

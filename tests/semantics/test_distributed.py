@@ -233,6 +233,7 @@ def test_replicas(processes: Processes, unused: bool) -> None:
     _in_two(processes, _replicated, unused=unused)
 
 
+@pytest.mark.slow
 def test_shards_around_a_planned_module(processes: Processes) -> None:
     _in_two(processes, _sharded)
 

@@ -41,6 +41,7 @@ def test_a_mixture_of_experts_with_static_experts(experts: str) -> None:
     assert "topk" in [c.operation for c in module.plan.graph.computations if c.decides]
 
 
+@pytest.mark.slow
 def test_experts_in_a_loop_name_the_librarys_flag() -> None:
     with pytest.raises(rkmate.CaptureError, match=r'model\.set_experts_implementation\("grouped_mm"\)'):
         planned(_mixtral("eager"), kwargs=_text())

@@ -196,7 +196,8 @@ def test_transformers_trainer_counts_items(tmp_path: Path) -> None:
     assert plans[0] <= 2                   # the sample's, and one for all steps
 
 
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
 def test_a_budget_that_is_applied_before_or_after_the_adapters(first: bool) -> None:
     """The forward of the base is called by itself, from peft."""
     peft = pytest.importorskip("peft")

@@ -68,6 +68,7 @@ def test_a_block_has_all_its_nodes(block: int) -> None:
     assert source.count("runs again") - source.count("runs again in") == len(again)
 
 
+@pytest.mark.slow
 def test_kept_data_look_different_from_forgotten_data() -> None:
     kept, half = curve()[0], wrapped().plan
     all_kept = fills(block_graph(kept, 1, replay(kept)).source, "d")

@@ -176,6 +176,7 @@ def test_a_plan_without_source_or_curve_says_so(tmp_path: Path) -> None:
     assert "rkmate.tradeoff" in text
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_has_the_same_report(tmp_path: Path) -> None:
     plan = wrapped().plan
     plan.save(tmp_path / "plan.json")

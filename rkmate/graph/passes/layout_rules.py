@@ -78,3 +78,13 @@ def like_in_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape have their elements in the same places: strides along dimensions of
     size one say nothing."""
     return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), other.stride(), strict=True))
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, and no two elements share a place."""
+    size = 1
+    for stride, n in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
+        if stride != size:
+            return False
+        size *= n
+    return True

@@ -25,6 +25,7 @@ from rkmate.graph.passes.joint import Rewriting, is_backward
 from rkmate.graph.passes.layout_rules import (
     follows,
     is_channels_last,
+    is_dense,
     last_format,
     like_in_memory,
     sizes_of_small_images,
@@ -119,7 +120,7 @@ class _Turning:
         """Whether an operation works with any layout, and gives the same values."""
         if not isinstance(node.target, OpOverload) or is_random(node):
             return False
-        return is_view(node) or (follows(node) and all(map(_is_dense, _tensors(self.before[node]))))
+        return is_view(node) or (follows(node) and all(map(is_dense, _tensors(self.before[node]))))
 
     def _convolution(self, node: fx.Node) -> None:
         """Convolutions take images with the channels last, if that is how they return them. (In that layout
@@ -238,14 +239,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _strides(value: Any) -> list[tuple[int, ...]]:
     return [v.stride() for v in _tensors(value) if v.layout is torch.strided]
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    """Whether a tensor fills its memory, and no two elements share a place."""
-    size = 1
-    for stride, n in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
-        if stride != size:
-            return False
-        size *= n
-    return True
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 
 def literal(value: Any) -> str:
@@ -20,3 +21,12 @@ def literal(value: Any) -> str:
     if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
         return str(value)
     raise TypeError(f"no literal for {value!r}")
+
+
+def argument(value: Any) -> str:
+    """The same of an argument that may be a node, by its name, or a list of them."""
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(argument, value))}]"
+    return literal(value)

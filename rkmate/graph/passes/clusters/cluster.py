@@ -12,7 +12,7 @@ from torch import fx
 from rkmate.device.inductor import Fused, form_of, fused
 from rkmate.graph.capture.operations import OpOverload, is_view
 from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.literals import literal
+from rkmate.graph.passes.literals import argument
 
 MOST_WORDS = 3
 """Operations that a name tells."""
@@ -86,17 +86,9 @@ class Cluster(OwnFunction):
 
 def _call(node: fx.Node) -> str:
     if not isinstance(node.target, OpOverload):            # one of several results
-        return f"{_argument(node.args[0])}[{node.args[1]}]"
-    words = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+        return f"{argument(node.args[0])}[{node.args[1]}]"
+    words = [argument(a) for a in node.args] + [f"{k}={argument(v)}" for k, v in node.kwargs.items()]
     return f"aten.{node.target._opname}.{node.target._overloadname}({', '.join(words)})"
-
-
-def _argument(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_argument, value))}]"
-    return literal(value)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from torch import fx
 
 from rkmate.graph.capture.operations import OpOverload, is_random, is_view
 from rkmate.graph.passes.joint import Rewriting, adds, owner_of
+from rkmate.graph.passes.layout_rules import is_dense
 
 aten = torch.ops.aten
 
@@ -90,13 +91,4 @@ def _plain(value: Any) -> bool:
 def _own(value: Any) -> bool:
     """Whether a value fills its storage."""
     return _plain(value) and value.untyped_storage().nbytes() == value.numel() * value.element_size() \
-        and value.storage_offset() == 0 and _dense(value)
-
-
-def _dense(value: torch.Tensor) -> bool:
-    step = 1
-    for stride, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
-        if stride != step:
-            return False
-        step *= size
-    return True
+        and value.storage_offset() == 0 and is_dense(value)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from rkmate.graph.passes.literals import literal
+from rkmate.graph.passes.literals import argument
 from rkmate.graph.passes.tiles.steps import Step, steps_of
 
 aten = torch.ops.aten
@@ -146,15 +146,8 @@ def _statement(step: Step) -> list[str]:
         if step.way.swapped:
             args[:2] = reversed(args[:2])
     if not hasattr(target, "namespace"):       # one of several results
-        return [f"{node.name} = {_argument(args[0])}[{args[1]}]"]
-    words = [_argument(a) for a in args] + [f"{k}={_argument(v)}" for k, v in kwargs.items()]
+        return [f"{node.name} = {argument(args[0])}[{args[1]}]"]
+    words = [argument(a) for a in args] + [f"{k}={argument(v)}" for k, v in kwargs.items()]
     call = f"{target.namespace}.{target._opname}.{target._overloadname}"  # type: ignore[union-attr]
     return [f"{node.name} = {call}({', '.join(words)})"]
 
-
-def _argument(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_argument, value))}]"
-    return literal(value)

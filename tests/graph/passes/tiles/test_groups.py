@@ -74,6 +74,7 @@ def test_gradients_are_those_of_the_whole() -> None:
     assert_grads(whole, other, exact=False)
 
 
+@pytest.mark.slow
 def test_more_rows_are_kept_with_more_room() -> None:
     """Between computing all logits a second time, and none."""
     low, high = prepared(CHUNKED_LOSS).baseline_peak, prepared(GROUPED).baseline_peak
