@@ -80,6 +80,7 @@ def test_draw_a_model_and_a_saved_plan(capsys: Captured, tmp_path: Path) -> None
     assert memory.exists()
 
 
+@pytest.mark.slow
 def test_report_has_the_curve_and_the_source(tmp_path: Path, capsys: Captured) -> None:
     page = tmp_path / "r.html"
     assert run("report", TARGET, str(page), "--budget", "60%") == 0

@@ -76,6 +76,7 @@ def test_rows_are_what_plan_returns(whole: rkmate.Comparison) -> None:
     assert kept.time_ratio == 1.0 and kept.peak_bytes == whole.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_table(whole: rkmate.Comparison) -> None:
     text = str(whole)
     lines = text.splitlines()
@@ -138,6 +139,7 @@ def test_a_planner_is_never_slower_with_more_memory(monkeypatch: pytest.MonkeyPa
     assert [r.planning_seconds is None for r in (large, middle, small)] == [False] * 3
 
 
+@pytest.mark.slow
 def test_those_that_ask_others_pay_for_their_own_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     attempted = run.attempted

@@ -88,6 +88,7 @@ def test_registry_names_its_planners() -> None:
     assert [p.name for p in PLANNERS.values()] == list(PLANNERS)
 
 
+@pytest.mark.slow
 def test_auto_says_what_it_took() -> None:
     problem = stack(3)
     top = simulate(problem.graph, save_all(problem.graph), pinned=()).peak

@@ -63,6 +63,14 @@ def _masked() -> tuple[nn.Module, rkmate.PlannedModule]:
     return model, planned(copy.deepcopy(model), TOKENS, _labels(30), budget=0.8)
 
 
+@functools.cache
+def _plan_of_thirty() -> rkmate.Plan:
+    """`plan` of a module is its latest: other tests let it plan for other numbers of labels."""
+    module = _masked()[1]
+    module(TOKENS, _labels(30))
+    return module.plan
+
+
 def test_several_numbers_of_labels_in_turn() -> None:
     model, module = _masked()
     for count, seed in ((30, 0), (30, 1), (20, 2), (30, 3), (20, 4)):
@@ -83,8 +91,8 @@ def test_a_value_that_leads_to_an_error_does_so() -> None:
 
 
 def test_what_differs_is_named() -> None:
-    model, module = _masked()
-    strict = planned(copy.deepcopy(model), TOKENS, _labels(30), budget=None, plan=module.plan,
+    model, _ = _masked()
+    strict = planned(copy.deepcopy(model), TOKENS, _labels(30), budget=None, plan=_plan_of_thirty(),
                      on_new_shape="error")
     strict(TOKENS, _labels(30, 6))
     with pytest.raises(rkmate.ArgumentError, match="values of its inputs"):
@@ -93,18 +101,20 @@ def test_what_differs_is_named() -> None:
 
 def test_a_saved_plan_is_followed_or_refused_and_a_copy_follows_it() -> None:
     model, module = _masked()
-    plan = rkmate.wrap(copy.deepcopy(model), (TOKENS, _labels(30, 7)), plan=module.plan, progress=False).plan
-    assert plan.schedule == module.plan.schedule
+    made = _plan_of_thirty()
+    plan = rkmate.wrap(copy.deepcopy(model), (TOKENS, _labels(30, 7)), plan=made, progress=False).plan
+    assert plan.schedule == made.schedule
     with pytest.raises(rkmate.PlanError):
-        rkmate.wrap(copy.deepcopy(model), (TOKENS, _labels(12)), plan=module.plan, progress=False)
+        rkmate.wrap(copy.deepcopy(model), (TOKENS, _labels(12)), plan=made, progress=False)
     again = pickle.loads(pickle.dumps(module))
     assert_same_step(copy.deepcopy(model), again, _sample(model, TOKENS, _labels(30, 8)), steps=1)
 
 
 def test_applied_to_the_model_itself() -> None:
-    model, module = _masked()
+    model, _ = _masked()
     applied = copy.deepcopy(model)
-    rkmate.apply(applied, (TOKENS, _labels(30)), plan=module.plan, progress=False, costs="analytic")
+    rkmate.apply(applied, (TOKENS, _labels(30)), plan=_plan_of_thirty(), progress=False,
+                 costs="analytic")
     assert_same_step(copy.deepcopy(model), applied, _sample(model, TOKENS, _labels(30, 9)), steps=1)
     assert rkmate.applied(applied) is not None
 
