@@ -33,6 +33,11 @@ class Rates:
     seconds_per_call: float
     """What an operation takes however small it is."""
 
+    def seconds(self, arithmetic: float, moved: int) -> float:
+        """Of an operation: the greater of its arithmetic, in seconds, and of the bytes that it moves, and a
+        call."""
+        return self.seconds_per_call + max(arithmetic, moved / self.bytes_per_second)
+
     def of_products(self, dtype: str, *, tf32: bool = False) -> float:
         """Floating-point operations a second of products of a type. `tf32`: whether float32 may be cut to
         19 bits."""

@@ -62,7 +62,7 @@ HOUSE: tuple[Room, ...] = (
     Room("sharing", "one plan for all processes of a group", ("errors", "pipeline", "public", "show")),
     Room("compile", 'the backend of `torch.compile(backend="rkmate")`', ("errors", "runtime", "public")),
     Room("dtr", "dynamic rematerialization, without a plan: a path of its own",
-         ("errors", "budget", "support", "device", "stand_in", "measure")),
+         ("errors", "budget", "support", "devices", "device", "stand_in", "measure")),
     Room("__init__", "the public names, loaded on first use"),
     Room("cli", "the command `rkmate`"),
 )

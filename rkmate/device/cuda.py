@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,6 +26,12 @@ RUNS_OF_SHORT = 10
 QUEUE_CYCLES = 400_000
 """About 0.2 ms: so long the device is kept busy before a timed call, which it then finds in its queue. An
 idle one would wait for each launch."""
+
+
+@functools.lru_cache
+def _rates_of(name: str) -> Rates:
+    """Of the GPU that torch calls so; those of an A100 for others."""
+    return next((gpu for gpu in NAMES.values() if gpu.is_called(name)), A100).expected
 
 
 class CudaStatistics:
@@ -68,8 +75,7 @@ class Cuda:
 
     @property
     def rates(self) -> Rates:
-        name = torch.cuda.get_device_name(self.torch_device)
-        return next((gpu for gpu in NAMES.values() if gpu.is_called(name)), A100).expected
+        return _rates_of(torch.cuda.get_device_name(self.torch_device))
 
     def available(self) -> bool:
         return torch.cuda.is_available()

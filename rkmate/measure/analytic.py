@@ -44,7 +44,7 @@ def _seconds(node: fx.Node) -> float:
         return _seconds_of_tiles(node.target)
     rates = _rates(node)
     moved = sum(_bytes(n.meta["val"]) for n in node.all_input_nodes) + _bytes(node.meta["val"])
-    return rates.seconds_per_call + max(_seconds_of_arithmetic(node, rates), moved / rates.bytes_per_second)
+    return rates.seconds(_seconds_of_arithmetic(node, rates), moved)
 
 
 def _rates(node: fx.Node) -> Rates:

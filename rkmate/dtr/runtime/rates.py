@@ -7,16 +7,17 @@ Eviction compares times with each other: their ratios matter.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from rkmate.devices import Rates
 from rkmate.dtr.runtime.schema import map_tensors
 
-_BYTES_PER_SECOND = 2e12
-_FLOPS_PER_SECOND = 5e13
-_SECONDS_PER_CALL = 4e-6
+_RATES = Rates(2e12, 5e13, MappingProxyType({}), 4e-6)
+"""Of any GPU: one of the middle."""
 
 
 def expected_nanoseconds(function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -25,4 +26,4 @@ def expected_nanoseconds(function: OpOverload, args: Any, kwargs: dict[str, Any]
     map_tensors([*args, *kwargs.values(), result], lambda t: moved.append(t.numel() * t.element_size()))
     count = flop_registry.get(function.overloadpacket)
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
-    return int(1e9 * (_SECONDS_PER_CALL + max(sum(moved) / _BYTES_PER_SECOND, flops / _FLOPS_PER_SECOND)))
+    return int(1e9 * _RATES.seconds(flops / _RATES.flops_per_second, sum(moved)))
