@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
 from rkmate.codegen import slices
 from rkmate.codegen.liveness import Computed, Freed, flow
-from rkmate.codegen.slices import RESERVED, Call, Draws, Drop, Function, Listing, Look, Run, Slice, Write
+from rkmate.codegen.slices import (
+    RESERVED,
+    Call,
+    Copy,
+    Draws,
+    Drop,
+    Function,
+    Listing,
+    Look,
+    Run,
+    Slice,
+    Write,
+)
 from rkmate.codegen.spelling import Spelled, Views
+from rkmate.codegen.stretches import Part, Stretch, cut_schedule
 from rkmate.graph.blocks.expressions import local_names, operator_namespaces, source_key
 from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.functions import OwnFunction
 from rkmate.ir.cd import HOISTED, CDGraph
-from rkmate.ir.schedule import Compute, Free, Loss, Schedule, kernel_of
+from rkmate.ir.schedule import Compute, Schedule, kernel_of
 
 
 @dataclass(frozen=True)
@@ -41,22 +54,6 @@ def listing_of(partition: Partition, schedule: Schedule, labels: Sequence[str] |
     partition's graph with costs, for the comments.
     """
     return _Maker(partition, schedule, labels, graph).listing(summary)
-
-
-@dataclass
-class _Stretch:
-    """Steps of one block that become one slice."""
-
-    block: int
-    steps: list[Compute | Free] = field(default_factory=list)
-    closed: bool = False
-    """Whether it ends with what is freed without having been read in it."""
-
-    def add(self, step: Compute | Free, cd: CDGraph) -> None:
-        if isinstance(step, Free) and not self.closed:
-            nodes = [cd.c[s.c] for s in self.steps if isinstance(s, Compute)]
-            self.closed = all(step.d not in c.inputs and step.d not in c.outputs for c in nodes)
-        self.steps.append(step)
 
 
 class _Maker:
@@ -88,15 +85,16 @@ class _Maker:
         """Parameter gradients: autograd frees them."""
 
     def listing(self, summary: str) -> tuple[Listing, tuple[Segment, ...]]:
-        before, at_loss, after = self._stretches()
-        body: list[Call | Drop | Write] = [c for s in before for c in self._calls(s)]
-        made = [self._forward_end(body, at_loss)]
+        cut = cut_schedule(self.cd, self.schedule, self.partition.block_of, self.partition.segments)
+        body: list[Call | Drop | Copy | Write] = [c for s in cut.before for c in self._steps(s)]
+        made = [self._forward_end(body, cut.at_loss)]
         self.stored.update(self.cd.output_grads)
         segments: list[Segment] = []
-        for number, (stretches, end) in enumerate(after):
-            calls = [c for s in stretches for c in self._calls(s)]
-            params, returns, pops = self._gradients(end, number + 1 == len(after))
+        for number, (parts, end) in enumerate(cut.segments):
+            calls = [c for s in parts for c in self._steps(s)]
+            params, returns, pops = self._gradients(end, number + 1 == len(cut.segments))
             name = self.functions.fresh(f"backward_{number}")
+            stretches = [s for s in parts if isinstance(s, Stretch)]
             where = sorted({s.block for s in stretches}, reverse=True)
             made.append(Function(name, f"block {', '.join(map(str, where))}", tuple(calls), returns, pops))
             segments.append(Segment(name, params, tuple(dict.fromkeys(
@@ -108,46 +106,22 @@ class _Maker:
                                       for i in t.imports))
         return Listing(summary, spaces, tuple(made), arriving, tiled, imports), tuple(segments)
 
-    # -- stretches ------------------------------------------------------------------------
-
-    def _stretches(self) -> tuple[list[_Stretch], list[int], list[tuple[list[_Stretch], int]]]:
-        """Those of the forward, what is freed at the loss, and per segment those of the backward and the
-        C node that ends it."""
-        ends = set(self.partition.segments)
-        before: list[_Stretch] = []
-        at_loss: list[int] = []
-        segments: list[tuple[list[_Stretch], int]] = []
-        current: list[_Stretch] | None = before        # None: between the loss and what is computed next
-        closing: int | None = None
-        for step in self.schedule.steps:
-            if isinstance(step, Loss):
-                current = None
-                continue
-            if isinstance(step, Free):
-                if current is None:
-                    at_loss.append(step.d)
-                else:
-                    current[-1].add(step, self.cd)
-                continue
-            if current is None:
-                current = []
-            if closing is not None:
-                segments.append((current, closing))
-                current, closing = [], None
-            block = self.partition.block_of[step.c]
-            if not current or current[-1].block != block or current[-1].closed:
-                current.append(_Stretch(block))
-            if step.c in ends:
-                closing = step.c
-            current[-1].add(step, self.cd)
-        if closing is not None and current is not None:
-            segments.append((current, closing))
-        return before, at_loss, segments
-
     # -- one slice ------------------------------------------------------------------------
 
-    def _calls(self, part: _Stretch) -> list[Call | Drop]:
+    def _steps(self, part: Part) -> Sequence[Call | Drop | Copy]:
+        if isinstance(part, Stretch):
+            return self._calls(part)
+        if part.word == "leave":
+            self.stored.discard(part.d)
+        elif part.word == "copy_in":
+            self.stored.add(part.d)
+        return [Copy(part.word, self._key(part.d))]
+
+    def _calls(self, part: Stretch) -> list[Call | Drop]:
         found = flow(self.cd, part.steps, self.stored, self.handed)
+        if not found.body:
+            self.stored = found.after(self.stored)
+            return [Drop(self._keys(found.drop))]
         naming = _Locals(self, part.block)
         views = Views(self.program, naming, [self.program.operation[s.c] for s in part.steps
                                              if isinstance(s, Compute)])
@@ -218,7 +192,7 @@ class _Maker:
     def _expression(self, node: fx.Node, pops: Collection[int] = ()) -> str:
         return Spelled(self.program, InEnvironment(self.cd, self.aliases, pops)).value(node)
 
-    def _forward_end(self, body: list[Call | Drop | Write], at_loss: Sequence[int]) -> Function:
+    def _forward_end(self, body: list[Call | Drop | Copy | Write], at_loss: Sequence[int]) -> Function:
         """The forward: writes what it overwrites, and returns the outputs, then what is kept for those that
         are computed later."""
         written = {self.program.d_of(n) for _, n in self.program.overwritten}

@@ -19,6 +19,9 @@ RESERVED = frozenset({*keyword.kwlist, "_", "env", "torch", "take", "read", "giv
                       "float"})
 """What a value cannot be called, beside the namespaces of operators: the words of the printed text."""
 
+CopyWord = Literal["copy_out", "leave", "copy_in", "arrive"]
+"""Of a copy: begin it, wait for its end and free the value; make room and begin the copy back, wait for its
+end."""
 Draws = Literal["", "draw", "remember", "replay"]
 """Of random numbers: none, once, the first time of several, again."""
 
@@ -172,6 +175,14 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A value of the environment goes away, or comes back."""
+
+    word: CopyWord
+    key: str
+
+
+@dataclass(frozen=True)
 class Write:
     """Write back what the forward overwrites."""
 
@@ -186,7 +197,7 @@ class Function:
 
     name: str
     comment: str
-    body: tuple[Call | Drop | Write, ...]
+    body: tuple[Call | Drop | Copy | Write, ...]
     returns: tuple[str, ...]
     """Python over the environment."""
     pops: tuple[str, ...] = ()
@@ -212,6 +223,7 @@ class Listing:
         """Check every slice, and that the environment has what is taken and read; returns the listing
         itself. Raises `GraphError`."""
         there: set[str] = set()
+        away: dict[str, CopyWord] = {}
         for number, function in enumerate(self.functions):
             if number == 1:
                 there.update(self.arriving)
@@ -221,6 +233,8 @@ class Listing:
                     _enter(there, call, function.name)
                 elif isinstance(call, Drop):
                     _end(there, call.keys, function.name)
+                elif isinstance(call, Copy):
+                    _copy(there, away, call, function.name)
             _end(there, function.pops, function.name)
         return self
 
@@ -236,6 +250,21 @@ def _enter(there: set[str], call: Call, where: str) -> None:
         raise GraphError(f"{where}: {part.label} reads {', '.join(sorted(missing))}, which is not there")
     _end(there, call.take, where)
     there.update(call.give)
+
+
+def _copy(there: set[str], away: dict[str, CopyWord], copy: Copy, where: str) -> None:
+    """`away`: of each key that was copied, what was last done with it."""
+    after: dict[CopyWord, tuple[CopyWord, ...]] = {
+        "copy_out": (), "leave": ("copy_out",), "copy_in": ("leave", "arrive"), "arrive": ("copy_in",)}
+    last = away.get(copy.key)
+    if (last is None) != (not after[copy.word]) or (last is not None and last not in after[copy.word]) \
+            or (copy.key in there) != (copy.word != "copy_in"):
+        raise GraphError(f"{where}: {copy.word} of {copy.key}, out of turn")
+    away[copy.key] = copy.word
+    if copy.word == "leave":
+        there.discard(copy.key)
+    elif copy.word == "copy_in":
+        there.add(copy.key)
 
 
 def _end(there: set[str], keys: Iterable[str], where: str) -> None:

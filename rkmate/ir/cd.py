@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from rkmate.errors import GraphError
+from rkmate.ir.link import Link
 
 DKind = Literal["data", "saved", "grad"]
 Phase = Literal["forward", "backward"]
@@ -115,6 +116,8 @@ class CDGraph:
     releases: Mapping[int, int] = field(default_factory=dict)
     """Parameter gradients: D node -> index of the C node after which it leaves memory (the end of
     the autograd function that hands it over)."""
+    link: Link | None = None
+    """To where data can be sent meanwhile; None: to nowhere."""
 
     @cached_property
     def producer(self) -> tuple[int | None, ...]:

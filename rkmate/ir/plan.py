@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 from rkmate.errors import GraphError, PlanError
 from rkmate.ir.cd import Cost, read_cost
 from rkmate.ir.origin import Origin, read_origin
-from rkmate.ir.schedule import Compute, Free, Loss, Schedule, Step
+from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
 from rkmate.ir.summary import GraphSummary, read_summary
 from rkmate.support.json_store import write_json
 
 _FORMAT = 4
 _KERNEL = "kernel"
+_COPIES: dict[str, type[CopyOut | Leave | CopyIn]] = {"out": CopyOut, "leave": Leave, "in": CopyIn}
 _UNCHUNKED = "unchunked"
 """What older files say of a computation that runs by its first other kernel."""
 Saved = TypeVar("Saved", bound="PlanData")
@@ -195,15 +196,22 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 
 def _step(step: Step) -> int | str:
     """``3``: compute node 3, ``"3 kernel 1"`` by the first of its other kernels; ``-4``: free storage 3;
-    ``"loss"``."""
+    ``"loss"``; ``"out 3"``, ``"leave 3"``, ``"in 3"``: copy storage 3 away, free it then, copy it back."""
     if isinstance(step, Compute):
         return f"{step.c} {_KERNEL} {step.kernel}" if step.kernel else step.c
-    return -step.d - 1 if isinstance(step, Free) else "loss"
+    if isinstance(step, Loss):
+        return "loss"
+    if isinstance(step, Free):
+        return -step.d - 1
+    return f"{next(word for word, kind in _COPIES.items() if isinstance(step, kind))} {step.d}"
 
 
 def _read_step(value: Any) -> Step:
     if value == "loss":
         return Loss()
+    if isinstance(value, str) and value.partition(" ")[0] in _COPIES:
+        word, number = value.split()
+        return _COPIES[word](int(number))
     if isinstance(value, str):
         number, word, *which = value.split()
         if [word, len(which)] not in ([_KERNEL, 1], [_UNCHUNKED, 0]):

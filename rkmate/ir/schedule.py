@@ -33,7 +33,26 @@ class Loss(NamedTuple):
     """The forward ends here: outputs go to the user, gradients come back."""
 
 
-Step = Compute | Free | Loss
+class CopyOut(NamedTuple):
+    """Begin to copy a D node's storage away. It stays in memory until it leaves."""
+
+    d: int
+
+
+class Leave(NamedTuple):
+    """Wait until a copy out has ended, and free the D node's storage."""
+
+    d: int
+
+
+class CopyIn(NamedTuple):
+    """Make room for a D node that has been copied away, and begin to copy it back: its next reader waits for
+    that. The copy that is away stays there to the end of the step."""
+
+    d: int
+
+
+Step = Compute | Free | Loss | CopyOut | Leave | CopyIn
 
 
 @dataclass(frozen=True)
@@ -58,8 +77,13 @@ class Schedule:
         return n
 
     def seconds(self, graph: CDGraph) -> float:
-        """Sum of the times of all computations, in seconds."""
+        """Sum of the times of all computations, in seconds: without waiting for copies."""
         return sum(kernel_of(graph, s).time for s in self.steps if isinstance(s, Compute))
+
+    @property
+    def copied(self) -> frozenset[int]:
+        """D nodes that are copied away."""
+        return frozenset(s.d for s in self.steps if isinstance(s, CopyOut))
 
     def recomputed(self) -> dict[int, int]:
         """How many times each C node runs again (only those that do)."""

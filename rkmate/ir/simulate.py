@@ -11,7 +11,19 @@ from dataclasses import dataclass
 
 from rkmate.errors import ScheduleError
 from rkmate.ir.cd import CDGraph, CNode, Kernel
-from rkmate.ir.schedule import Compute, Free, Loss, Schedule, in_place_donor, kernel_of
+from rkmate.ir.link import Clocks
+from rkmate.ir.residency import Residency
+from rkmate.ir.schedule import (
+    Compute,
+    CopyIn,
+    CopyOut,
+    Free,
+    Leave,
+    Loss,
+    Schedule,
+    in_place_donor,
+    kernel_of,
+)
 
 LOSS_SCALARS = 512
 """Bytes of what a loss outside keeps to the end: its value, the number its backward starts from."""
@@ -26,17 +38,25 @@ class Simulation:
     peak_at: int
     """Index of the step where the peak stands."""
     seconds: float
-    """Sum of the times of all computations."""
+    """From the first computation to the end of the last one, waits for copies included."""
     saved: int
     """Bytes alive at the loss (the paper's M_save), before the output gradients arrive."""
     timeline: tuple[int, ...]
     """Per step: bytes alive during a computation (temporaries included), or after another step."""
+    stalled: float = 0.0
+    """Seconds of waiting for copies."""
+    away: int = 0
+    """Most bytes that are away at once."""
+    copies_out: tuple[tuple[int, float, float], ...] = ()
+    """(D node, start, end) of each copy out, in seconds."""
+    copies_in: tuple[tuple[int, float, float], ...] = ()
+    """The same of each copy back."""
 
 
 def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
              pinned: Iterable[int] = ()) -> Simulation:
     """Replay a schedule. Raises `ScheduleError` when it is not executable or incomplete, or decides
-    something, or adds to a gradient, a second time.
+    something, or adds to a gradient, a second time, or copies what it must not.
 
     `reserve_at_loss`: bytes that the loss, computed outside, allocates for itself; of them, a few
     (the loss itself, the number one that its backward starts from) stay to the end. `pinned`: D nodes
@@ -45,8 +65,11 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
     pinned = set(pinned)
     alive: set[int] = set()
     fixed = set(graph.inputs)
-    live = peak = peak_at = saved = 0
-    seconds = 0.0
+    clocks = Clocks(graph.link)
+    where = Residency(graph, pinned)
+    peak_at = saved = 0
+    copies = bool(schedule.copied)
+    live = peak = graph.link.buffer_bytes if graph.link is not None and copies else 0
     taken: set[int] = set()
     seen_loss = False
     ran: set[int] = set()
@@ -64,6 +87,9 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
             for j in node.inputs:
                 if j not in alive and j not in fixed:
                     raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
+                if copies:
+                    clocks.arrive(j)
+                    where.read(j)
             # A second run creates all of the outputs anew, also those that are still there.
             remade = 0
             donor = in_place_donor(graph, schedule.steps, k)
@@ -72,6 +98,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 live -= graph.d[donor].size
                 taken.add(donor)
             for j in node.outputs:
+                if copies:
+                    where.make(j, k)
                 if j in alive:
                     remade += graph.d[j].size
                 else:
@@ -79,7 +107,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                     live += graph.d[j].size
             kernel: CNode | Kernel = kernel_of(graph, step) if step.kernel else node
             now = live + remade + kernel.overhead
-            seconds += kernel.time
+            clocks.compute(kernel.time)
             ran.add(step.c)
         elif isinstance(step, Free):
             if step.d not in alive:
@@ -88,6 +116,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which the user holds")
             if step.d in graph.decided:
                 raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which was decided and stays")
+            where.free(step.d, k)
             alive.discard(step.d)
             if step.d in taken:
                 taken.discard(step.d)
@@ -95,7 +124,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 live -= graph.d[step.d].size
             now = live
         elif isinstance(step, Loss):
-            missing = [j for j in graph.outputs if j not in alive and j not in fixed]
+            missing = [j for j in graph.outputs if (j not in alive and j not in fixed) or j in where.coming]
             if seen_loss or missing:
                 names = ", ".join(graph.d[j].name for j in missing)
                 raise ScheduleError(f"step {k}: the loss comes twice or without {names or 'need'}")
@@ -106,10 +135,27 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 alive.add(j)
                 live += graph.d[j].size
             now = max(live, saved + reserve_at_loss)
+        elif isinstance(step, CopyOut):
+            where.copy_out(step.d, k, step.d in alive)
+            clocks.copy_out(step.d, graph.d[step.d].size)
+            now = live
+        elif isinstance(step, Leave):
+            where.leave(step.d, k)
+            clocks.leave(step.d)
+            alive.discard(step.d)
+            live -= graph.d[step.d].size
+            now = live
+        elif isinstance(step, CopyIn):
+            where.copy_in(step.d, k, step.d in alive)
+            clocks.copy_in(step.d, graph.d[step.d].size)
+            alive.add(step.d)
+            live += graph.d[step.d].size
+            now = live
         timeline.append(now)
         if now > peak:
             peak, peak_at = now, k
     left_out = [graph.c[i].name for i in range(len(graph.c)) if i not in ran]
     if left_out:
         raise ScheduleError(f"the schedule never runs {', '.join(left_out[:5])}")
-    return Simulation(peak, peak_at, seconds, saved, tuple(timeline))
+    return Simulation(peak, peak_at, clocks.now, saved, tuple(timeline), clocks.stalled, where.most,
+                      tuple(clocks.out), tuple(clocks.back))

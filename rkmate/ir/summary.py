@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rkmate.ir.cd import CDGraph, CNode, Cost, DKind, DNode, Kernel, Phase
+from rkmate.ir.link import Link, read_link
 
 CapturedKind = Literal["operation", "view", "dropped"]
 
@@ -94,6 +95,8 @@ class GraphSummary:
     cuts: tuple[tuple[int, ...], ...] = ()
     """Storages that the forward carries into block i (one entry more than there are blocks)."""
     captured: tuple[Captured, ...] = field(default=(), repr=False)
+    link: Link | None = None
+    """To where data can be sent meanwhile; None: to nowhere."""
 
     @cached_property
     def cd(self) -> CDGraph:
@@ -103,7 +106,7 @@ class GraphSummary:
             tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random,
                         c.donors, c.alternatives, c.decides, c.adds)
                   for c in self.computations),
-            self.loss, (), self.outputs, self.output_grads, self.input_grads, self.releases)
+            self.loss, (), self.outputs, self.output_grads, self.input_grads, self.releases, self.link)
 
     @cached_property
     def block_c(self) -> Mapping[int, tuple[int, ...]]:
@@ -131,6 +134,7 @@ class GraphSummary:
             "exits": sorted([j, i] for j, i in self.releases.items()), "held": list(self.pinned),
             "decisions": [i for i, c in enumerate(self.computations) if c.decides],
             **({"additions": adding} if adding else {}),
+            **({"link": self.link.content()} if self.link else {}),
             "reserve_at_loss": self.reserve_at_loss, "cuts": [list(c) for c in self.cuts],
             "captured": [[c.name, c.operation, c.path, c.block, c.kind, list(c.inputs)]
                          for c in self.captured],
@@ -158,6 +162,7 @@ def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSumm
         tuple(map(int, content["held"])), int(content["reserve_at_loss"]),
         tuple(tuple(map(int, c)) for c in content["cuts"]),
         tuple(Captured(str(n), str(o), str(p), int(b), k, tuple(map(int, r)))
-              for n, o, p, b, k, r in content["captured"]))
+              for n, o, p, b, k, r in content["captured"]),
+        read_link(content.get("link")))
     result.cd.verify()
     return result

@@ -1,0 +1,105 @@
+"""The way out of a device's memory and back: how fast it is, and when each copy ends.
+
+Two clocks beside the computations': copies out queue for one direction of the link, copies in for the
+other (Beaumont et al., "Efficient combination of rematerialization and offloading", NeurIPS 2021, section
+3, has one bandwidth for both).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rkmate.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between a device's memory and where its data is sent to. Bandwidths are those of both directions at
+    once, while the device computes."""
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    seconds_per_copy: float = 0.0
+    """What a copy takes however small it is."""
+    buffer_bytes: int = 0
+    """Memory of the device that copying takes, from the start of a step to its end."""
+    most_bytes: int | None = None
+    """That may be away at once; None: as many as there is room for."""
+    place: str = ""
+    """Where it leads: ``"host"``, or a folder."""
+
+    def seconds_out(self, size: int) -> float:
+        """Of one copy out of `size` bytes."""
+        return self.seconds_per_copy + size / self.out_bytes_per_second
+
+    def seconds_in(self, size: int) -> float:
+        """Of one copy back."""
+        return self.seconds_per_copy + size / self.in_bytes_per_second
+
+    def content(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {k: v for k, v in vars(self).items() if v is not None}
+
+
+def read_link(content: Any) -> Link | None:
+    """The opposite of `Link.content`; None of None. Raises `TypeError` or `ValueError` for what is none."""
+    if content is None:
+        return None
+    link = Link(**content)
+    if min(link.out_bytes_per_second, link.in_bytes_per_second) <= 0 \
+            or min(link.seconds_per_copy, link.buffer_bytes) < 0:
+        raise ValueError(f"no link is like {content!r}")
+    return link
+
+
+class Clocks:
+    """When each thing of a step ends: computations, copies out, copies in. Seconds since its begin."""
+
+    def __init__(self, link: Link | None) -> None:
+        self.link = link
+        self.now = 0.0
+        """Of the computations."""
+        self.stalled = 0.0
+        """How long they have waited for copies."""
+        self.out: list[tuple[int, float, float]] = []
+        """(D node, start, end) of each copy out."""
+        self.back: list[tuple[int, float, float]] = []
+        """Of each copy in."""
+        self._sent: dict[int, float] = {}
+        self._arrives: dict[int, float] = {}
+
+    def compute(self, seconds: float) -> None:
+        """A computation that has its inputs."""
+        self.now += seconds
+
+    def copy_out(self, d: int, size: int) -> None:
+        """Begin a copy out: it waits for those before it."""
+        start = max(self.now, self.out[-1][2] if self.out else 0.0)
+        self._sent[d] = start + self._link().seconds_out(size)
+        self.out.append((d, start, self._sent[d]))
+
+    def leave(self, d: int) -> None:
+        """Wait for the end of a copy out."""
+        self._wait(self._sent[d])
+
+    def copy_in(self, d: int, size: int) -> None:
+        """Begin a copy in."""
+        start = max(self.now, self.back[-1][2] if self.back else 0.0)
+        self._arrives[d] = start + self._link().seconds_in(size)
+        self.back.append((d, start, self._arrives[d]))
+
+    def arrive(self, d: int) -> None:
+        """Wait for the end of a copy in, where one is under way."""
+        if self._arrives:
+            self._wait(self._arrives.pop(d, 0.0))
+
+    def _wait(self, until: float) -> None:
+        if until > self.now:
+            self.stalled += until - self.now
+            self.now = until
+
+    def _link(self) -> Link:
+        if self.link is None:
+            raise ScheduleError("the schedule copies data away, and the graph has no link to anywhere")
+        return self.link

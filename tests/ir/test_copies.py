@@ -1,0 +1,106 @@
+"""Copies away and back in the simulator: residency, two clocks, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rkmate.errors import ScheduleError
+from rkmate.ir.cd import CDGraph, CNode, DNode
+from rkmate.ir.link import Clocks, Link, read_link
+from rkmate.ir.plan import _read_step, _step
+from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
+from rkmate.ir.simulate import simulate
+
+LINK = Link(10.0, 20.0)
+
+
+def graph(link: Link | None = LINK) -> CDGraph:
+    """X of 100 bytes is made, two more computations follow, the backward of each reads what it made."""
+    d = (DNode("x", 100), DNode("y", 50), DNode("z", 10), DNode("gz", 10, "grad"), DNode("gy", 50, "grad"),
+         DNode("gx", 100, "grad"))
+    c = (CNode("f", "forward", (), (0,), 1.0), CNode("g", "forward", (0,), (1,), 4.0),
+         CNode("h", "forward", (1,), (2,), 12.0),
+         CNode("hb", "backward", (3, 1), (4,), 6.0), CNode("gb", "backward", (4, 0), (5,), 2.0))
+    return CDGraph(d, c, 3, (), (2,), (3,), (5,), {}, link).verify()
+
+
+AWAY: tuple[Step, ...] = (
+    Compute(0), Compute(1), CopyOut(0), Compute(2), Leave(0), Loss(), CopyIn(0), Compute(3), Free(1),
+    Free(3), Free(2), Compute(4), Free(0), Free(4))
+
+
+def test_what_is_away_takes_no_memory() -> None:
+    plain = tuple(s for s in AWAY if not isinstance(s, CopyOut | Leave | CopyIn))
+    there = simulate(graph(None), Schedule(plain))
+    away = simulate(graph(), Schedule(AWAY))
+    assert away.timeline[:5] == (100, 150, 150, 160, 60)
+    assert there.saved == 160 and away.saved == 60
+    assert away.away == 100
+
+
+def test_copies_take_their_time_beside_the_computations() -> None:
+    result = simulate(graph(), Schedule(AWAY))
+    assert result.copies_out == ((0, 5.0, 15.0),)       # ten seconds, while h takes twelve
+    assert result.copies_in == ((0, 17.0, 22.0),)
+    assert result.seconds == 25.0 and result.stalled == 0.0
+
+
+def test_what_has_not_arrived_is_waited_for() -> None:
+    slow = replace(LINK, in_bytes_per_second=10.0, out_bytes_per_second=5.0)
+    result = simulate(graph(slow), Schedule(AWAY))
+    assert result.copies_out[0][2] == 25.0              # h ends at 17
+    assert result.stalled == (25 - 17) + (35 - 31) and result.seconds == 25 + result.stalled
+
+
+def test_copies_queue_for_their_direction() -> None:
+    clocks = Clocks(Link(10.0, 20.0, seconds_per_copy=1.0))
+    clocks.copy_out(0, 100)
+    clocks.copy_out(1, 10)
+    clocks.copy_in(2, 100)
+    assert clocks.out == [(0, 0.0, 11.0), (1, 11.0, 13.0)] and clocks.back == [(2, 0.0, 6.0)]
+
+
+def test_buffers_are_counted_where_something_is_copied() -> None:
+    buffered = replace(LINK, buffer_bytes=7)
+    plain = Schedule(tuple(s for s in AWAY if isinstance(s, Compute | Free | Loss)))
+    assert simulate(graph(buffered), Schedule(AWAY)).peak == simulate(graph(), Schedule(AWAY)).peak + 7
+    assert simulate(graph(buffered), plain).peak == simulate(graph(), plain).peak
+
+
+@pytest.mark.parametrize(("steps", "message"), [
+    ((CopyOut(0),), "not in memory"),
+    ((Compute(0), CopyOut(0), CopyOut(0)), "a second time"),
+    ((Compute(0), Leave(0)), "not being copied away"),
+    ((Compute(0), CopyIn(0)), "is not away"),
+    ((Compute(0), CopyOut(0), CopyIn(0)), "is not away"),
+    ((Compute(0), CopyOut(0), Free(0)), "while it is copied"),
+    ((Compute(0), CopyOut(0), Compute(0)), "while it is copied"),
+    ((Compute(0), CopyOut(0), Leave(0), Compute(1)), "not in memory"),
+    ((Compute(0), CopyOut(0), Leave(0), CopyIn(0), Free(0)), "while it is copied"),
+    ((Compute(0), Compute(1), Compute(2), CopyOut(2), Leave(2), CopyIn(2), Loss()), "the loss comes"),
+])
+def test_steps_that_cannot_be(steps: tuple[Step, ...], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        simulate(graph(), Schedule(steps))
+
+
+def test_what_somebody_else_holds_stays() -> None:
+    with pytest.raises(ScheduleError, match="somebody else holds"):
+        simulate(graph(), Schedule((Compute(0), CopyOut(0))), pinned=(0,))
+
+
+def test_without_a_link_nothing_is_copied() -> None:
+    with pytest.raises(ScheduleError, match="no link"):
+        simulate(graph(None), Schedule(AWAY))
+
+
+def test_steps_and_link_are_written_and_read() -> None:
+    assert tuple(_read_step(_step(s)) for s in AWAY) == AWAY
+    assert _step(CopyOut(3)) == "out 3" and _step(Leave(3)) == "leave 3" and _step(CopyIn(3)) == "in 3"
+    link = Link(1.0, 2.0, 0.5, 3, 4, "host")
+    assert read_link(link.content()) == link and read_link(LINK.content()) == LINK
+    assert read_link(None) is None
+    with pytest.raises(ValueError, match="no link"):
+        read_link({**LINK.content(), "in_bytes_per_second": 0})
