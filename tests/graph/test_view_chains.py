@@ -51,7 +51,7 @@ def _views(model: nn.Module, x: torch.Tensor) -> list[fx.Node]:
 
 
 @given(steps=st.lists(st.sampled_from(STEPS), max_size=8).map(tuple))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_any_chain(steps: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model, x = Chain(steps), torch.randn(6, 6)
