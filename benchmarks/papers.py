@@ -255,7 +255,7 @@ def _said(model: Model, method: str) -> Said | None:
     """The paper's row for a method, at the budget that is nearest."""
     kind, _, fraction = method.partition(" ")
     rows = model.said.get(kind, ())
-    near = [s for s in rows if s.budget is None or abs(min(s.budget, 1) - float(fraction)) < 0.04]
+    near = [s for s in rows if s.budget is None or abs(min(s.budget, 1) / float(fraction) - 1) < 0.08]
     return near[0] if near else None
 
 

@@ -109,7 +109,8 @@ def head(rows: int, width: int, words: int, repeats: int) -> str:
     level = measure_peak(lambda: step(eager, model)).peak
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", rkmate.RkmateWarning)       # the loss's variant: it is asked for
-        wrapped = rkmate.wrap(model, (x, labels), budget=1.0, progress=False, verify=False, settings=settings)
+        wrapped = rkmate.wrap(model, (x, labels), budget=level, progress=False, verify=False,
+                              settings=settings)
     peak, own, theirs = beside(eager, lambda: wrapped(x, labels), model, repeats)
     return f"{peak / level:.1%} | {own / theirs:.3f} | {wrapped.plan.variant}"
 
