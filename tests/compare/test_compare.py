@@ -38,7 +38,7 @@ def compared(budgets: list[int | float | str], planners: list[str] | None = None
     sample = residual()
     with captured_once("residual"):
         return rkmate.compare(sample.model, sample.args, budgets=budgets, planners=planners,
-                              costs="analytic", time_limit=2.0, progress=False, **options)
+                              costs="analytic", time_limit=1.0, progress=False, **options)
 
 
 @pytest.fixture(scope="module")

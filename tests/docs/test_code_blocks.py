@@ -24,6 +24,8 @@ from rkmate.show.draw import has_dot
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONG = ("guide-huggingface.md",)
+"""Pages that train large models; what they show is run by examples of the libraries' integrations, too."""
 _BLOCK = re.compile(r"^(?:<!-- (?P<note>.*?) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S)
 
 
@@ -56,8 +58,9 @@ def _cases() -> Iterator[Any]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if "```python" in text:
-            together = [pytest.mark.xdist_group("trainers")] * ("needs: pytorch_lightning" in text)
-            yield pytest.param(page, id=page.name, marks=together)
+            marks = [pytest.mark.xdist_group("trainers")] * ("needs: pytorch_lightning" in text)
+            marks += [pytest.mark.slow] * (page.name in LONG)
+            yield pytest.param(page, id=page.name, marks=marks)
 
 
 @pytest.mark.parametrize("page", list(_cases()))

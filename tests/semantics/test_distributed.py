@@ -21,7 +21,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.steps import Tower, noting_segments, planned, tightest
+from tests.semantics.steps import Tower, noting_segments, planned
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -55,7 +55,7 @@ def _replicated(rank: int, options: dict[str, bool], out: Path) -> None:
         events.append("bucket")
         return allreduce_hook(None, bucket)
 
-    run = DistributedDataParallel(tightest(model, x, settings=QUICK), bucket_cap_mb=0.001,
+    run = DistributedDataParallel(planned(model, x, budget=0.9, settings=QUICK), bucket_cap_mb=0.001,
                                   find_unused_parameters=options["unused"])
     run.register_comm_hook(None, sent)
     with noting_segments(events):

@@ -29,7 +29,7 @@ def _text() -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("experts", ["grouped_mm", pytest.param("batched_mm", marks=pytest.mark.slow)])
 def test_a_mixture_of_experts_with_static_experts(experts: str) -> None:
     model, inputs = _mixtral(experts), _text()
     original = copy.deepcopy(model)
