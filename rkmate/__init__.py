@@ -12,8 +12,8 @@ _PLACES = {
     "rkmate.errors": (
         "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
         "DeviceMemoryError",
-        "GraphError", "InfeasibleBudget", "MissingExtra", "PlanError", "PlanningTimeout", "RkmateError",
-        "RkmateWarning", "ScheduleError", "SolverError"),
+        "GraphError", "InfeasibleBudget", "MissingExtra", "OffloadError", "PlanError", "PlanningTimeout",
+        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError"),
     "rkmate.graph.blocks.cut": ("CutSettings",),
     "rkmate.ilp.settings": ("OptionSettings",),
     "rkmate.measure.settings": ("MeasureSettings",),
@@ -44,6 +44,7 @@ if typing.TYPE_CHECKING:
     from rkmate.errors import GraphError as GraphError
     from rkmate.errors import InfeasibleBudget as InfeasibleBudget
     from rkmate.errors import MissingExtra as MissingExtra
+    from rkmate.errors import OffloadError as OffloadError
     from rkmate.errors import PlanError as PlanError
     from rkmate.errors import PlanningTimeout as PlanningTimeout
     from rkmate.errors import RkmateError as RkmateError
