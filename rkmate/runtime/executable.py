@@ -64,14 +64,12 @@ class PlannedStep:
 
     def __init__(self, model: nn.Module, capture: Capture, partition: Partition,
                  generated: Generated, device: torch.device, engine: CopyEngine | None = None) -> None:
-        """`engine`: what copies values away, where the source says so; it is closed with this."""
+        """`engine`: what copies values away, where the source says so."""
         self.capture = capture
         self.generated = generated
         self.device = device
         assert engine is not None or not generated.copies, "nothing copies values away"
         self._engine = engine
-        if engine is not None:
-            weakref.finalize(self, engine.close)
         self.result = capture.result
         joint = partition.program.joint
         self.wanted = joint.wanted

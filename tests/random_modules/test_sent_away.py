@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,7 +70,15 @@ def _stays(graph: CDGraph, steps: tuple[Step, ...], d: int) -> bool:
                    for s in steps)
 
 
-def check(recipe: Recipe, share: float, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_draws(recipe: Recipe) -> Recipe:
+    """The same with other operations in the place of those that draw random numbers."""
+    instead = {"noise": "norm", "dropout": "other linear"}
+    return replace(recipe, steps=tuple(replace(s, operation=instead.get(s.operation, s.operation))
+                                       for s in recipe.steps))
+
+
+def check(recipe: Recipe, share: float, number: int, monkeypatch: pytest.MonkeyPatch, *, exact: bool) -> None:
+    """`exact`: nothing is drawn; of what draws, the simulator knows the most that it may take."""
     engine = use(monkeypatch, LateEngine())
     model, x = WithLoss(recipe), torch.randn(4, 6, 8)
     twin = copy.deepcopy(model)
@@ -84,7 +93,8 @@ def check(recipe: Recipe, share: float, number: int, monkeypatch: pytest.MonkeyP
     sample = Sample(model, (x,), {}, lambda output: output)
     assert_same_step(twin, module, sample)
     measured, predicted = measured_peak(module, sample), module.plan.peak_bytes
-    assert predicted - SCALARS <= measured <= predicted
+    assert measured <= predicted
+    assert measured >= predicted - SCALARS or not exact
     assert engine.opened == engine.closed
 
 
@@ -92,9 +102,9 @@ def examples(count: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     @seed(number)
     @settings(max_examples=count, deadline=None, database=None, phases=(Phase.generate,),
               suppress_health_check=list(HealthCheck))
-    @given(recipes, st.floats(0.2, 1), st.integers(0, 2**30))
-    def run(recipe: Recipe, share: float, chance: int) -> None:
-        check(recipe, share, chance, monkeypatch)
+    @given(recipes, st.floats(0.2, 1), st.integers(0, 2**30), st.booleans())
+    def run(recipe: Recipe, share: float, chance: int, exact: bool) -> None:
+        check(without_draws(recipe) if exact else recipe, share, chance, monkeypatch, exact=exact)
 
     run()
 
