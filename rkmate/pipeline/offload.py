@@ -41,14 +41,14 @@ class Offload:
             raise ArgumentError(f"offload is {self.place!r}; the folder cannot be written to")
 
     def check(self, device: Device) -> None:
-        """Raise `ArgumentError` where nothing can be sent there from a device. Nobody knows of one that is not
-        here."""
+        """Raise `ArgumentError` where nothing can be sent there from a device; nobody knows of one that is
+        not here."""
         if device.elsewhere is None:
             self.check_folder()
             self.engine(device).close()
 
     def engine(self, device: Device) -> CopyEngine:
-        """What copies data from a device there, and back. Raises `ArgumentError` where nothing can be sent."""
+        """What copies data from a device there, and back. Raises `ArgumentError` where nothing can."""
         return device.copy_engine(self.place, self.most_bytes, verify=self.verify)
 
     def buffer_bytes(self, device: Device) -> int:
@@ -61,8 +61,8 @@ def offload_of(place: Any, most: Any) -> Offload | None:
     """What a user gave as `offload` and `offload_bytes`. Raises `ArgumentError` for what is neither."""
     if place is None:
         if most is not None:
-            raise ArgumentError(f"offload_bytes is {most!r}, and offload does not say where to: give a folder, "
-                                'or "host"')
+            raise ArgumentError(f"offload_bytes is {most!r}, and offload does not say where to: give a "
+                                'folder, or "host"')
         return None
     size = None if most is None else _bytes(most)
     if isinstance(place, Offload):
@@ -79,13 +79,14 @@ def _bytes(most: Any) -> int:
     except ArgumentError:
         found = None
     if found is None:
-        raise ArgumentError(f'offload_bytes is {most!r}; it should be bytes (an int), or text such as "20GiB"')
+        raise ArgumentError(f"offload_bytes is {most!r}; it should be bytes (an int), or text such as "
+                            '"20GiB"')
     return found
 
 
 def link_of(offload: Offload | None, device: Device, costs: str) -> Link | None:
-    """The way from a device to where its data may be sent; None where it may not. It is measured where `costs`
-    are, and stated otherwise. Raises `ArgumentError`, and `OffloadError` where the place fails."""
+    """The way from a device to where its data may be sent; None where it may not. It is measured where
+    `costs` are, and stated otherwise. Raises `ArgumentError`, and `OffloadError` where the place fails."""
     if offload is None:
         return None
     if costs != "measured":
@@ -108,5 +109,5 @@ def note_of(link: Link | None, costs: str) -> str:
     if link is None or costs == "measured":
         return ""
     where = "the host's memory" if link.place == HOST else link.place
-    return (f"that data goes to {where} and back at {link.out_bytes_per_second / 1e9:.3g} GB/s each way is an "
-            "estimate")
+    return (f"that data goes to {where} and back at {link.out_bytes_per_second / 1e9:.3g} GB/s each way is "
+            "an estimate")

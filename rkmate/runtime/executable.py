@@ -302,8 +302,8 @@ def _cleared(env: Environment) -> Iterator[None]:
 
 @contextmanager
 def _undone(env: Environment, draws: RandomState | None) -> Iterator[None]:
-    """Around a forward: where it fails, it holds nothing; and where it could not send its data away, its draws
-    are not missing, so that it can be run again."""
+    """Around a forward: where it fails, it holds nothing; and where it could not send its data away, its
+    draws are not missing, so that it can be run again."""
     try:
         yield
     except BaseException as error:

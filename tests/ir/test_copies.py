@@ -113,7 +113,7 @@ def test_buffers_of_each_call_that_is_open() -> None:
     buffered = replace(LINK, buffer_bytes=1000)
     one, two = (peak_of_calls(graph(buffered), Schedule(AWAY), n) for n in (1, 2))
     assert one == peak_of_calls(graph(), Schedule(AWAY), 1) + 1000
-    # The first backward, at 250, while the other call holds 60 and a gradient of 10; after it, its own buffers
+    # The first backward, at 250, while the other call holds 60 and a gradient of 10; then its own buffers
     # are gone.
     assert two == (1000 + 250) + (1000 + 60 + 10)
 
