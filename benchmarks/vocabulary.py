@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import transformers
-from papers import beside
-from peers import Case, gpt, step
+from beside import beside, peak_of
+from peers import Case, gpt
 from torch import nn
 
 import rkmate
-from rkmate.measure.meter import measure_peak
 
 FRACTIONS = (1.0, 0.7, 0.45, 0.3, 0.2)
 
@@ -37,8 +36,7 @@ def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
     def eager() -> Any:
         return case.model(**case.kwargs).loss
 
-    step(eager, case.model)
-    level = measure_peak(lambda: step(eager, case.model)).peak
+    level = peak_of(eager, case.model)
     try:
         wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(fraction * level), progress=False,
                               verify=False, **more)
@@ -48,9 +46,9 @@ def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
     def forward() -> Any:
         return wrapped(**case.kwargs).loss
 
-    peak, own, theirs = beside(eager, forward, case.model, repeats)
+    found = beside(eager, case.model, forward, case.model, repeats)
     plan = wrapped.plan
-    return (f"{peak / level:.1%} | {plan.peak_bytes / level:.1%} | {own / theirs:.3f} | "
+    return (f"{found.peak / level:.1%} | {plan.peak_bytes / level:.1%} | {found.ratio:.3f} | "
             f"{1 + plan.overhead:.3f}")
 
 
