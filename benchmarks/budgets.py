@@ -14,7 +14,8 @@ import sys
 
 import torch
 import transformers
-from peers import DOCS, MODELS, Forward, budgeted
+from beside import Forward
+from peers import DOCS, MODELS, budgeted
 
 import rkmate
 from rkmate.measure.meter import measure_peak

@@ -1,139 +1,333 @@
-"""rkmate with and without compiled groups (``compile=True``), beside torch.compile at its own budgets.
+"""Layouts and compiled groups (``layouts="auto"``, ``compile=True``), beside torch.compile and its budgets.
 
-Each method in fresh processes, its steps interleaved with eager's: peak by the exact meter over the level
-that stands before a step, time as ratio of medians, and seconds until the first step is done: with empty
-caches of compiled kernels and of plans, and once more in a second process, which finds both.
-Prints Markdown tables. ``--small`` is the same with tiny models, to see that it runs.
+Each row in fresh processes, its steps interleaved with eager's: peak by the exact meter over the level that
+stands before a step, time as ratio of medians, and seconds until the first step is done. That is with empty
+caches; a second process then finds what the first has compiled, and follows the plan that it has saved.
+``inductor`` as the fraction of a row is the smallest peak of torch.compile's rows, which are measured first.
+
+Each row is appended to ``--rows FILE`` (JSON, one row a line), so that a run can be broken off and taken up
+again: what is there is not measured again. ``--write`` makes docs/fused.md of such a file.
+``--small`` is the same with tiny models of the same kinds.
+
+Usage: python benchmarks/fused.py --threads 1 --rows fused.jsonl [--models unet,vit] [--methods "eager,..."]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
+import math
 import os
-import statistics
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 import transformers
-from peers import MODELS, Case, Forward, budgeted, gpt, step
-from torch import nn
+from beside import Forward, add_row, beside, peak_of, read_rows, step
+from peers import DOCS, Case, Segmenter, budgeted, gpt, images
 
 import rkmate
-from rkmate.measure.meter import measure_peak
+from rkmate.device import inductor
 
-FRACTIONS = ("1.0", "0.7", "0.5", "0.35")
-METHODS = ("inductor 1.0", "inductor 0.5", *(f"rkmate {f}" for f in FRACTIONS),
-           *(f"rkmate compiled {f}" for f in FRACTIONS))
-NAMES = ("gpt", "gpt12", "resnet18", "unet", "t5", "vit")
+PAGE = DOCS / "fused.md"
+INDUCTOR = ("1.0", "0.5", "0.1")
+FRACTIONS = ("1.0", "0.7", "0.5", "0.35", "inductor")
+NAMES = ("gpt", "gpt12", "resnet18", "resnet50", "regnet", "unet", "t5", "vit")
+CONVOLUTIONS = ("resnet18", "resnet50", "regnet", "unet")
+DEEPER = ("gpt", "gpt12", "gpt24")
+"""For how long compiling takes: 6, 12 and 24 layers."""
 SECONDS = 6
 """Steps are repeated for so long, at least."""
 
 
-class _Tiny(nn.Module):
-    """Two convolutions and a loss."""
+def _residual(kind: str) -> Case:
+    config = getattr(transformers, f"{kind}Config")(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
+        **({"groups_width": 8} if kind == "RegNet" else {"layer_type": "basic"}))
+    return images(getattr(transformers, f"{kind}ForImageClassification")(config), 2, 32, lambda m: [])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.SiLU())
 
-    def forward(self, x: torch.Tensor) -> Any:
-        """The mean of the squares, as models of transformers return it."""
-        return transformers.utils.ModelOutput(loss=self.net(x).square().mean())
+def _segmenter() -> Case:
+    return Case(Segmenter(), {"pixels": torch.randn(1, 3, 32, 32),
+                              "labels": torch.randint(0, 2, (1, 32, 32))}, lambda m: [])
+
+
+def _vit() -> Case:
+    config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                    intermediate_size=32, image_size=32, patch_size=8)
+    return images(transformers.ViTForImageClassification(config), 2, 32, lambda m: [])
+
+
+def _t5() -> Case:
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False))
+    ids = torch.randint(0, 64, (2, 16))
+    return Case(model, {"input_ids": ids, "labels": ids}, lambda m: [])
 
 
 SMALL: dict[str, Callable[[], Case]] = {
-    "gpt": lambda: gpt(2, 32, 32, 2, 128),
-    "convolutions": lambda: Case(_Tiny(), {"x": torch.randn(2, 3, 16, 16)}, lambda m: [])}
+    **{name: functools.partial(gpt, layers, 32, 32, 2, 128) for name, layers in zip(DEEPER, (1, 2, 4),
+                                                                                    strict=True)},
+    "resnet18": functools.partial(_residual, "ResNet"), "resnet50": functools.partial(_residual, "ResNet"),
+    "regnet": functools.partial(_residual, "RegNet"), "unet": _segmenter, "t5": _t5, "vit": _vit}
+def gpt24() -> Case:
+    """The GPT-2 of the first table, with 24 layers."""
+    return gpt(24)
 
 
-def forward_of(name: str, case: Case, eager_peak: int) -> Forward:
-    """A forward by some method; a budget that cannot be met ends the process."""
-    *kind, fraction = name.split()
-    if kind == ["inductor"]:
-        return budgeted(case, "inductor", float(fraction))
-    try:
-        wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=round(float(fraction) * eager_peak),
-                              progress=False, compile="compiled" in kind)
-    except rkmate.InfeasibleBudget as error:
-        raise SystemExit(f"infeasible: at least {error.minimum_bytes / eager_peak:.0%}") from error
-    return lambda: wrapped(**case.kwargs).loss
+MODELS: dict[str, Callable[[], Case]] = {**peers.MODELS, "gpt24": gpt24}
 
 
-def one(models: dict[str, Callable[[], Case]], model: str, name: str, repeats: int) -> None:
-    """Measure one method on one model; prints one line of JSON. Without repeats: how long it takes to get
-    ready, alone."""
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one method on one model; peaks and times are parts of eager's."""
+
+    model: str
+    method: str
+    threads: int
+    peak: float | None = None
+    time: float | None = None
+    predicted_peak: float | None = None
+    predicted_time: float | None = None
+    ready: float | None = None
+    """Seconds until the first step is done, nothing being on disk."""
+    again: float | None = None
+    """The same in a second process, which finds what was compiled, and follows a saved plan."""
+    groups: int | None = None
+    """Compiled; equal ones once."""
+    compiling: float | None = None
+    """Seconds of compiling, a part of `ready`."""
+    compiling_again: float | None = None
+    """The same in the second process."""
+    variant: str = ""
+    error: float | None = None
+    """Of all gradients together, relative to those in double precision."""
+    eager_error: float | None = None
+    eager_bytes: int | None = None
+    eager_seconds: float | None = None
+    took: float | None = None
+    """Seconds that measuring the row took, all in all."""
+    failed: str = ""
+    """Why there are no figures."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells it from other rows."""
+        return self.model, self.method, self.threads
+
+
+Rows = dict[tuple[str, str, int], Row]
+
+
+def methods_of(model: str) -> list[str]:
+    """Names of the methods for a model, in the order in which they are measured."""
+    if model not in NAMES:
+        return ["rkmate compile 1.0"]
+    kinds = ["rkmate", "rkmate compile"]
+    if model in CONVOLUTIONS:
+        kinds += ["rkmate layouts", "rkmate compile layouts"]
+    return ["eager", *(["eager channels-last"] if model in CONVOLUTIONS else []),
+            *(f"inductor {f}" for f in INDUCTOR), *(f"{kind} {f}" for f in FRACTIONS for kind in kinds)]
+
+
+def in_format(kwargs: dict[str, Any], form: torch.memory_format) -> dict[str, Any]:
+    """The arguments, with images of a layout."""
+    return {k: v.contiguous(memory_format=form) if v.dim() == 4 else v for k, v in kwargs.items()}
+
+
+def _asked(method: str, case: Case, eager_peak: int, plan: Path) -> tuple[Forward, rkmate.Plan | None]:
+    """A forward by some method. `plan`: where rkmate's plan is, or will be."""
+    kind, *more = method.split()
+    model, kwargs = case.model, case.kwargs
+    if kind == "inductor":
+        return budgeted(case, kind, float(more[0])), None
+    if kind == "eager":
+        if more:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            kwargs = in_format(kwargs, torch.channels_last)
+        return lambda: model(**kwargs).loss, None
+    how: dict[str, Any] = {"plan": rkmate.Plan.load(plan)} if plan.exists() else {
+        "budget": round(float(more[-1]) * eager_peak)}
+    settings = rkmate.Settings(layouts="auto" if "layouts" in more else "keep", compile="compile" in more)
+    wrapped = rkmate.wrap(model, (), kwargs, progress=False, settings=settings, **how)
+    wrapped.plan.save(plan)
+    return lambda: wrapped(**kwargs).loss, wrapped.plan
+
+
+def in_double_precision(case: Case) -> Case:
+    """A copy of a model and its inputs, after a step."""
+    exact = Case(copy.deepcopy(case.model).double(), {
+        k: v.double() if v.is_floating_point() else v for k, v in case.kwargs.items()}, case.lists)
+    step(lambda: exact.model(**exact.kwargs).loss, exact.model)
+    return exact
+
+
+def error_of(case: Case, exact: Case) -> float:
+    """How far the gradients of a step are from the exact ones: the norm, relative to theirs."""
+    pairs = [(p.grad, e.grad) for p, e in zip(case.model.parameters(), exact.model.parameters(), strict=True)
+             if p.grad is not None and e.grad is not None]
+    return math.sqrt(sum(float((p.double() - e).square().sum()) for p, e in pairs)
+                     / sum(float(e.square().sum()) for _, e in pairs))
+
+
+def one(row: Row, plan: Path, repeats: int, *, small: bool) -> Row:
+    """Measure one method on one model. Without repeats: how long it takes to get ready, alone. The method
+    names a budget by a number."""
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(row.threads)
     cases = []
     for _ in range(2):
         torch.manual_seed(0)
-        cases.append(models[model]())
+        cases.append((SMALL if small else MODELS)[row.model]())
         cases[-1].model.train()
     reference, case = cases
 
     def plain() -> Any:
         return reference.model(**reference.kwargs).loss
 
-    step(plain, reference.model)
-    eager_peak = measure_peak(lambda: step(plain, reference.model)).peak
+    level = peak_of(plain, reference.model)
     start = time.perf_counter()
-    forward = forward_of(name, case, eager_peak)
+    try:
+        forward, made = _asked(row.method, case, level, plan)
+    except rkmate.InfeasibleBudget as error:
+        return replace(row, failed=f"infeasible: at least {error.minimum_bytes / level:.1%}")
     step(forward, case.model)
-    found: dict[str, float] = {"ready": time.perf_counter() - start}
+    row = replace(row, ready=time.perf_counter() - start, eager_bytes=level)
+    if "compile" in row.method.split():
+        row = replace(row, groups=inductor.compiled, compiling=inductor.seconds)
+    if made is not None:
+        row = replace(row, predicted_peak=made.peak_bytes / level, predicted_time=1 + made.overhead,
+                      variant=made.variant)
     if repeats:
-        step(forward, case.model)
-        found["peak"] = measure_peak(lambda: step(forward, case.model)).peak / eager_peak
-        own, theirs = [], []
-        start = time.perf_counter()
-        while len(own) < repeats or time.perf_counter() - start < min(SECONDS, repeats):
-            theirs.append(step(plain, reference.model))
-            own.append(step(forward, case.model))
-        found["time"] = statistics.median(own) / statistics.median(theirs)
-    print(json.dumps(found))
+        found = beside(plain, reference.model, forward, case.model, repeats, min(SECONDS, repeats))
+        exact = in_double_precision(reference)
+        row = replace(row, peak=found.peak / level, time=found.ratio, eager_seconds=found.eager_seconds,
+                      error=error_of(case, exact), eager_error=error_of(reference, exact))
+    return row
 
 
-def row(model: str, name: str, repeats: int, more: Sequence[str]) -> str:
-    """A line of a table, measured in two processes that share empty caches."""
+def measured(row: Row, asked: str, repeats: int, *, small: bool) -> Row:
+    """A row, of one process and, where something is compiled, of a second one. `asked`: the method, with its
+    budget as a number."""
+    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-               "RKMATE_CACHE_DIR": f"{folder}/rk"}
-        found = []
-        for count in (0, repeats):
+               "RKMATE_CACHE_DIR": f"{folder}/rk", "OMP_NUM_THREADS": str(row.threads)}
+        found: list[Row] = []
+        for count in (repeats, 0):
             done = subprocess.run(
-                [sys.executable, __file__, "--one", model, name, "--repeats", str(count), *more],
+                [sys.executable, __file__, "--one", row.model, asked, f"{folder}/plan.json", "--repeats",
+                 str(count), "--threads", str(row.threads), *["--small"] * small],
                 capture_output=True, text=True, check=False, env=env)
             if done.returncode:
-                reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:120]
-                return f"| {name} | {reason} | | | |"
-            found.append(json.loads(done.stdout.strip().splitlines()[-1]))
-    first, r = found
-    return f"| {name} | {r['peak']:.1%} | {r['time']:.2f} | {first['ready']:.1f} s | {r['ready']:.1f} s |"
+                return replace(row, failed=(done.stderr.strip().splitlines() or ["no message"])[-1][:120])
+            found.append(Row(**json.loads(done.stdout.strip().splitlines()[-1])))
+            if found[0].failed or not {"compile", "inductor"} & set(asked.split()):
+                break
+    result = replace(found[0], method=row.method, took=time.perf_counter() - begin)
+    return replace(result, again=found[1].ready, compiling_again=found[1].compiling) if found[1:] else result
+
+
+def run(names: Sequence[str], path: Path | None, *, threads: int, repeats: int, small: bool = False,
+        methods: Sequence[str] | None = None) -> Rows:
+    """Measure what is not in the file yet."""
+    rows: Rows = {row.key: row for row in read_rows(Row, path)}
+    for model in names:
+        for method in methods or methods_of(model):
+            row = Row(model, method, threads)
+            if row.key in rows:
+                continue
+            asked = method
+            if method.startswith("rkmate") and method.endswith(" inductor"):
+                peaks = [r.peak for r in rows.values() if r.method.startswith("inductor") and r.peak
+                         and (r.model, r.threads) == (model, threads)]
+                if not peaks:
+                    raise SystemExit(f"{method} needs the peaks of inductor on {model}, measured before it")
+                asked = method.removesuffix("inductor") + str(min(peaks))
+            row = rows[row.key] = measured(row, asked, repeats, small=small)
+            add_row(row, path)
+    return rows
+
+
+def _part(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"
+
+
+def _errors(row: Row) -> str:
+    return "" if row.error is None or not row.eager_error else f"{row.error / row.eager_error:.2f} of eager's"
+
+
+def table(model: str, threads: int, rows: Rows) -> str:
+    """The Markdown table of a model."""
+    lines = ["| method | peak | time | predicted peak | gradients' error | first step done | in a second "
+             "process | compiled |",
+             "|---|--:|--:|--:|--:|--:|--:|--:|"]
+    for row in rows.values():
+        if (row.model, row.threads) != (model, threads):
+            continue
+        cells = (row.failed, "") if row.failed else (_part(row.peak), _ratio(row.time))
+        compiled = "" if row.groups is None else f"{row.groups} groups, {_seconds(row.compiling)}"
+        lines.append(f"| {row.method} | {' | '.join(cells)} | {_part(row.predicted_peak)} | "
+                     f"{_errors(row)} | {_seconds(row.ready)} | {_seconds(row.again)} | {compiled} |")
+    return "\n".join(lines)
+
+
+def write(rows: Rows) -> None:
+    """The page of the documentation, of all rows."""
+    about = ("# Layouts and compiled groups\n\nPeak and time of a training step relative to eager's in the "
+             "same process, beside torch.compile's at its own budgets. Parameters and their gradients stand, "
+             "and are not counted. Made by `python benchmarks/fused.py --rows FILE --write` on a CPU "
+             f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
+    kinds = dict.fromkeys((row.model, row.threads) for row in rows.values())
+    sections = [f"## {model}, {threads} thread{'s' * (threads > 1)}\n\n{MODELS[model].__doc__ or ''}\n\n"
+                f"{table(model, threads, rows)}\n" for model, threads in kinds]
+    PAGE.write_text("\n".join([about, *sections]), encoding="utf-8")
 
 
 def main() -> None:
-    """Measure every method on the models asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", help=f"of {', '.join(MODELS)}; comma separated ({', '.join(NAMES)})")
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(NAMES), help=f"of {', '.join(MODELS)}; comma separated")
     parser.add_argument("--methods", help="comma separated; all by default")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=7, help=f"at least, and for {SECONDS} s")
+    parser.add_argument("--rows", type=Path, help="file of rows, read and appended to")
     parser.add_argument("--small", action="store_true", help="tiny models")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true", help="docs/fused.md")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    models = SMALL if options.small else MODELS
     if options.one:
-        one(models, *options.one, options.repeats)
+        model, method, plan = options.one
+        found = one(Row(model, method, options.threads), Path(plan), options.repeats, small=options.small)
+        print(json.dumps(asdict(found)))
         return
-    names = options.models.split(",") if options.models else list(SMALL if options.small else NAMES)
+    names = options.models.split(",")
+    rows = run(names, options.rows, threads=options.threads, repeats=options.repeats, small=options.small,
+               methods=options.methods.split(",") if options.methods else None)
     for model in names:
-        print(f"\n## {model}\n\n| method | peak | time | first step done | in a second process |"
-              "\n|---|--:|--:|--:|--:|")
-        for name in options.methods.split(",") if options.methods else METHODS:
-            print(row(model, name, options.repeats, ["--small"] * options.small), flush=True)
+        print(f"\n{model}\n\n{table(model, options.threads, rows)}", flush=True)
+    if options.write and not options.small:
+        write(rows)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
+import functools
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from peers import DOCS, Case, Forward, checkpointed, gpt, images, step
+from beside import Forward, add_row, beside, peak_of, read_rows
+from peers import DOCS, Case, checkpointed, gpt, images
 from torch import nn
 
 import rkmate
-from rkmate.measure.meter import measure_peak
 
 PAGE = DOCS / "papers.md"
 Rows = dict[tuple[str, str], "Row"]
@@ -194,31 +193,13 @@ def _sharing(case: Case) -> Case:
     return other
 
 
-def beside(eager: Forward, forward: Forward, module: nn.Module, repeats: int) -> tuple[int, float, float]:
-    """A method's peak in bytes, and the medians of its steps' seconds and of eager's, taken in turn. Of one
-    repeat, the step whose peak is measured is the one that warms up."""
-    if repeats > 1:
-        step(forward, module)
-    peak = measure_peak(lambda: step(forward, module)).peak
-    own, theirs = [], []
-    for _ in range(repeats):
-        theirs.append(step(eager, module))
-        own.append(step(forward, module))
-    return peak, statistics.median(own), statistics.median(theirs)
-
-
-def eager_peak(case: Case) -> int:
-    """Eager's peak in bytes, once its gradients stand."""
-    step(lambda: case.model(**case.kwargs).loss, case.model)
-    return measure_peak(lambda: step(lambda: case.model(**case.kwargs).loss, case.model)).peak
+def _loss_of(case: Case) -> torch.Tensor:
+    loss: torch.Tensor = case.model(**case.kwargs).loss
+    return loss
 
 
 def measured(name: str, method: str, case: Case, level: int, repeats: int) -> Row:
     """One method beside eager. `level`: eager's peak in bytes."""
-    def eager() -> torch.Tensor:
-        loss: torch.Tensor = case.model(**case.kwargs).loss
-        return loss
-
     start = time.perf_counter()
     try:
         forward, plan = _forward(method, _sharing(case) if method == "checkpoint" else case, level)
@@ -229,18 +210,10 @@ def measured(name: str, method: str, case: Case, level: int, repeats: int) -> Ro
         return Row(name, method, ready=time.perf_counter() - start, eager_bytes=level,
                    failed=str(error)[:120])
     ready = time.perf_counter() - start
-    peak, own, middle = beside(eager, forward, case.model, repeats)
-    return Row(name, method, peak / level, own / middle,
+    found = beside(functools.partial(_loss_of, case), case.model, forward, case.model, repeats)
+    return Row(name, method, found.peak / level, found.ratio,
                None if plan is None else plan.peak_bytes / level, None if plan is None else 1 + plan.overhead,
-               ready, level, middle)
-
-
-def read_rows(path: Path) -> Rows:
-    """The rows of a file, by model and method; none where there is no file."""
-    if not path.exists():
-        return {}
-    rows = [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {(row.model, row.method): row for row in rows}
+               ready, level, found.eager_seconds)
 
 
 def _part(value: float | None) -> str:
@@ -292,7 +265,7 @@ def write(rows: Rows) -> None:
 def run(names: Sequence[str], fractions: Sequence[float] | None, path: Path | None, *, small: bool,
         repeats: int, methods: str | None = None) -> Rows:
     """Measure what is not in the file yet."""
-    rows = read_rows(path) if path else {}
+    rows = {(row.model, row.method): row for row in read_rows(Row, path)}
     for name in names:
         missing = [m for m in methods_of(MODELS[name], fractions, methods) if (name, m) not in rows]
         if not missing:
@@ -300,13 +273,10 @@ def run(names: Sequence[str], fractions: Sequence[float] | None, path: Path | No
         torch.manual_seed(0)
         case = MODELS[name].make(small)
         case.model.train()
-        level = eager_peak(case)
+        level = peak_of(functools.partial(_loss_of, case), case.model)
         for method in missing:
             row = rows[name, method] = measured(name, method, case, level, repeats)
-            print(json.dumps(asdict(row)), flush=True)
-            if path:
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
+            add_row(row, path)
         del case
     return rows
 

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -24,12 +23,12 @@ from typing import Any
 
 import torch
 import transformers
+from beside import Forward, beside, peak_of, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rkmate
 from rkmate.cli.demo_models import UNet
-from rkmate.measure.meter import measure_peak
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.registry import PLANNERS
 from rkmate.show.looks import look_of
@@ -45,8 +44,6 @@ SECONDS = 6
 SECONDS_TO_PLAN = 30
 """For planners that can stop early."""
 DOCS = Path(__file__).parent.parent / "docs"
-Forward = Callable[[], Any]
-"""Runs a forward and returns the loss."""
 
 
 @dataclass(frozen=True)
@@ -263,16 +260,6 @@ def method(name: str, case: Case, eager_peak: int) -> Forward:
     return lambda: wrapped(**kwargs).loss
 
 
-def step(forward: Forward, module: nn.Module) -> float:
-    """Seconds of a step. Gradients stand from step to step, as zeros."""
-    for p in module.parameters():
-        if p.grad is not None:
-            p.grad.zero_()
-    start = time.perf_counter()
-    forward().backward()
-    return time.perf_counter() - start
-
-
 def one(model_name: str, method_name: str, repeats: int) -> None:
     """Measure one method on one model; prints one line of JSON."""
     transformers.logging.set_verbosity_error()
@@ -286,21 +273,13 @@ def one(model_name: str, method_name: str, repeats: int) -> None:
     def plain() -> Any:
         return reference.model(**reference.kwargs).loss
 
-    step(plain, reference.model)
-    eager_peak = measure_peak(lambda: step(plain, reference.model)).peak
+    eager_peak = peak_of(plain, reference.model)
     start = time.perf_counter()
     forward = method(method_name, case, eager_peak)
     step(forward, case.model)
     ready = time.perf_counter() - start
-    step(forward, case.model)
-    peak = measure_peak(lambda: step(forward, case.model)).peak
-    own, theirs = [], []
-    start = time.perf_counter()
-    while len(own) < repeats or time.perf_counter() - start < SECONDS:
-        theirs.append(step(plain, reference.model))
-        own.append(step(forward, case.model))
-    ratio = statistics.median(own) / statistics.median(theirs)
-    print(json.dumps({"peak": peak / eager_peak, "time": ratio, "ready": ready}))
+    found = beside(plain, reference.model, forward, case.model, repeats, SECONDS)
+    print(json.dumps({"peak": found.peak / eager_peak, "time": found.ratio, "ready": ready}))
 
 
 def main() -> None:

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 import transformers
-from papers import beside
-from peers import Case, gpt, step
+from beside import beside, peak_of
+from peers import Case, gpt
 from torch import nn
 
 import rkmate
-from rkmate.measure.meter import measure_peak
 
 HEADS = ((1024, 1280, 50257), (2048, 1024, 50257), (256, 256, 50257), (1024, 512, 128256))
 """Rows, width, words."""
@@ -41,8 +40,7 @@ def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
     def eager() -> Any:
         return case.model(**case.kwargs).loss
 
-    step(eager, case.model)
-    level = measure_peak(lambda: step(eager, case.model)).peak
+    level = peak_of(eager, case.model)
     try:
         wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(fraction * level), progress=False,
                               verify=False, **more)
@@ -52,9 +50,9 @@ def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
     def forward() -> Any:
         return wrapped(**case.kwargs).loss
 
-    peak, own, theirs = beside(eager, forward, case.model, repeats)
+    found = beside(eager, case.model, forward, case.model, repeats)
     plan = wrapped.plan
-    return (f"{peak / level:.1%} | {plan.peak_bytes / level:.1%} | {own / theirs:.3f} | "
+    return (f"{found.peak / level:.1%} | {plan.peak_bytes / level:.1%} | {found.ratio:.3f} | "
             f"{1 + plan.overhead:.3f}")
 
 
@@ -105,14 +103,13 @@ def head(rows: int, width: int, words: int, repeats: int) -> str:
         loss: torch.Tensor = model(x, labels)
         return loss
 
-    step(eager, model)
-    level = measure_peak(lambda: step(eager, model)).peak
+    level = peak_of(eager, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", rkmate.RkmateWarning)       # the loss's variant: it is asked for
         wrapped = rkmate.wrap(model, (x, labels), budget=level, progress=False, verify=False,
                               settings=settings)
-    peak, own, theirs = beside(eager, lambda: wrapped(x, labels), model, repeats)
-    return f"{peak / level:.1%} | {own / theirs:.3f} | {wrapped.plan.variant}"
+    found = beside(eager, model, lambda: wrapped(x, labels), model, repeats)
+    return f"{found.peak / level:.1%} | {found.ratio:.3f} | {wrapped.plan.variant}"
 
 
 def main() -> None:

@@ -80,12 +80,50 @@ def test_a_large_vocabulary(on_the_path: None, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_layouts(on_the_path: None, capsys: pytest.CaptureFixture[str],
-                 monkeypatch: pytest.MonkeyPatch) -> None:
-    import layouts
+def test_layouts(on_the_path: None, tmp_path: Path) -> None:
+    import fused
 
-    monkeypatch.setattr(sys, "argv", ["layouts.py", "--small", "--models", "regnet", "unet", "--fractions",
-                                      "1.0", "--steps", "1"])
-    layouts.main()
-    rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == 8 and all(row.count("|") == 6 for row in rows)
+    methods = ["eager channels-last", "rkmate 1.0", "rkmate layouts 1.0"]
+    rows = fused.run(["regnet", "unet"], tmp_path / "rows.jsonl", threads=1, repeats=1, small=True,
+                     methods=methods)
+    assert list(rows) == [(model, method, 1) for model in ("regnet", "unet") for method in methods]
+    for row in rows.values():
+        assert not row.failed and row.groups is None and row.again is None
+        assert row.error < 100 * row.eager_error
+    for model in ("regnet", "unet"):
+        lines = fused.table(model, 1, rows).splitlines()
+        assert len(lines) == 5 and all(line.count("|") == 9 for line in lines)
+
+
+@pytest.mark.slow
+def test_compiled_groups_beside_the_compiler(on_the_path: None, tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    import fused
+
+    path, methods = tmp_path / "rows.jsonl", ["inductor 0.5", "rkmate compile inductor"]
+    with pytest.raises(SystemExit, match="needs the peaks of inductor"):
+        fused.run(["gpt"], None, threads=1, repeats=1, small=True, methods=methods[1:])
+    rows = fused.run(["gpt"], path, threads=1, repeats=1, small=True, methods=methods)
+    theirs, ours = rows.values()
+    assert not theirs.failed and not ours.failed
+    assert ours.peak <= theirs.peak and abs(ours.predicted_peak / ours.peak - 1) < 0.02
+    assert ours.groups > 0 and ours.again is not None and ours.compiling_again < ours.compiling
+    assert ours.error < 2 * ours.eager_error
+
+    def never(*args: Any, **more: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(fused, "measured", never)
+    assert fused.run(["gpt"], path, threads=1, repeats=1, small=True, methods=methods) == rows
+
+
+def test_rows_of_fused_are_measured_in_order(on_the_path: None) -> None:
+    import fused
+
+    for model in fused.NAMES:
+        methods = fused.methods_of(model)
+        assert len(set(methods)) == len(methods) == (25 if model in fused.CONVOLUTIONS else 14)
+        first = next(k for k, m in enumerate(methods) if m.startswith("rkmate") and m.endswith("inductor"))
+        assert all(methods.index(f"inductor {f}") < first for f in fused.INDUCTOR)
+    assert [fused.methods_of(model)[-1] for model in fused.DEEPER[2:]] == ["rkmate compile 1.0"]
+    assert set(fused.NAMES) | set(fused.DEEPER) == set(fused.SMALL) <= set(fused.MODELS)

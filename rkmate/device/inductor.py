@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ _lock = threading.RLock()
 _known: dict[Any, Fused] = {}
 compiled = 0
 """How many groups were compiled in this process, those found on disk included."""
+seconds = 0.0
+"""How long that took."""
 
 
 class Fused:
@@ -47,11 +50,13 @@ class Fused:
 
     def compile(self) -> None:
         """Compile, where that is still to be done: seconds, unless it is on disk. Raises `CompilerError`."""
-        global compiled
+        global compiled, seconds
         with _lock:
             if self._run is None:
+                start = time.perf_counter()
                 self._run = _compiled(self._function, self._forms)
                 compiled += 1
+                seconds += time.perf_counter() - start
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._run is None:
@@ -72,11 +77,12 @@ class Fused:
 def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
     """Let a function of tensors of these forms (`form_of`) be compiled before its first call.
 
-    It returns a tuple of tensors that are no views of its arguments. Functions of equal code are the same.
+    It returns a tuple of tensors that are no views of its arguments. Functions of equal code are the same:
+    one is compiled for as many threads as torch has then.
     """
     def made(function: Any) -> Fused:
         code: types.CodeType = function.__code__
-        key = (forms, code.co_code, code.co_names, code.co_varnames,
+        key = (forms, torch.get_num_threads(), code.co_code, code.co_names, code.co_varnames,
                tuple(map(repr, code.co_consts)))
         with _lock:
             return _known.setdefault(key, Fused(function, forms))

@@ -17,10 +17,12 @@ from rkmate.device.random_state import STATE_BYTES
 from rkmate.devices import GPU
 from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators of torch.ops.rkmate
 from rkmate.graph.passes.chunked_kernels import Alternative
+from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.graph.passes.embedding_sums import bytes_of_rows
 from rkmate.graph.passes.operators import part_bytes, stretches
 from rkmate.graph.passes.reduced_losses import torchs_operator
 from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.measure.compiled_memory import bytes_of_group
 from rkmate.measure.opaque_memory import opaque_bytes
 from rkmate.measure.reductions_on_gpus import reduction_bytes
 
@@ -64,8 +66,10 @@ def _on_gpu(gpu: GPU, node: fx.Node, inputs: Tensors) -> int:
 
 
 def bytes_of_parts(node: fx.Node) -> int:
-    """Bytes beside results that an operation takes at most for one of the parts that it works on; 0 for what
-    is measured where it runs."""
+    """Bytes beside results that an operation takes: a compiled group, or at most one of the parts that it
+    works on; 0 for what is measured where it runs."""
+    if isinstance(node.target, Cluster):
+        return bytes_of_group(node.target)
     return tile_bytes(node.target) if isinstance(node.target, Tiled) else 0
 
 

@@ -23,7 +23,7 @@ from rkmate.pipeline.offload import offload_of
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
 from rkmate.pipeline.reserved import LEFT_ALONE
-from rkmate.pipeline.settings import Gradients, Settings, checked_trains
+from rkmate.pipeline.settings import Compile, Gradients, Settings, checked_trains
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock
@@ -120,7 +120,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
                    device_memory: int | str | None = None, optimizer_states: int = ADAM_STATES,
                    most: int = 1 << 16, costs: str = "measured",
                    trains: str | int | Sequence[str | int] | None = None,
-                   gradients: Gradients = "returned", progress: bool = True,
+                   gradients: Gradients = "returned", compile: Compile = False, progress: bool = True,
                    calls: int = 1, device: GPU | str | None = None, offload: str | None = None,
                    offload_bytes: int | str | None = None) -> BatchSize:
     """The largest batch whose training step fits in a device, and what it costs.
@@ -134,7 +134,8 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
             and optimizer state are taken off. None: what is free on the model's CUDA device.
         optimizer_states: see `auto_budget`.
         most: greatest batch size to try.
-        costs, trains, gradients: see `wrap`.
+        costs, trains, gradients, compile: see `wrap`. Each size that is looked at has groups of its own, so
+            that compiling takes seconds for each.
         progress: show progress on a terminal.
         calls: how many times the module is called, with a batch of that size each time, before the
             backward; see `wrap`.
@@ -155,8 +156,8 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         with elsewhere.on_gpu(gpu, model):
             found = max_batch_size(model, inputs_there, device_memory=device_memory, costs="analytic",
                                    optimizer_states=optimizer_states, most=most, trains=trains,
-                                   gradients=gradients, progress=progress, calls=calls, offload=offload,
-                                   offload_bytes=offload_bytes)
+                                   gradients=gradients, compile=compile, progress=progress, calls=calls,
+                                   offload=offload, offload_bytes=offload_bytes)
         return replace(found, plan=elsewhere.told(found.plan, gpu))
     devices.common((*model.parameters(), *model.buffers()))
     if costs not in ("measured", "analytic"):
@@ -165,7 +166,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         raise ArgumentError(f"most is {most!r}; it should be a positive number of samples")
     budget = _left_for_step(model, device_memory, optimizer_states)
     settings = Settings(costs=costs, trains=checked_trains(trains), calls=calls,  # type: ignore[arg-type]
-                        gradients=gradients, offload=offload_of(offload, offload_bytes))
+                        gradients=gradients, compile=compile, offload=offload_of(offload, offload_bytes))
     tried: dict[int, int | None] = {}
     plain: dict[int, int] = {}
     best: list[Prepared] = []

@@ -42,6 +42,7 @@ from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.several_calls import peak_of_calls
 from rkmate.ir.simulate import Simulation, simulate
 from rkmate.measure.analytic import analytic_costs
+from rkmate.measure.compiled_memory import with_memory_of_groups
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.pipeline.compiled import compile_all, with_compiler
@@ -272,7 +273,7 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     if costs is not None:
         known: Costs = dict(enumerate(costs))
     elif traced.settings.costs == "analytic":
-        known = analytic_costs(parts)
+        known = with_memory_of_groups(parts.program.operation, analytic_costs(parts))
     else:
         compile_all(parts.program.operation, traced.progress)
         with traced.progress.stage("measuring", len(parts.blocks)) as tick, capture_lock:

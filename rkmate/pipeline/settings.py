@@ -31,9 +31,9 @@ class Settings:
     """How the stages work; the defaults are the paper's where it names them."""
 
     costs: CostSource = "measured"
-    """``"measured"`` runs each unique block; ``"analytic"`` counts operations and bytes, and runs nothing:
-    what convolutions, recurrent layers and fused attention take beside their results is then not known, and a
-    step may exceed its budget by that."""
+    """``"measured"`` runs each unique block; ``"analytic"`` counts operations and bytes, and runs nothing
+    (but compiled groups, once, for their memory): what convolutions, recurrent layers and fused attention
+    take beside their results is then not known, and a step may exceed its budget by that."""
     cut: CutSettings = CutSettings()
     """How the graph is cut into blocks."""
     measure: MeasureSettings = MeasureSettings()

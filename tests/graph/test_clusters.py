@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import rkmate
 from rkmate.device import inductor
 from rkmate.graph.passes.clusters import cluster
+from rkmate.ir.cd import Cost
+from rkmate.measure import compiled_memory
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
@@ -37,8 +39,9 @@ QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True)
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> Iterator[None]:
-    """Groups run as they are written."""
+    """Groups run as they are written; what they take then is not what compiled ones take, nor counted."""
     monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
+    monkeypatch.setattr(compiled_memory, "_bytes", lambda group, threads: 0)
     monkeypatch.setattr(inductor, "_known", {})
     cluster._made.cache_clear()
     yield
@@ -82,6 +85,58 @@ def test_equal_layers_share_their_groups(uncompiled: None) -> None:
     assert (dict(plan.fused)[activation], dict(deeper.fused)[activation]) == (3, 5)
     assert [names for names, _ in plan.fused] == [names for names, _ in deeper.fused]
     assert plan.compiled.startswith("inductor of torch")
+
+
+@pytest.mark.parametrize("depths", [(3, 5, 9), pytest.param((6, 12, 24), marks=pytest.mark.slow)])
+def test_as_many_groups_are_compiled_for_any_depth(uncompiled: None, monkeypatch: pytest.MonkeyPatch,
+                                                   depths: tuple[int, ...]) -> None:
+    counts = []
+    for depth in depths:
+        monkeypatch.setattr(inductor, "_known", {})
+        cluster._made.cache_clear()
+        before = inductor.compiled
+        wrap(layers(depth), costs="analytic")
+        counts.append(inductor.compiled - before)
+    assert len(set(counts)) == 1 and counts[0] > 0
+
+
+def test_each_size_is_compiled_once(uncompiled: None) -> None:
+    """Also of another plan."""
+    def step(batch: int) -> int:
+        before = inductor.compiled
+        wrapped(torch.randn(batch, 24, 16)).sum().backward()
+        return inductor.compiled - before
+
+    wrapped = wrap(layers(), costs="analytic")
+    assert step(4) == 0
+    assert step(2) > 0
+    assert step(4) == step(2) == 0
+    wrapped = wrap(layers(), 0.9, costs="analytic")
+    assert step(4) == step(2) == 0
+
+
+def test_another_number_of_threads_has_kernels_of_its_own() -> None:
+    """A kernel is compiled for a number of threads."""
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x + 1,)
+
+    threads = torch.get_num_threads()
+    here = inductor.fused("float32[2]")(function)
+    assert inductor.fused("float32[2]")(function) is here
+    try:
+        torch.set_num_threads(threads + 1)
+        assert inductor.fused("float32[2]")(function) is not here
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_largest_batch(uncompiled: None) -> None:
+    model = layers().model
+    without, found = (rkmate.max_batch_size(
+        model, lambda n: (torch.randn(n, 24, 16),), device_memory="2MiB", costs="analytic", progress=False,
+        most=9, compile=compile) for compile in (False, True))
+    assert found.plan.compiled and not without.plan.compiled
+    assert found.size_without > without.size_without > 0
 
 
 def test_the_backward_computes_again_rather_than_reads(uncompiled: None) -> None:
@@ -205,6 +260,34 @@ def test_each_result_has_a_storage_of_its_own(uncompiled: None) -> None:
     assert [float(r[0, 0]) for r in results] == [2, 2, 1, 1]
 
 
+def sines() -> cluster.Cluster:
+    """Three operations on 256 numbers."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for function in (aten.sin.default, aten.cos.default, aten.exp.default):
+        nodes.append(graph.call_function(function, (nodes[-1],)))
+    for node in nodes:
+        node.meta["val"] = torch.empty(256)
+    graph.output((nodes[-1],))
+    return cluster.Cluster(graph)
+
+
+def test_counted_costs_know_what_a_group_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is written, this one holds two values beside its result."""
+    monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
+    monkeypatch.setattr(inductor, "_known", {})
+    cluster._made.cache_clear()
+    compiled_memory._bytes.cache_clear()
+    group = sines()
+    graph = fx.Graph()
+    node, other = graph.call_function(group), graph.call_function(aten.sin.default)
+    costs = {0: Cost(1.0, 16), 1: Cost(1.0, 16)}
+    found = compiled_memory.with_memory_of_groups([node, other], costs)
+    assert found == {0: Cost(1.0, 2048), 1: Cost(1.0, 16)}
+    compiled_memory._bytes.cache_clear()
+    cluster._made.cache_clear()
+
+
 def test_other_strides_than_were_traced(uncompiled: None) -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert x.stride() == (1, 2)
@@ -278,19 +361,33 @@ def test_compiled_models(name: str, budget: float) -> None:
 
 
 _IN_A_PROCESS = """
-import torch, rkmate
-from torch import nn
+import sys, torch, rkmate
+from pathlib import Path
+from torch import fx, nn
 from torch._dynamo.utils import counters
+import torch._inductor.codecache as codecache
+path, torchs_key = Path(sys.argv[1]), sys.argv[2]
+if torchs_key:
+    codecache.torch_key = torchs_key.encode
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Tanh(), nn.Linear(16, 8))
-rkmate.wrap(model, (torch.randn(4, 8),), budget=1.0, compile=True, costs="analytic", progress=False)
+x = torch.randn(4, 8)
+how = {"plan": rkmate.Plan.load(path)} if path.exists() else {"budget": 1.0}
+wrapped = rkmate.wrap(model, (x,), compile=True, costs="analytic", progress=False, **how)
+wrapped(x).sum().backward()
+wrapped.plan.save(path)
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
 @pytest.mark.slow
 def test_a_second_process_finds_what_was_compiled(tmp_path: Path) -> None:
+    """Also one that follows a saved plan; but not one of another version of torch."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    found = [subprocess.run([sys.executable, "-c", _IN_A_PROCESS], capture_output=True, text=True, check=True,
-                            env=env).stdout.split() for _ in range(2)]
+    plan, other = tmp_path / "plan.json", tmp_path / "other.json"
+    found = [subprocess.run([sys.executable, "-c", _IN_A_PROCESS, str(path), key], capture_output=True,
+                            text=True, check=True, env=env).stdout.split()
+             for path, key in ((plan, ""), (other, ""), (plan, ""), (plan, "another torch"))]
     assert found[0][0] == "0" and int(found[0][1]) > 0
-    assert found[1] == [found[0][1], "0"]
+    assert found[1] == found[2] == [found[0][1], "0"]
+    assert found[3] == found[0]
