@@ -12,9 +12,10 @@
 Each piece takes less than ten minutes on a large GPU; ``--tiny`` runs it on tiny models of the same kinds.
 Peaks are above the level before the step, with gradients of parameters in place; *requested* is what tensors
 asked for, *reserved* what torch's allocator holds for the whole process. Times are medians of steps on the
-device, *host* the least processor time of a step, *launches* the kernels of one (left out where the profiler
-sees none), *waits* the operations that wait for the device. Rows are printed, and kept in ``--out`` as JSON
-beside those of other models; ``--write`` puts those of that folder into a page of the documentation.
+device, *host* the least processor time of a step in turns with eager's, *launches* what one starts (left out
+where the profiler sees none), *waits* the operations that wait for the device. Rows are printed, and kept in
+``--out`` as JSON beside those of other models; ``--write`` puts those of that folder into a page of the
+documentation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import copy
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -36,15 +36,14 @@ from typing import Any
 
 import torch
 import transformers
+from gpu_meters import MIB, Row, host_of, measured
 from gpu_models import MODELS, Case
 from gpu_page import keep, write
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import rkmate
 
-MIB, GIB = 2**20, 2**30
-Row = dict[str, Any]
+GIB = 2**30
 SIZES = {"first": ("gpt2-medium", "resnet50-bf16"),
          "large": ("gpt2-large", "llama-1b", "resnet101-bf16", "vit-large"),
          "compile": ("gpt2-medium", "resnet50-bf16"), "reserved": ("gpt2-medium", "resnet50-bf16"),
@@ -89,57 +88,6 @@ def clear(model: nn.Module) -> None:
     torch.cuda.empty_cache()
 
 
-def measured(step: Callable[[], Any], model: nn.Module, steps: int) -> Row:
-    """Peaks in MiB; milliseconds on the device and of the host; launches and waits of one step."""
-    for _ in range(3):
-        step()
-    for p in model.parameters():
-        if p.requires_grad and p.grad is None:
-            p.grad = torch.zeros_like(p)
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()
-    step()
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_stats()
-    row: Row = {f"{kind}_mib": (after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"]) / MIB
-                for kind in ("allocated", "requested")}
-    row["reserved_mib"] = after["reserved_bytes.all.peak"] / MIB
-    device, host = [], []
-    for _ in range(steps):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin = time.process_time()
-        start.record()
-        step()
-        end.record()
-        host.append(time.process_time() - begin)
-        end.synchronize()
-        device.append(start.elapsed_time(end))
-    return row | {"ms": statistics.median(device), "host_ms": 1e3 * min(host), "launches": launches(step),
-                  "waits": waits(step)}
-
-
-def launches(step: Callable[[], Any]) -> int | None:
-    """Kernels of one step; None where the profiler sees none."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        step()
-        torch.cuda.synchronize()
-    return sum(e.device_type is torch.autograd.DeviceType.CUDA for e in seen.events() or ()) or None
-
-
-def waits(step: Callable[[], Any]) -> int:
-    """How often one step makes the host wait for the device."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(w.message) for w in seen)
-
-
 def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
     """A plan's row: what it says, and what is measured."""
     start = time.perf_counter()
@@ -148,7 +96,8 @@ def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
     seconds, plan = time.perf_counter() - start, wrapped.plan
     clear(case.model)
     found = measured(step_of(case, wrapped), case.model, steps)
-    return {**found, **beside(found, eager), "plan_mib": plan.peak_bytes / MIB,
+    host = host_of(step_of(case, wrapped), step_of(case, case.model), max(steps, 10))
+    return {**found, **beside(found, eager), "host": host, "plan_mib": plan.peak_bytes / MIB,
             "budget_mib": plan.budget_bytes / MIB, "requested_over_plan": found["requested_mib"] * MIB
             / plan.peak_bytes - 1, "predicted": 1 + plan.overhead, "planning_s": seconds}
 
