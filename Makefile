@@ -51,7 +51,7 @@ slow: $(VENV)/.installed-test
 # Each piece takes less than ten minutes on a large GPU; its rows are kept in out/gpu.
 gpu: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu tests
-	set -e; for piece in check first large compile reserved table; do \
+	set -e; for piece in check first large compile reserved table auto recorded; do \
 		$(PY) benchmarks/gpu.py $$piece --out out/gpu; done
 
 lint: $(VENV)/.installed-dev

@@ -6,13 +6,16 @@
     python benchmarks/gpu.py compile          torch.compile's `activation_memory_budget`
     python benchmarks/gpu.py reserved         reserved bytes, with expandable segments and without
     python benchmarks/gpu.py table            many kinds of models at 1.0, 0.6 and their smallest budget
+    python benchmarks/gpu.py auto             ``budget="auto"`` on the device as it is, ten steps with AdamW
+    python benchmarks/gpu.py recorded         CUDA graphs: what the pool of a recorded step holds
 
 Each piece takes less than ten minutes on a large GPU; ``--tiny`` runs it on tiny models of the same kinds.
 Peaks are above the level before the step, with gradients of parameters in place; *requested* is what tensors
 asked for, *reserved* what torch's allocator holds for the whole process. Times are medians of steps on the
-device, *host* the least processor time of a step, *launches* the kernels of one (left out where the profiler
-sees none), *waits* the operations that wait for the device. Rows are kept in ``--out`` as JSON, one after the
-other, and printed.
+device, *host* the least processor time of a step in turns with eager's, *launches* what one starts (left out
+where the profiler sees none), *waits* the operations that wait for the device. Rows are printed, and kept in
+``--out`` as JSON beside those of other models; ``--write`` puts those of that folder into a page of the
+documentation.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import copy
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -34,17 +36,19 @@ from typing import Any
 
 import torch
 import transformers
+from gpu_meters import MIB, Row, host_of, measured
 from gpu_models import MODELS, Case
+from gpu_page import keep, write
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import rkmate
 
-MIB = 2**20
-Row = dict[str, Any]
+GIB = 2**30
 SIZES = {"first": ("gpt2-medium", "resnet50-bf16"),
          "large": ("gpt2-large", "llama-1b", "resnet101-bf16", "vit-large"),
-         "compile": ("gpt2-medium", "resnet50-bf16"), "reserved": ("gpt2-medium", "resnet50-bf16")}
+         "compile": ("gpt2-medium", "resnet50-bf16"), "reserved": ("gpt2-medium", "resnet50-bf16"),
+         "auto": ("gpt2-fp32", "llama", "vit", "resnet50", "unet"),
+         "recorded": ("gpt2-fp32", "gpt2-dropout", "llama", "vit", "resnet50", "lstm")}
 TABLE = ("gpt2-fp32", "gpt2-autocast", "gpt2-dropout", "llama", "vit", "resnet50", "resnet50-channels-last",
          "resnet50-bf16", "regnet", "unet", "lstm", "bert", "t5")
 FRACTIONS = (0.7, 0.5)
@@ -84,57 +88,6 @@ def clear(model: nn.Module) -> None:
     torch.cuda.empty_cache()
 
 
-def measured(step: Callable[[], Any], model: nn.Module, steps: int) -> Row:
-    """Peaks in MiB; milliseconds on the device and of the host; launches and waits of one step."""
-    for _ in range(3):
-        step()
-    for p in model.parameters():
-        if p.requires_grad and p.grad is None:
-            p.grad = torch.zeros_like(p)
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()
-    step()
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_stats()
-    row: Row = {f"{kind}_mib": (after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"]) / MIB
-                for kind in ("allocated", "requested")}
-    row["reserved_mib"] = after["reserved_bytes.all.peak"] / MIB
-    device, host = [], []
-    for _ in range(steps):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin = time.process_time()
-        start.record()
-        step()
-        end.record()
-        host.append(time.process_time() - begin)
-        end.synchronize()
-        device.append(start.elapsed_time(end))
-    return row | {"ms": statistics.median(device), "host_ms": 1e3 * min(host), "launches": launches(step),
-                  "waits": waits(step)}
-
-
-def launches(step: Callable[[], Any]) -> int | None:
-    """Kernels of one step; None where the profiler sees none."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        step()
-        torch.cuda.synchronize()
-    return sum(e.device_type is torch.autograd.DeviceType.CUDA for e in seen.events() or ()) or None
-
-
-def waits(step: Callable[[], Any]) -> int:
-    """How often one step makes the host wait for the device."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(w.message) for w in seen)
-
-
 def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
     """A plan's row: what it says, and what is measured."""
     start = time.perf_counter()
@@ -143,7 +96,8 @@ def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
     seconds, plan = time.perf_counter() - start, wrapped.plan
     clear(case.model)
     found = measured(step_of(case, wrapped), case.model, steps)
-    return {**found, **beside(found, eager), "plan_mib": plan.peak_bytes / MIB,
+    host = host_of(step_of(case, wrapped), step_of(case, case.model), max(steps, 10))
+    return {**found, **beside(found, eager), "host": host, "plan_mib": plan.peak_bytes / MIB,
             "budget_mib": plan.budget_bytes / MIB, "requested_over_plan": found["requested_mib"] * MIB
             / plan.peak_bytes - 1, "predicted": 1 + plan.overhead, "planning_s": seconds}
 
@@ -236,19 +190,71 @@ def steps_with_adamw(name: str, options: Options) -> Iterator[Row]:
             with case.around():
                 run = rkmate.wrap(case.model, case.args, case.kwargs, budget=float(way), progress=False,
                                   verify=False)
-        optimizer = torch.optim.AdamW(case.model.parameters())
-        clear(case.model)
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(10):
-            step_of(case, run)()
-            optimizer.step()
-            optimizer.zero_grad()
-        stats = torch.cuda.memory_stats()
-        yield {"way": way, **{f"{kind}_mib": stats[f"{kind}_bytes.all.peak"] / MIB
-                              for kind in ("allocated", "requested", "reserved")}}
-        del run, case, optimizer
+        yield {"way": way, **with_adamw(case, run)}
+        del run, case
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def with_adamw(case: Case, run: Callable[..., Any]) -> Row:
+    """What the allocator holds at most in ten steps with AdamW, and how often it freed all to go on."""
+    optimizer = torch.optim.AdamW(case.model.parameters())
+    clear(case.model)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["num_alloc_retries"]
+    for _ in range(10):
+        step_of(case, run)()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = torch.cuda.memory_stats()
+    return {**{f"{kind}_mib": stats[f"{kind}_bytes.all.peak"] / MIB
+               for kind in ("allocated", "requested", "reserved")},
+            "retries": stats["num_alloc_retries"] - before}
+
+
+def auto(name: str, options: Options) -> Iterator[Row]:
+    """What ``budget="auto"`` makes of the device, and what ten steps with AdamW then take of it."""
+    case = options.case(name)
+    clear(case.model)
+    free, total = torch.cuda.mem_get_info()
+    given = free + torch.cuda.memory_reserved()
+    with case.around():
+        run = rkmate.wrap(case.model, case.args, case.kwargs, budget="auto", progress=False, verify=False)
+    plan, way = run.plan, f"{total / GIB:.4g} GiB"
+    row: Row = {"way": way, "given_mib": given / MIB, "budget_mib": plan.budget_bytes / MIB,
+                "plan_mib": plan.peak_bytes / MIB, "of_own_peak": plan.peak_bytes / plan.baseline_peak_bytes,
+                "predicted": 1 + plan.overhead}
+    try:
+        row |= with_adamw(case, run)
+    except torch.OutOfMemoryError:
+        row["failed"] = "out of memory in a step"
+    yield row
+
+
+def recorded(name: str, options: Options) -> Iterator[Row]:
+    """Steps as they are and recorded, and what the recording's own pool holds."""
+    for budget in (1.0, 0.6):
+        case = options.case(name)
+        with case.around():
+            plan = rkmate.plan(case.model, case.args, case.kwargs, budget=budget, progress=False,
+                               settings=rkmate.Settings(deferred_outputs="never"))
+        plain: Row = {}
+        for way in ("plain", "recorded"):
+            with case.around():
+                run = rkmate.wrap(case.model, case.args, case.kwargs, plan=plan, progress=False,
+                                  verify=False, cuda_graph=way == "recorded")
+            clear(case.model)
+            found = measured(step_of(case, run), case.model, options.steps)
+            plain = plain or found
+            yield {"way": f"{way} {budget}", **found, "host": found["host_ms"] / plain["host_ms"],
+                   "plan_mib": plan.peak_bytes / MIB, "pool_mib": private_pools() / MIB,
+                   "gradients_mib": sum(p.nbytes for p in case.model.parameters() if p.requires_grad) / MIB}
+            del run
+
+
+def private_pools() -> int:
+    """Bytes of the segments that belong to recordings."""
+    return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0))
 
 
 def same(name: str, options: Options) -> Iterator[Row]:
@@ -277,7 +283,7 @@ def same(name: str, options: Options) -> Iterator[Row]:
 
 PIECES: dict[str, Callable[[str, Options], Iterator[Row]]] = {
     "check": same, "first": against, "large": against, "compile": compiled, "reserved": reserved,
-    "table": kinds, "steps": steps_with_adamw}
+    "table": kinds, "auto": auto, "recorded": recorded, "steps": steps_with_adamw}
 
 
 def rows_of(piece: str, options: Options) -> Iterator[Row]:
@@ -310,18 +316,19 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, help="a folder for the rows, as PIECE.json")
+    parser.add_argument("--write", type=Path, metavar="PAGE",
+                        help="put the rows of --out where a page of Markdown has marks for them")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    rows = []
     for row in rows_of(given.piece, Options(given.tiny, given.steps, tuple(given.models))):
-        rows.append(row)
         print(json.dumps(row) if given.piece == "steps" else line(row), flush=True)
         if given.out is not None:
-            given.out.mkdir(parents=True, exist_ok=True)
-            (given.out / f"{given.piece}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+            keep(given.out / f"{given.piece}.json", row, order=tuple(MODELS))
+    if given.out is not None and given.write is not None:
+        write(given.write, given.out)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,14 @@ def known(name: str) -> GPU | None:
     return None
 
 
+def called(name: str) -> GPU | None:
+    """The GPU that torch means by a name ("NVIDIA A100-SXM4-80GB"), of several sizes the one in it; None for
+    others."""
+    sizes = {word.removesuffix("GB") for word in name.replace("-", " ").split()}
+    found = [gpu for gpu in NAMES.values() if gpu.is_called(name)]
+    return max(found, key=lambda gpu: len(sizes & set(gpu.name.split()[2:])), default=None)
+
+
 def checked(device: GPU | str) -> GPU:
     """A GPU, or the one of a name. Raises `ArgumentError`."""
     found = known(device) if isinstance(device, str) else device

@@ -127,3 +127,28 @@ def test_rows_of_fused_are_measured_in_order(on_the_path: None) -> None:
         assert all(methods.index(f"inductor {f}") < first for f in fused.INDUCTOR)
     assert [fused.methods_of(model)[-1] for model in fused.DEEPER[2:]] == ["rkmate compile 1.0"]
     assert set(fused.NAMES) | set(fused.DEEPER) == set(fused.SMALL) <= set(fused.MODELS)
+
+
+def test_rows_of_gpus_stand_on_their_page(on_the_path: None, tmp_path: Path) -> None:
+    import gpu_page
+
+    file, page = tmp_path / "rows" / "table.json", tmp_path / "page.md"
+    for row in ({"model": "vit", "way": "1.0", "plan_mib": 3.14159, "requested_mib": 1869.2,
+                 "requested_over_plan": -0.001, "launches": None, "waits": 0},
+                {"model": "bert", "failed": "OutOfMemoryError: no"},
+                {"model": "bert", "way": "1.0", "waits": 1},
+                {"model": "vit", "way": "0.6", "failed": "at least 2.0 MiB"},
+                {"model": "bert", "way": "1.0", "waits": 0}):
+        gpu_page.keep(file, row, order=("bert", "vit"))
+    page.write_text("Before.\n<!-- table: begin -->\nold\n<!-- table: end -->\nAfter <!-- auto: begin -->.\n",
+                    encoding="utf-8")
+    gpu_page.write(page, file.parent)
+    first = page.read_text(encoding="utf-8")
+    gpu_page.write(page, file.parent)
+    assert first == page.read_text(encoding="utf-8")
+    lines = [line for line in first.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1 and "old" not in first
+    assert [line.split("|")[1:3] for line in lines[2:]] == [
+        [" bert ", " 1.0 "], [" vit ", " 1.0 "], [" vit ", " 0.6 "]]
+    assert "| 3.14 | 1869 | -0.10% |" in lines[3] and "at least 2.0 MiB" in lines[4]
+    assert first.startswith("Before.") and first.endswith("After <!-- auto: begin -->.\n")

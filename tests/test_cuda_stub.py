@@ -56,3 +56,30 @@ def test_requested_bytes_are_the_plan_s_and_nothing_waits(tmp_path: Path) -> Non
             if r["way"] != "eager"]
     assert len(rows) == 6 and not [r for r in rows if "failed" in r]
     assert all(abs(r["requested_over_plan"]) < 0.005 and r["waits"] == 0 for r in rows), rows
+
+
+def test_plans_are_shared_over_two_devices() -> None:
+    done = over_stub("python", "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                     "tests/semantics/test_two_gpus.py", FAKE_GPUS="2")
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-5000:]
+
+
+@pytest.mark.parametrize(("piece", "model"), [
+    ("check", "lstm"), ("first", "gpt2-medium"), ("large", "vit-large"), ("auto", "unet"),
+    ("recorded", "gpt2-dropout")])
+def test_pieces_of_the_benchmark_run(piece: str, model: str, tmp_path: Path) -> None:
+    done = over_stub("python", "benchmarks/gpu.py", piece, "--tiny", "--steps", "1", "--models", model,
+                     "--out", str(tmp_path), RKMATE_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    rows = json.loads((tmp_path / f"{piece}.json").read_text(encoding="utf-8"))
+    assert rows and not [r for r in rows if "failed" in r], rows
+
+
+def test_auto_holds_what_is_given(tmp_path: Path) -> None:
+    """A U-Net of more than the device has, ten steps with AdamW: nothing beyond what was free, and no second
+    try of an allocation."""
+    done = over_stub("python", "benchmarks/gpu.py", "auto", "--models", "unet", "--out", str(tmp_path),
+                     FAKE_GPU_GIB="1.3", RKMATE_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    [row] = json.loads((tmp_path / "auto.json").read_text(encoding="utf-8"))
+    assert row["reserved_mib"] <= row["given_mib"] and row["retries"] == 0 and row["of_own_peak"] < 1, row

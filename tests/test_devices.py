@@ -15,7 +15,7 @@ import rkmate
 from rkmate import device as devices
 from rkmate.cli.main import main as run
 from rkmate.device.elsewhere import Elsewhere, planning_for
-from rkmate.devices import A100, H100, H200, NAMES, T4, known
+from rkmate.devices import A100, GPU, H100, H200, NAMES, T4, called, known
 from rkmate.graph.capture.attention_elsewhere import kernel_of
 from rkmate.measure.reductions_on_gpus import reduction_bytes
 
@@ -134,6 +134,14 @@ def test_names() -> None:
     assert known("H100") is H100 and known("A100-80") is known("a100_80") is A100 and known("cuda") is None
     assert all(known(name) is gpu for name, gpu in NAMES.items())
     assert H100.is_called("NVIDIA H100 80GB HBM3") and not H200.is_called("NVIDIA H100 80GB HBM3")
+
+
+@pytest.mark.parametrize(("name", "gpu"), [
+    ("NVIDIA A100-SXM4-80GB", rkmate.devices.A100), ("NVIDIA A100-SXM4-40GB", rkmate.devices.A100_40),
+    ("NVIDIA A100 80GB PCIe", rkmate.devices.A100), ("Tesla V100-SXM2-16GB", rkmate.devices.V100),
+    ("NVIDIA H200", H200), ("NVIDIA L40S", rkmate.devices.L40S), ("NVIDIA L40", None), ("Tesla T4", T4)])
+def test_what_torch_calls_a_gpu(name: str, gpu: GPU | None) -> None:
+    assert called(name) is gpu
 
 
 def test_rates() -> None:

@@ -12,7 +12,7 @@ import torch
 from rkmate.device import cuda_copies, history
 from rkmate.device.copy_engine import CopyEngine, StepCopies
 from rkmate.device.protocol import MemoryState
-from rkmate.devices import A100, GPU, NAMES, Rates
+from rkmate.devices import A100, GPU, Rates, called
 from rkmate.errors import ArgumentError
 from rkmate.ir.allocator import ROUNDING, CachingAllocator, Held, Segment
 from rkmate.ir.peak import Peak
@@ -33,7 +33,7 @@ idle one would wait for each launch."""
 @functools.lru_cache
 def _rates_of(name: str) -> Rates:
     """Of the GPU that torch calls so; those of an A100 for others."""
-    return next((gpu for gpu in NAMES.values() if gpu.is_called(name)), A100).expected
+    return (called(name) or A100).expected
 
 
 class CudaStatistics:

@@ -9,6 +9,7 @@ Uses private names of torch (how many refer to a storage); tested with torch 2.1
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -37,14 +38,29 @@ class Recorder:
     def record(self, run: Callable[[], T], generators: Sequence[torch.Generator] = ()
                ) -> tuple[Callable[[], None], T]:
         """Record what `run` asks for: a function that replays it, and the result, whose tensors each replay
-        writes. `generators`: those that it draws from beside the default one."""
+        writes. `generators`: those that it draws from beside the default one. The current stream stays what
+        it is where recording fails, too."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        with torch.cuda.device(self.device), \
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)), \
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         return graph.replay, result
+
+    @contextmanager
+    def waiting_is_an_error(self) -> Iterator[None]:
+        """Operations that make the host wait for the device raise `RuntimeError`, as far as torch knows them;
+        in the whole process. A recording that such an operation breaks off leaves the allocator in the middle
+        of it."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")         # torch says once that it does not know all of them
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def generators(self, names: Sequence[str]) -> list[torch.Generator]:
         """One for each random operation; those of one name will draw the same."""

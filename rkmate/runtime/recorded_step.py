@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from rkmate import device as devices
 from rkmate.device.dispatch import all_ordinary
 from rkmate.device.graphs import Recorder, can_record, users
+from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.runtime.environment import Environment, check_versions
 from rkmate.runtime.executable import PlannedStep
@@ -95,14 +97,25 @@ class RecordedStep:
         quick = all_ordinary(sources.values())
         with torch.no_grad(), without_autocast(step.device), unrecorded(quick):
             try:
+                self._rehearse(sources)
                 self._forward, self._outputs = recorder.record(lambda: step.run_forward(env), first)
                 self._backward, self._grads = recorder.record(
                     lambda: step.run_backward(env, dict(self._tangents)), second)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise ArgumentError(f"{_OPTION}: the step cannot be recorded; an operation asks the host, or "
                                     f"needs it to wait: {error}") from error
         env.clear()
         self._unshared = {k: users(g) for k, g in self._grads.items()}
+
+    def _rehearse(self, sources: dict[str, torch.Tensor]) -> None:
+        """Run the step once, without any effect, to find operations that wait for the device."""
+        env = Environment(sources, {}, self._step.device, dry=True)
+        with self._recorder.waiting_is_an_error(), unchanged_random_state(devices.of(self._step.device)):
+            self._step.run_forward(env)
+            self._step.run_backward(env, dict(self._tangents))
+        env.clear()
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether parameters, buffers and constants stand where they stood."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import rkmate
 from rkmate.errors import ArgumentError, BackwardError
+from rkmate.runtime import recorded_step
 
 X = torch.zeros(4, 8)
 
@@ -37,6 +40,37 @@ def _wrapped(model: nn.Module, x: torch.Tensor, **more: Any) -> Any:
 def test_it_takes_a_cuda_device() -> None:
     with pytest.raises(ArgumentError, match="records the step on a CUDA device, and the model is on cpu"):
         _wrapped(_model(), X)
+
+
+class _Waiting:
+    """Stands for a recorder where an operation of every step waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def generators(self, names: Sequence[str]) -> list[torch.Generator]:
+        return [torch.Generator() for _ in names]
+
+    @contextmanager
+    def waiting_is_an_error(self) -> Iterator[None]:
+        yield
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+
+def test_a_step_that_waits_is_refused_before_anything_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the step that finds it out leaves no trace: no statistics, no draws."""
+    monkeypatch.setattr(recorded_step, "can_record", lambda device: True)
+    monkeypatch.setattr(recorded_step, "Recorder", _Waiting)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
+    module = _wrapped(model, X + 1)
+    module(X + 1).sum().backward()
+    statistics, random = copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()
+    gradients = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    with pytest.raises(ArgumentError, match=r"an operation asks the host.*synchronizing"):
+        module(X + 1)
+    assert all(torch.equal(statistics[name], b) for name, b in model.named_buffers())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
 
 
 @pytest.fixture
@@ -130,3 +164,24 @@ def test_another_place_is_another_recording(x: torch.Tensor) -> None:
     first.weight = nn.Parameter(first.weight.detach().clone())
     module(x).sum().backward()
     assert module._latest.recorded is not recordings[0] and first.weight.grad is not None
+
+
+class _ThroughTheHost(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x).cpu().sigmoid().to(x.device))
+        return y
+
+
+@pytest.mark.gpu
+def test_an_operation_that_waits_is_refused_and_the_process_goes_on(x: torch.Tensor) -> None:
+    module = _wrapped(_ThroughTheHost().cuda(), x)
+    module(x).sum().backward()
+    stream = torch.cuda.current_stream()
+    with pytest.raises(ArgumentError, match="asks the host"):
+        module(x)
+    assert torch.cuda.current_stream() == stream and torch.cuda.get_sync_debug_mode() == 0
+    test_steps_follow_one_another(x, 0.0, "save-all")
