@@ -118,6 +118,7 @@ class DiskCopies:
         tensor, start = away.form.over(storage), storage.data_ptr()
         transfer = Transfer(len(away.parts), self._back_buffers)
         self._coming[key] = tensor, transfer
+        file.lanes.start()
         for part, expected in zip(away.parts, away.checksums, strict=True):
             file.lanes.back.put(Chunk(transfer, start + part.start, part.size, part.offset, part.buffered,
                                       expected))

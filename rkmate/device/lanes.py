@@ -162,10 +162,13 @@ class Lanes:
         self._lanes = [Lane(k % LANES, self.back if k >= LANES else self.out,
                             descriptor.read if k >= LANES else descriptor.write) for k in range(2 * LANES)]
         self._starting = threading.Lock()
+        self._stopped = False
 
     def start(self) -> None:
-        """Start the threads, where they do not run."""
+        """Start the threads, where they do not run. Raises `RuntimeError`: not after `stop`."""
         with self._starting:
+            if self._stopped:
+                raise RuntimeError("the threads that copy have ended, as the process does")
             for lane in self._lanes:
                 if lane.thread is None:
                     thread = threading.Thread(target=lane.work, args=(self._keep,), name="rkmate copies",
@@ -178,8 +181,10 @@ class Lanes:
         return threading.current_thread() in [lane.thread for lane in self._lanes]
 
     def stop(self) -> None:
-        """End the threads when they have done what they were given; the file is closed then."""
+        """End the threads; the file is closed then. Nobody waits for what they were given."""
+        self._stopped = True
         for lane in self._lanes:
+            lane.stopped = True
             lane.queue.put(None)
         if not self.here():
             for lane in self._lanes:
@@ -217,6 +222,8 @@ class Lane:
         """Whose chunk it moves now."""
         self.working = threading.Lock()
         """Held while it moves a chunk."""
+        self.stopped = False
+        """Set when it is to move no more."""
         self._number, self._move = number, move
 
     def work(self, _keep: object) -> None:
@@ -225,7 +232,9 @@ class Lane:
             error: BaseException | None = None
             with self.working:
                 self.transfer = transfer = chunk.transfer       # first this, and then the question
-                if not transfer.given_up and transfer.error is None:
+                if self.stopped:
+                    error = OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                elif not transfer.given_up and transfer.error is None:
                     try:
                         self._move(chunk, self._number)
                     except BaseException as caught:

@@ -224,7 +224,9 @@ def test_engines_of_a_folder_share_a_file_until_nobody_has_it(tmp_path: Path) ->
     call.leave("a")
     one.close()
     other.close()
-    assert same(call.back("a"), some(5000))
+    found = call.back("a")
+    call.arrive("a")
+    assert same(found, some(5000))
     with pytest.raises(OffloadError, match="nothing more is sent there"):
         one.open()
     call.close()
