@@ -109,7 +109,7 @@ def test_a_file_that_ends_early(engine: CopyEngine, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", lambda *_: 0)
         call.back("a")
-        with pytest.raises(OffloadError, match="1,048,576 bytes could not be read .only 0 bytes of"):
+        with pytest.raises(OffloadError, match=r"1,048,576 bytes could not be read \(only 0 bytes of"):
             call.arrive("a")
     call.close()
 
