@@ -29,10 +29,10 @@ from rkmate.device.lanes import BLOCK, CHUNK, LANES, Descriptor, Lanes, Transfer
 from rkmate.device.room import Extent, Room
 from rkmate.support.warn import warn
 
-SMALL_BUFFER = 2**17
-"""Bytes of a thread's buffer, where it serves for the ends of tensors alone."""
-ALIGNED = 64
-"""Of torch's own memory."""
+BUFFER_BYTES = 2 * LANES * CHUNK + BLOCK
+"""Of a call: one for each thread, and what aligning them takes."""
+_ALIGNED = (64, 512)
+"""Of memory: as torch's is, and as many disks want it."""
 _MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _NAME = "rkmate-*-*.away"
 
@@ -54,21 +54,16 @@ class AwayFile:
     def __init__(self, folder: Path) -> None:
         """Raises `OSError`: nothing can be written there."""
         self.folder = folder
-        self._descriptor, self.reaches_memory = _opened(folder)
+        self._descriptor = _opened(folder)
         self._abandoned: deque[Abandoned] = deque()
         self.lanes = Lanes(self._descriptor, self._abandoned)
         self.room = Room(BLOCK, functools.partial(_reserve, self._descriptor))
         self.closing = weakref.finalize(self, self.lanes.stop)
 
     @property
-    def buffer(self) -> int:
-        """Bytes of a thread's buffer."""
-        return SMALL_BUFFER if self.reaches_memory else CHUNK
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Of a call's buffers, and what aligning them takes."""
-        return 2 * LANES * self.buffer + BLOCK
+    def aligned(self) -> int:
+        """Where memory should begin, to be read and written as it stands: see `Descriptor.aligned`."""
+        return self._descriptor.aligned
 
     def abandon(self, call: Abandoned) -> None:
         """Of a call that was collected in one of the threads."""
@@ -111,8 +106,8 @@ def shared(folder: str | Path) -> AwayFile:
         return found
 
 
-def _opened(folder: Path) -> tuple[Descriptor, bool]:
-    """A file without a name; and whether the disk can read and write torch's memory as it stands."""
+def _opened(folder: Path) -> Descriptor:
+    """A file without a name."""
     for left in folder.glob(_NAME):         # those in use have no name, and those that get one now need none
         with contextlib.suppress(OSError):
             left.unlink()
@@ -123,14 +118,15 @@ def _opened(folder: Path) -> tuple[Descriptor, bool]:
             if kind := _kind(folder):
                 _warn_once(folder, f"{folder} is memory ({kind}), not a disk: what is sent there takes the "
                                    "machine's memory all the same. Give a folder on a disk")
-            return descriptor, _writes(descriptor, ALIGNED)
+            descriptor.aligned = next((a for a in _ALIGNED if _writes(descriptor, a)), BLOCK)
+            return descriptor
     descriptor = _nameless(folder, 0)
     if descriptor is None:
         raise OSError(errno.EIO, "a first write failed")
     _warn_once(folder, f"{folder} refuses direct reads and writes: what is sent there goes through the "
                        "system's cache, which takes longer, and memory for a while. Give a folder on a disk "
                        "of this machine")
-    return descriptor, True
+    return descriptor
 
 
 def _nameless(folder: Path, direct: int) -> Descriptor | None:

@@ -125,9 +125,8 @@ class HostCopies:
                                f"({error})") from error
         expected = _checksum(content) if self._verify else None
         pool.out.wait_event(self._now().record_event())
-        if pool.read is not None:
-            pool.out.wait_event(pool.read)
-            pool.read = None
+        if (read := pool.read) is not None:
+            pool.out.wait_event(read)
         self._leaving[key] = tensor
         with torch.cuda.stream(pool.out):
             for there, here in pool.parts(extents, content):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from rkmate.device.away_bytes import AwayBytes
-from rkmate.device.away_file import ALIGNED, Abandoned, AwayFile, shared
+from rkmate.device.away_file import BUFFER_BYTES, Abandoned, AwayFile, shared
 from rkmate.device.forms import Form
 from rkmate.device.lanes import BLOCK, CHUNK, LANES, Chunk, Mismatch, Transfer, checksum
 from rkmate.device.room import Extent
@@ -21,9 +21,12 @@ from rkmate.errors import ArgumentError, OffloadError
 class FolderEngine:
     """Sends to the file that this process has in a folder. Engines of one folder share it."""
 
+    buffer_bytes = BUFFER_BYTES
+
     def __init__(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> None:
         """`most_bytes`: of the storages that its calls have away at once (in the file the end of each takes a
-        whole block of 4 KiB). `verify`: what comes back must have the checksum of what went.
+        whole block of 4 KiB, and its begin another). `verify`: what comes back must have the checksum of what
+        went.
 
         Raises:
             ArgumentError: nothing can be written to the folder.
@@ -34,7 +37,6 @@ class FolderEngine:
         except OSError as error:
             raise ArgumentError(f"offload is {place!r}, where nothing can be sent ({_reason(error)}): give a "
                                 "folder that is there and can be written, on a disk with room") from error
-        self.buffer_bytes = self._file.buffer_bytes
         self._process = os.getpid()
         self._bytes = AwayBytes(place, most_bytes)
 
@@ -70,10 +72,10 @@ class DiskCopies:
         self._leaving: dict[str, tuple[torch.Tensor, Transfer]] = {}
         self._coming: dict[str, tuple[torch.Tensor, Transfer]] = {}
         file.sweep()
-        self._buffers: torch.Tensor | None = torch.empty(file.buffer_bytes, dtype=torch.uint8, device="cpu")
+        self._buffers: torch.Tensor | None = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
         """None once it is closed."""
         start = -(-self._buffers.data_ptr() // BLOCK) * BLOCK
-        places = tuple(start + k * file.buffer for k in range(2 * LANES))
+        places = tuple(start + k * CHUNK for k in range(2 * LANES))
         self._out_buffers, self._back_buffers = places[:LANES], places[LANES:]
 
     def out(self, key: str, tensor: torch.Tensor) -> None:
@@ -83,20 +85,22 @@ class DiskCopies:
             raise ValueError(f"{key} was sent away before")
         form, start = Form.of(tensor), tensor.untyped_storage().data_ptr()
         self._bytes.add(self, form.nbytes)
+        before = -start % file.aligned
+        if before >= min(BLOCK, form.nbytes):
+            before = 0
         try:
-            extents = file.room.take(form.nbytes)
+            extents = file.room.take(form.nbytes + (BLOCK - before if before else 0))
         except OSError as error:
             self.away_bytes -= form.nbytes
             raise self._error(f"there is no room for {form.nbytes:,} bytes", error) from error
-        direct = file.reaches_memory and start % ALIGNED == 0
-        parts = tuple(_parts(extents, form.nbytes, CHUNK if direct else file.buffer, direct=direct))
+        parts = tuple(_parts(extents, form.nbytes, before))
         sums = tuple(checksum(start + p.start, p.size) if self._verify else None for p in parts)
         self._away[key] = _Away(form, extents, parts, sums)
         transfer = Transfer(len(parts), self._out_buffers)
         self._leaving[key] = tensor, transfer
         file.lanes.start()
         for part in parts:
-            file.lanes.out.put(Chunk(transfer, start + part.start, part.size, part.offset, part.buffered))
+            file.lanes.out.put(Chunk(transfer, start + part.start, part.size, part.offset))
 
     def leave(self, key: str) -> None:
         """See `StepCopies.leave`."""
@@ -118,9 +122,9 @@ class DiskCopies:
         tensor, start = away.form.over(storage), storage.data_ptr()
         transfer = Transfer(len(away.parts), self._back_buffers)
         self._coming[key] = tensor, transfer
+        file.lanes.start()
         for part, expected in zip(away.parts, away.checksums, strict=True):
-            file.lanes.back.put(Chunk(transfer, start + part.start, part.size, part.offset, part.buffered,
-                                      expected))
+            file.lanes.back.put(Chunk(transfer, start + part.start, part.size, part.offset, expected))
         return tensor
 
     def arrive(self, key: str) -> None:
@@ -189,7 +193,6 @@ class _Part(NamedTuple):
     size: int
     offset: int
     """In the file."""
-    buffered: bool
 
 
 @dataclass(frozen=True)
@@ -203,18 +206,19 @@ class _Away:
     """Of each part; None where nothing is verified."""
 
 
-def _parts(extents: list[Extent], size: int, most: int, *, direct: bool) -> Iterator[_Part]:
-    """A storage of `size` bytes in parts of at most `most`. `direct`: the disk takes its whole blocks as they
-    stand."""
+def _parts(extents: list[Extent], size: int, before: int) -> Iterator[_Part]:
+    """A storage of `size` bytes: the `before` bytes before memory that the disk takes as it stands, whole
+    blocks of that, and what is left."""
     done = 0
     for extent in extents:
-        end, ahead = min(done + extent.size, size), extent.offset - done
-        while done < end:
-            some = min(most, end - done)
-            if direct and some >= BLOCK:
+        offset, end = extent.offset, extent.offset + extent.size
+        while offset < end and done < size:
+            some = min(before - done if done < before else CHUNK, size - done, end - offset)
+            if some > BLOCK:
                 some -= some % BLOCK
-            yield _Part(done, some, done + ahead, not direct or some < BLOCK)
+            yield _Part(done, some, offset)
             done += some
+            offset += -(-some // BLOCK) * BLOCK
 
 
 def _reason(error: BaseException) -> str:

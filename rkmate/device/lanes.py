@@ -23,7 +23,7 @@ LANES = 2
 BLOCK = 4096
 """Direct reads and writes are in multiples of so many bytes, in the file and in memory."""
 CHUNK = 2**20
-"""Bytes that are moved at a time, at most."""
+"""Bytes that are moved at a time, at most, and of a thread's buffer."""
 _LOOK_SECONDS = 2e-4
 """Between looks at a thread that is to be done with a chunk."""
 
@@ -65,8 +65,6 @@ class Chunk:
     size: int
     offset: int
     """In the file."""
-    buffered: bool
-    """Whether it takes the way over a buffer, because the disk cannot read or write its memory."""
     checksum: int | None = None
     """Which its bytes should have when they are back."""
 
@@ -82,6 +80,9 @@ class Descriptor:
         self.number = number
         self.direct = direct
         """Whether reads and writes pass by the system's cache of pages."""
+        self.aligned = BLOCK if direct else 1
+        """Whole blocks of memory at multiples of it are read and written as they stand; what is elsewhere is
+        copied to a buffer, or from one."""
 
     def close(self) -> None:
         """Close it, once."""
@@ -93,9 +94,10 @@ class Descriptor:
 
     def write(self, chunk: Chunk, lane: int) -> None:
         """From memory to the file."""
-        if chunk.buffered:
-            ctypes.memmove(chunk.transfer.buffers[lane], chunk.address, chunk.size)
-        view, done = self._view(chunk, lane), 0
+        buffer = self._buffer(chunk, lane)
+        if buffer:
+            ctypes.memmove(buffer, chunk.address, chunk.size)
+        view, done = memory(buffer or chunk.address, -(-chunk.size // BLOCK) * BLOCK), 0
         while done < chunk.size:
             some = os.pwrite(self.number, view[done:], chunk.offset + done)
             done = _advanced(done, some, chunk.size, "written")
@@ -105,22 +107,21 @@ class Descriptor:
 
     def read(self, chunk: Chunk, lane: int) -> None:
         """From the file to memory."""
-        view, done = self._view(chunk, lane), 0
+        buffer = self._buffer(chunk, lane)
+        view, done = memory(buffer or chunk.address, -(-chunk.size // BLOCK) * BLOCK), 0
         while done < chunk.size:
             some = os.preadv(self.number, [view[done:]], chunk.offset + done)
             done = _advanced(done, some, chunk.size, "read")
-        if chunk.buffered:
-            ctypes.memmove(chunk.address, chunk.transfer.buffers[lane], chunk.size)
+        if buffer:
+            ctypes.memmove(chunk.address, buffer, chunk.size)
         if not self.direct:
             self._forget(chunk)
         if chunk.checksum is not None and checksum(chunk.address, chunk.size) != chunk.checksum:
             raise Mismatch
 
-    def _view(self, chunk: Chunk, lane: int) -> memoryview:
-        """Whole blocks of memory."""
-        if chunk.buffered:
-            return memory(chunk.transfer.buffers[lane], -(-chunk.size // BLOCK) * BLOCK)
-        return memory(chunk.address, chunk.size)
+    def _buffer(self, chunk: Chunk, lane: int) -> int:
+        """The address of the buffer that a chunk takes its way over; 0 for none."""
+        return chunk.transfer.buffers[lane] if chunk.address % self.aligned or chunk.size % BLOCK else 0
 
     def _forget(self, chunk: Chunk) -> None:
         """The system need not keep the pages."""
@@ -162,10 +163,13 @@ class Lanes:
         self._lanes = [Lane(k % LANES, self.back if k >= LANES else self.out,
                             descriptor.read if k >= LANES else descriptor.write) for k in range(2 * LANES)]
         self._starting = threading.Lock()
+        self._stopped = False
 
     def start(self) -> None:
-        """Start the threads, where they do not run."""
+        """Start the threads, where they do not run. Raises `RuntimeError`: not after `stop`."""
         with self._starting:
+            if self._stopped:
+                raise RuntimeError("the threads that copy have ended, as the process does")
             for lane in self._lanes:
                 if lane.thread is None:
                     thread = threading.Thread(target=lane.work, args=(self._keep,), name="rkmate copies",
@@ -178,8 +182,10 @@ class Lanes:
         return threading.current_thread() in [lane.thread for lane in self._lanes]
 
     def stop(self) -> None:
-        """End the threads when they have done what they were given; the file is closed then."""
+        """End the threads; the file is closed then. Nobody waits for what they were given."""
+        self._stopped = True
         for lane in self._lanes:
+            lane.stopped = True
             lane.queue.put(None)
         if not self.here():
             for lane in self._lanes:
@@ -217,6 +223,8 @@ class Lane:
         """Whose chunk it moves now."""
         self.working = threading.Lock()
         """Held while it moves a chunk."""
+        self.stopped = False
+        """Set when it is to move no more."""
         self._number, self._move = number, move
 
     def work(self, _keep: object) -> None:
@@ -225,7 +233,9 @@ class Lane:
             error: BaseException | None = None
             with self.working:
                 self.transfer = transfer = chunk.transfer       # first this, and then the question
-                if not transfer.given_up and transfer.error is None:
+                if self.stopped:
+                    error = OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                elif not transfer.given_up and transfer.error is None:
                     try:
                         self._move(chunk, self._number)
                     except BaseException as caught:

@@ -14,7 +14,7 @@ from rkmate.errors import ArgumentError, OffloadError
 from rkmate.measure.bandwidth import measure_link
 from rkmate.measure.meter import measure_peak
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 MIB = 2**20
 
 
