@@ -17,7 +17,7 @@ from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import device_share
 from rkmate.pipeline.loss_inside import loss_inside, traceable
-from rkmate.pipeline.offload import Offload, offload_of
+from rkmate.pipeline.offload import Offload, Place, offload_of
 from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
@@ -40,7 +40,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          plan: Plan | None = None, costs: str | None = None, verify: bool = True,
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
          training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
-         gradients: Gradients | None = None, compile: Compile | None = None, offload: str | None = None,
+         gradients: Gradients | None = None, compile: Compile | None = None, offload: Place | None = None,
          offload_bytes: int | str | None = None, settings: Settings | None = None,
          loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          loss_kwargs: Mapping[str, Any] | None = None,
@@ -158,7 +158,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
           plan: Plan | None = None, costs: str | None = None, verify: bool = True,
           on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
           training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
-          gradients: Gradients | None = None, compile: Compile | None = None, offload: str | None = None,
+          gradients: Gradients | None = None, compile: Compile | None = None, offload: Place | None = None,
           offload_bytes: int | str | None = None, settings: Settings | None = None) -> _M:
     """Make a module train inside a memory budget, in place: it stays what it is for everything else.
 
@@ -237,7 +237,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
          costs: str | None = None, trains: str | int | Sequence[str | int] | None = None,
          training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
-         gradients: Gradients | None = None, compile: Compile | None = None, offload: str | None = None,
+         gradients: Gradients | None = None, compile: Compile | None = None, offload: Place | None = None,
          offload_bytes: int | str | None = None, settings: Settings | None = None,
          loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          loss_kwargs: Mapping[str, Any] | None = None, device: GPU | str | None = None) -> Plan:
@@ -265,7 +265,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
              progress: bool = True, costs: str | None = None,
              trains: str | int | Sequence[str | int] | None = None, training: bool | None = None,
              planning_seconds: float | None = None, gradients: Gradients | None = None,
-             compile: Compile | None = None, offload: str | None = None,
+             compile: Compile | None = None, offload: Place | None = None,
              offload_bytes: int | str | None = None, settings: Settings | None = None,
              loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
              loss_kwargs: Mapping[str, Any] | None = None, device: GPU | str | None = None) -> Curve:

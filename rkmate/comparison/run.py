@@ -19,7 +19,7 @@ from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss_inside import trains_of
-from rkmate.pipeline.offload import offload_of
+from rkmate.pipeline.offload import Place, offload_of
 from rkmate.pipeline.planning import attempted
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
@@ -43,7 +43,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
              costs: Literal["measured", "analytic"] | None = None,
              trains: str | int | Sequence[str | int] | None = None,
             gradients: Gradients | None = None, compile: Compile | None = None,
-            offload: str | None = None, offload_bytes: int | str | None = None,
+            offload: Place | None = None, offload_bytes: int | str | None = None,
             settings: Settings | None = None) -> Comparison:
     """Every planner on one model at equal budgets.
 

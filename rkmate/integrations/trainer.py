@@ -13,6 +13,7 @@ from torch import nn
 
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.pipeline.offload import Place
 from rkmate.pipeline.settings import Compile, Gradients, Settings
 from rkmate.public import apply, remove
 from rkmate.runtime.apply import planned_call_of
@@ -47,7 +48,7 @@ class _BudgetCallback:
     def __init__(self, budget: int | float | str, *, planner: str = "rockmate", costs: str | None = None,
                  trains: str | int | Sequence[str | int] | None = None,
                  gradients: Gradients | None = None, compile: Compile | None = None,
-                 offload: str | None = None, offload_bytes: int | str | None = None,
+                 offload: Place | None = None, offload_bytes: int | str | None = None,
                  settings: Settings | None = None,
                  on_new_shape: NewShape = "plan", progress: bool = True, verify: bool = True,
                  planning_seconds: float | None = None) -> None:

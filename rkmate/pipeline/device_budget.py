@@ -19,7 +19,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.loss_inside import traceable
-from rkmate.pipeline.offload import offload_of
+from rkmate.pipeline.offload import Place, offload_of
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
 from rkmate.pipeline.reserved import LEFT_ALONE
@@ -121,7 +121,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
                    most: int = 1 << 16, costs: str = "measured",
                    trains: str | int | Sequence[str | int] | None = None,
                    gradients: Gradients = "returned", compile: Compile = False, progress: bool = True,
-                   calls: int = 1, device: GPU | str | None = None, offload: str | None = None,
+                   calls: int = 1, device: GPU | str | None = None, offload: Place | None = None,
                    offload_bytes: int | str | None = None) -> BatchSize:
     """The largest batch whose training step fits in a device, and what it costs.
 

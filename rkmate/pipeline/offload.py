@@ -57,6 +57,10 @@ class Offload:
             return engine.buffer_bytes
 
 
+Place = str | os.PathLike[str] | Offload
+"""As users write one."""
+
+
 def offload_of(place: Any, most: Any) -> Offload | None:
     """What a user gave as `offload` and `offload_bytes`. Raises `ArgumentError` for what is neither."""
     if place is None:
