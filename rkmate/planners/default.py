@@ -92,8 +92,8 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True)
 class Default:
-    """The planner. Its bound holds for schedules that run each backward computation once, in order; where data
-    can be sent away, for those of them that run the forward in order, too, and send forward values."""
+    """The planner. Its bound holds for schedules that run each backward computation once, in order; where
+    data can be sent away, for those of them that run the forward in order, too, and send forward values."""
 
     settings: PlannerSettings | None = None
     """None: the default settings."""

@@ -24,8 +24,8 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
            reserve_at_loss: int = 0) -> Schedule:
     """A schedule at least as fast as `schedule`, whose simulated peak is within `budget` bytes.
 
-    `schedule` itself must be within the budget. One with copies is returned as it is: what they spare is spent
-    already.
+    `schedule` itself must be within the budget. One with copies is returned as it is: what they spare is
+    spent already.
     """
     if schedule.copied:
         return schedule

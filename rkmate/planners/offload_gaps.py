@@ -24,8 +24,8 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Gaps:
-    """The moments of a schedule, and its gaps, by D node and then by time: one entry of each array from `d` on
-    for each gap."""
+    """The moments of a schedule, and its gaps, by D node and then by time: one entry of each array from `d`
+    on for each gap."""
 
     schedule: Schedule
     begins: Ints
@@ -98,7 +98,7 @@ def gaps_of(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = (),
         node, kernel = graph.c[step.c], kernel_of(graph, step)
         seconds.append(kernel.time)
         donor = in_place_donor(graph, schedule.steps, k)
-        if donor is not None:       # what is there right before may be more than what is there with its output
+        if donor is not None:       # right before there may be more than there is with its output
             memory[-1] = max(memory[-1], timeline[k] - kernel.overhead - graph.bytes(node.outputs)
                              + graph.d[donor].size)
         for j in set(node.inputs):

@@ -1,8 +1,8 @@
 """Recomputation and copies together: whose copies make the fastest step.
 
 A schedule for a larger budget recomputes less, and copies bring it within the smaller one; how much larger
-is best is tried out. Then recomputations are traded for copies, those first that take longest for the bytes of
-what they make, and copies that are waited for are traded for recomputations.
+is best is tried out. Then recomputations are traded for copies, those first that take longest for the bytes
+of what they make, and copies that are waited for are traded for recomputations.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rkmate.ir.schedule import Schedule
 from rkmate.planners.offload import Offloaded, offload
@@ -68,9 +69,9 @@ class Offloading:
             if least.peak > budget:
                 return replace(infeasible(search.note), bound=search.bound, others=tuple(search.others))
             outcome = best([least], budget)
-        peak = problem.simulate(outcome.schedule).peak
-        known_least = [peak, *(c.peak for c in (*search.inside, *search.others))]
-        return replace(outcome, bound=min(search.bound, outcome.seconds), smallest=min(known_least),
+        assert outcome.schedule is not None
+        peaks = [problem.simulate(outcome.schedule).peak, *(c.peak for c in search.inside)]
+        return replace(outcome, bound=search.bound, smallest=min(peaks),
                        others=(*search.inside, *search.others))
 
     def _recompute(self, search: _Search, time_limit: float | None,
@@ -99,13 +100,10 @@ class Offloading:
 
     def smallest(self, problem: Problem) -> Candidate:
         """The schedule with the smallest peak that is known, with copies where they make it smaller."""
-        def make() -> Candidate:
-            plain = self.smallest_plan(without_link(problem))
-            found = [plain, *(c for base in (whole_step(problem), plain)
-                              if (c := _smallest_of(problem, base)) is not None)]
-            return min(found, key=lambda c: (c.peak, c.seconds))
-
-        return problem.once(("smallest with copies", self.settings), make)
+        plain = self.smallest_plan(without_link(problem))
+        found = [plain, *(c for base in (whole_step(problem), plain) if (c := problem.once(
+            ("smallest with copies", base.schedule), partial(_smallest_of, problem, base))) is not None)]
+        return min(found, key=lambda c: (c.peak, c.seconds))
 
 
 class _Search:

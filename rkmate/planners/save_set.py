@@ -114,7 +114,7 @@ def again(graph: CDGraph, kept: SaveSets, times: Sequence[int], pinned: Iterable
     """The backward nodes in order, each after the forward nodes that it needs to run again."""
     pinned = frozenset(pinned)
     always = kept.sent | pinned      # what is sent away is read as if it had stayed
-    there = kept.keep[0] | always
+    there = set(kept.keep[0] | always)
     order: list[int] = []
 
     def make(wanted: Iterable[int]) -> None:
