@@ -141,7 +141,7 @@ class Default:
             self._plan, self._smallest,
             lambda problem, budget: self.save_set.plan(problem, budget,
                                                        time_limit=min(settings.save_set_seconds, limit)),
-            min(settings.offload_seconds, limit))
+            min(settings.offload_seconds, limit), settings.gap_tolerance)
 
     def _plan(self, problem: Problem, budget: int, time_limit: float | None,
               known: Sequence[Candidate] | None) -> Outcome:

@@ -27,6 +27,8 @@ SMALL_GAPS = 96
 """Up to how many chosen gaps each is tried without, where something is waited for."""
 NEGLIGIBLE = 5e-5
 """Of the seconds of a step: what any copy is worth not being made."""
+STEP = 0.2
+"""How much of what is too much at the worst moment is chosen at a time."""
 AHEAD = 2.0
 """How much earlier than it must a copy back begins where there is room, in times of its seconds, and how much
 later data leaves: copies are not always as fast as they were measured."""
@@ -112,25 +114,34 @@ def _choose(placement: Placement, limit: int, most_bytes: int | None, until: flo
         gain = np.minimum(gaps.size * (count[covered] - count[leave]), total[covered] - total[leave])
         gain[asked | placement.chosen | ~allowed] = 0
         if gain.any():
-            best = int(np.argmax(gain / np.where(sent, seconds - gaps.out, seconds)))
-            asked[best] = placement.chosen[best] = True
+            score = gain / np.where(sent, seconds - gaps.out, seconds)
+            most = np.argsort(-score, kind="stable")[:int(np.count_nonzero(gain))]
+            if most_bytes is None:
+                most = most[:np.searchsorted(np.cumsum(gaps.size[most]), STEP * int(over.max())) + 1]
+            else:
+                most = most[:1]
+            asked[most] = placement.chosen[most] = True
             placement.changed()
             continue
-        # Nothing more without waiting: at the worst moment, what makes wait least for its bytes.
-        worst = int(np.argmax(over))
-        inside = (gaps.last < worst) & (worst < gaps.next) & (gaps.freed <= worst) & allowed \
-            & ~(placement.chosen & (leave <= worst) & (worst < fetch))
+        # Nothing more without waiting: at the first such moment, what makes wait least for its bytes.
+        first = int(np.argmax(over > 0))
+        inside = (gaps.last < first) & (first < gaps.next) & (gaps.freed <= first) & allowed \
+            & ~(placement.chosen & (leave <= first) & (first < fetch))
         if not inside.any():
             return False
-        late = np.where(worst < leave, np.maximum(ends - placement.at[worst], 0.0), 0.0)
-        late += np.where(worst >= fetch, np.maximum(placement.at[worst + 1] - starts, 0.0), 0.0)
-        price = (late + 1e-3 * np.where(placement.chosen, 0.0, seconds)) / np.minimum(gaps.size, over[worst])
+        leaves = np.where(first < leave, np.maximum(ends - placement.at[first], 0.0), 0.0)
+        arrives = np.where(first >= fetch, np.maximum(placement.at[first + 1] - starts, 0.0), 0.0)
+        price = (leaves + arrives + 1e-3 * np.where(placement.chosen, 0.0, seconds)) \
+            / np.minimum(gaps.size, over[first])
         best = int(np.argmin(np.where(inside, price, np.inf)))
         placement.chosen[best] = True
-        if worst < leave[best]:
-            placement.leave_by[best] = worst
-        if worst >= fetch[best]:
-            placement.fetch_from[best] = worst + 1
+        placement.at = placement.at.copy()
+        if first < leave[best]:
+            placement.leave_by[best] = first
+            placement.at[first + 1:] += leaves[best]
+        if first >= fetch[best]:
+            placement.fetch_from[best] = first + 1
+            placement.at[int(gaps.next[best]) + 1:] += arrives[best]
         placement.changed()
     return False
 

@@ -114,8 +114,9 @@ def gaps_of(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = (),
     table = np.array(rows, dtype=np.int64).reshape(-1, 5)
     size = np.array([graph.d[j].size for j in table[:, 0]], dtype=np.int64)
     link: Link = graph.link
+    d, before, last, following, freed = (np.ascontiguousarray(table[:, k]) for k in range(5))
     return Gaps(schedule, np.array([*begins, len(schedule.steps)], dtype=np.int64),
                 np.array(memory, dtype=np.int64), np.concatenate([[0.0], np.cumsum(seconds)]), loss,
-                *(np.ascontiguousarray(column) for column in table.T), size,  # type: ignore[arg-type]
+                d, before, last, following, freed, size,
                 link.seconds_per_copy + size / link.out_bytes_per_second,
                 link.seconds_per_copy + size / link.in_bytes_per_second)

@@ -27,6 +27,7 @@ DROPPED = 6
 """How often the number of recomputations that are dropped is halved, or moved by as much."""
 SMALLEST_TRIES = 12
 """How often the range of the smallest budget is halved, where the bytes that may be away are bounded."""
+ONCE = "nothing needs to be recomputed"
 NOTE = "what does not fit is copied away meanwhile"
 
 Plan = Callable[[Problem, int, float | None, Sequence[Candidate] | None], Outcome]
@@ -49,6 +50,8 @@ class Offloading:
     """What else is asked of the problem: its bound holds for schedules with copies."""
     seconds: float
     """How long copies may be looked for, beside what these take."""
+    near: float
+    """How near to its lower bound, relative to it, a schedule is good enough."""
 
     def search(self, problem: Problem, budget: int, time_limit: float | None,
                known: Sequence[Candidate] | None) -> Outcome:
@@ -56,12 +59,11 @@ class Offloading:
         one."""
         whole = whole_step(problem)
         if whole.peak <= budget:
-            return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds,
-                           note="nothing needs to be recomputed")
-        search = _Search(problem, budget, self.seconds)
+            return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds, note=ONCE)
+        search = _Search(problem, budget, self.seconds, self.near)
         search.take(c for c in known or () if c.schedule.copied)
-        search.send(replace(whole, note="nothing is recomputed"))
-        if search.fastest > whole.seconds * (1 + NEAR):
+        search.send(whole)
+        if not search.is_near:
             self._recompute(search, time_limit, known)
         outcome = best(search.inside, budget)
         if outcome.schedule is None:
@@ -83,7 +85,7 @@ class Offloading:
         search.note = outcome.note
         found = [*(plain or ()), *found_in(own, outcome)]
         search.take(found_in(own, outcome))
-        if search.fastest <= whole_step(problem).seconds * (1 + NEAR):
+        if search.is_near:
             return
         outcome = self.save_set(problem, budget)
         search.take(found_in(problem, outcome))
@@ -109,8 +111,8 @@ class Offloading:
 class _Search:
     """What is known of one budget."""
 
-    def __init__(self, problem: Problem, budget: int, seconds: float) -> None:
-        self.problem, self.budget = problem, budget
+    def __init__(self, problem: Problem, budget: int, seconds: float, near: float) -> None:
+        self.problem, self.budget, self.near = problem, budget, near
         self.bound = sum(c.time for c in problem.graph.c)
         self.note = ""
         self.inside: list[Candidate] = []
@@ -124,6 +126,11 @@ class _Search:
         """Of what fits."""
         return min((c.seconds for c in self.inside), default=math.inf)
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the fastest is near enough to the bound."""
+        return self.fastest <= self.bound * (1 + self.near)
+
     def take(self, candidates: Iterable[Candidate]) -> None:
         """Schedules as they are."""
         for c in candidates:
@@ -133,7 +140,7 @@ class _Search:
         """A schedule's computations with copies, where that may be faster than what is known; what came of
         it."""
         graph, start = self.problem.graph, time.perf_counter()
-        if self._left <= 0 or base.schedule in self._sent or base.schedule.copied \
+        if self._left <= 0 or self.is_near or base.schedule in self._sent or base.schedule.copied \
                 or base.schedule.seconds(graph) >= self.fastest * (1 - NEAR):
             return None
         self._sent.add(base.schedule)
@@ -150,15 +157,15 @@ class _Search:
         self._until = time.perf_counter() + self._left
         bases: dict[Schedule, Candidate] = {}
         for c in sorted(self.inside, key=lambda c: (c.seconds, c.peak)):
-            base = without_copies(self.problem.graph, c.schedule, self.problem.pinned)
-            bases.setdefault(base, replace(c, schedule=base))
+            alone = without_copies(self.problem.graph, c.schedule, self.problem.pinned)
+            bases.setdefault(alone, replace(c, schedule=alone))
         for base in list(bases.values())[:2]:
             self._drop_many(base)
         while not self._is_over() and self._trade_one():
             pass
 
     def _is_over(self) -> bool:
-        return time.perf_counter() > self._until
+        return self.is_near or time.perf_counter() > self._until
 
     def _drop_many(self, base: Candidate) -> None:
         """Without the dearest of its recomputations; how many, is looked for."""
@@ -204,8 +211,10 @@ class _Search:
 
 
 def _candidate(found: Offloaded, note: str) -> Candidate:
-    words = [part for part in (note, NOTE if found.schedule.copied and NOTE not in note else "") if part]
-    return Candidate(found.schedule, found.simulation.peak, found.simulation.seconds, ": ".join(words))
+    """With the note of the schedule that it comes from, where that still says how it recomputes."""
+    how = note.removesuffix(NOTE).removesuffix("; ") if found.schedule.recomputed() else ONCE
+    words = [part for part in (how, NOTE if found.schedule.copied else "") if part]
+    return Candidate(found.schedule, found.simulation.peak, found.simulation.seconds, "; ".join(words))
 
 
 def _sent(problem: Problem, schedule: Schedule, budget: int, until: float = math.inf) -> Offloaded | None:

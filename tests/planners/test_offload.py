@@ -82,10 +82,10 @@ def test_buffers_and_the_most_that_may_be_away() -> None:
 
 def test_a_value_returns_several_times() -> None:
     """A wide gap in the forward and one over the loss: one copy out, two back."""
-    graph = training_graph([[], [0], [1], [2], [3], [0, 4]], [40, 1, 1, 1, 1, 1], [4] * 6, [90] * 6, [0] * 6,
+    graph = training_graph([[], [0], [1], [2], [3], [0, 4]], [40, 1, 1, 1, 1, 1], [4] * 6, [0] * 6, [0] * 6,
                            [False] * 6)
-    wide = replace(graph.c[3], overhead=131)        # its backward has a gradient of 40 bytes beside it
-    graph = replace(graph, c=(*graph.c[:3], wide, *graph.c[4:])).verify()
+    graph = replace(graph, c=tuple(replace(c, overhead={3: 200, 8: 160}.get(i, 0))
+                                   for i, c in enumerate(graph.c))).verify()
     problem = linked(problem_of(graph, []), FAST)
     least = gaps_of(problem.graph, whole_step(problem).schedule).least
     found = passed(problem, least)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -23,6 +22,9 @@ from tests.planners.test_offload import links
 AMPLE = 30.0
 OWN = Default(PlannerSettings(save_set_seconds=AMPLE, first_seconds=AMPLE, smallest_seconds=1.0,
                               offload_seconds=AMPLE))
+
+
+QUICK = Default(PlannerSettings(save_set_seconds=0.3, first_seconds=0.2, offload_seconds=0.5))
 
 
 def small(seed: int) -> Problem:
@@ -95,10 +97,10 @@ def test_a_fast_link_leaves_nothing_to_recompute() -> None:
 
 def test_a_slow_link_does_part_of_the_work() -> None:
     """Faster than recomputation alone, and than copies alone."""
-    problem = linked(stack(6), Link(1.0, 1.0))
+    problem = linked(stack(6), Link(0.3, 0.3))
     budget = whole_step(problem).peak // 2
-    alone = OWN.plan(without_link(problem), budget)
-    found = OWN.plan(problem, budget)
+    alone = QUICK.plan(without_link(problem), budget)
+    found = QUICK.plan(problem, budget)
     assert found.schedule is not None and found.schedule.copied and found.schedule.recomputed()
     assert found.seconds < alone.seconds
 
@@ -108,9 +110,8 @@ def test_more_memory_is_never_slower() -> None:
     top = whole_step(problem).peak
     known: list[Candidate] = []
     before = float("inf")
-    quick = Default(replace(PlannerSettings(), first_seconds=0.2, save_set_seconds=0.2, offload_seconds=0.5))
     for k in range(8, 21, 3):
-        found = ask(quick, problem, top * k // 20, known=known or None)
+        found = ask(QUICK, problem, top * k // 20, known=known or None)
         assert found.seconds <= before * (1 + 1e-9)
         before = found.seconds
         known += found_in(problem, found)
