@@ -23,6 +23,8 @@ NEAR = 1e-9
 """Relative: what is nearer is equal."""
 SHARES = (0.6, 0.35, 0.15, 0.05)
 """How far between the budget and the whole step's peak larger budgets are asked, on a scale of ratios."""
+BASE_SECONDS = 1.5
+"""How long each of them may take, where what plans it can stop early."""
 DROPPED = 6
 """How often the number of recomputations that are dropped is halved, or moved by as much."""
 SMALLEST_TRIES = 12
@@ -93,7 +95,8 @@ class Offloading:
             search.bound = max(search.bound, outcome.bound)
         ratio = whole_step(problem).peak / budget
         for share in SHARES:
-            outcome = self.plan(own, int(budget * ratio ** share), time_limit, found)
+            seconds = BASE_SECONDS if time_limit is None else min(BASE_SECONDS, time_limit)
+            outcome = self.plan(own, int(budget * ratio ** share), seconds, found)
             found += found_in(own, outcome)
             search.take(found_in(own, outcome))
         for c in sorted(found, key=lambda c: c.seconds):
