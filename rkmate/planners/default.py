@@ -18,6 +18,7 @@ from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
 from rkmate.planners.dtr_offline import DtrOffline
 from rkmate.planners.finish import finish
 from rkmate.planners.lower_set_planner import LowerSetPlanner
+from rkmate.planners.offload_search import Offloading
 from rkmate.planners.protocol import (
     Candidate,
     Outcome,
@@ -91,7 +92,8 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True)
 class Default:
-    """The planner. Its bound holds for schedules that run each backward computation once, in order."""
+    """The planner. Its bound holds for schedules that run each backward computation once, in order; where
+    data can be sent away, for those of them that run the forward in order, too, and send forward values."""
 
     settings: PlannerSettings | None = None
     """None: the default settings."""
@@ -114,16 +116,32 @@ class Default:
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
-        return self._plan(problem, budget, time_limit, None)
+        return self._any(problem, budget, time_limit, None)
 
     def further(self, problem: Problem, budget: int, *, time_limit: float | None = None,
                 known: Sequence[Candidate] = ()) -> Outcome:
         """See `rkmate.planners.protocol.Composed`."""
-        return self._plan(problem, budget, time_limit, known)
+        return self._any(problem, budget, time_limit, known)
 
     def smallest_budget(self, problem: Problem, above: int) -> int:
         """See `rkmate.planners.protocol.Composed`."""
-        return self._smallest(problem).peak
+        least = self._smallest if problem.graph.link is None else self._offloading(math.inf).smallest
+        return least(problem).peak
+
+    def _any(self, problem: Problem, budget: int, time_limit: float | None,
+             known: Sequence[Candidate] | None) -> Outcome:
+        """With copies where the problem has a link."""
+        if problem.graph.link is None:
+            return self._plan(problem, budget, time_limit, known)
+        return self._offloading(time_limit).search(problem, budget, time_limit, known)
+
+    def _offloading(self, time_limit: float | None) -> Offloading:
+        settings, limit = self._settings, math.inf if time_limit is None else time_limit
+        return Offloading(
+            self._plan, self._smallest,
+            lambda problem, budget: self.save_set.plan(problem, budget,
+                                                       time_limit=min(settings.save_set_seconds, limit)),
+            min(settings.offload_seconds, limit), settings.gap_tolerance)
 
     def _plan(self, problem: Problem, budget: int, time_limit: float | None,
               known: Sequence[Candidate] | None) -> Outcome:

@@ -24,15 +24,18 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
            reserve_at_loss: int = 0) -> Schedule:
     """A schedule at least as fast as `schedule`, whose simulated peak is within `budget` bytes.
 
-    `schedule` itself must be within the budget.
+    `schedule` itself must be within the budget. One with copies is returned as it is: what they spare is
+    spent already.
     """
+    if schedule.copied:
+        return schedule
     pinned = tuple(pinned)
     best = without_waste(graph, schedule, pinned)
     for _ in range(_ROUNDS):
         dropped = _keep_more(graph, best, budget, pinned, reserve_at_loss)
         if not dropped:
             return best
-        order, loss_at = _drop(best, dropped)
+        order, loss_at = without_runs(best, dropped)
         shorter = without_waste(graph, from_order(graph, order, loss_at, pinned), pinned)
         if simulate(graph, shorter, pinned=pinned, reserve_at_loss=reserve_at_loss).peak > budget:
             return best
@@ -40,8 +43,8 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
     return best
 
 
-def _drop(schedule: Schedule, places: set[int]) -> tuple[list[int], int]:
-    """The order without the computations at some step indices, and where the loss stands then."""
+def without_runs(schedule: Schedule, places: set[int]) -> tuple[list[int], int]:
+    """A schedule's order without the computations at some step indices, and where the loss stands then."""
     order: list[int] = []
     loss_at = 0
     for k, step in enumerate(schedule.steps):

@@ -1,4 +1,8 @@
-"""All planners by name. The order is the order in which tables list them."""
+"""All planners by name. The order is the order in which tables list them.
+
+Where data can be sent away (`CDGraph.link`), "rockmate", "save-set" and "auto" copy it; all others recompute
+alone.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 The save-set program says which values are in memory at the loss and at a few checkpoint times of the
 backward; what a backward node misses is made again right before it, and stays until its last use. The
 place where the simulator finds too much memory becomes a checkpoint time, and the program is solved again.
+Where the graph has a link, what the program sends away is copied as `rkmate.planners.offload` finds best.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Compute, Loss
+from rkmate.planners.offload import offload
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, whole_step
 from rkmate.planners.save_set_program import SaveSetProgram, SaveSets, add_checkpoint_time
 
@@ -94,6 +96,11 @@ class _Search:
         order = list(range(graph.loss))
         order += again(graph, kept, times, self.problem.pinned)
         schedule = self.problem.schedule(order, graph.loss)
+        if graph.link is not None:
+            sent = offload(graph, schedule, self.budget, pinned=self.problem.pinned,
+                           reserve_at_loss=self.problem.reserve_at_loss, until=self.until)
+            if sent is not None:
+                return Candidate(sent.schedule, sent.simulation.peak, sent.simulation.seconds), None
         result = self.problem.simulate(schedule)
         found = Candidate(schedule, result.peak, result.seconds)
         steps, place = schedule.steps, result.peak_at
@@ -106,7 +113,8 @@ class _Search:
 def again(graph: CDGraph, kept: SaveSets, times: Sequence[int], pinned: Iterable[int]) -> list[int]:
     """The backward nodes in order, each after the forward nodes that it needs to run again."""
     pinned = frozenset(pinned)
-    there = set(kept.keep[0]) | pinned
+    always = kept.sent | pinned      # what is sent away is read as if it had stayed
+    there = set(kept.keep[0] | always)
     order: list[int] = []
 
     def make(wanted: Iterable[int]) -> None:
@@ -126,7 +134,7 @@ def again(graph: CDGraph, kept: SaveSets, times: Sequence[int], pinned: Iterable
     for b in range(graph.loss, len(graph.c)):
         if b == edge:
             make(sorted(keep))
-            there &= keep | pinned
+            there &= keep | always
             edge, keep = next(edges, (None, frozenset[int]()))
         make(graph.c[b].inputs)
         order.append(b)

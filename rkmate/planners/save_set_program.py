@@ -6,7 +6,7 @@ reads among what was kept or made anew since the last one, and so does a node th
 limited at checkpoint times only, which makes the program a relaxation: no schedule that runs each
 backward node once, in the graph's order, takes less time than its optimum (Checkmate's program, Jain et
 al., MLSys 2020, section 4, has a checkpoint time per node). Times are added where a solution turns out
-to need too much.
+to need too much. Where the graph has a link, values may also be sent away (`save_set_copies`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from rkmate.ilp.rows import Rows
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.gradients import gradient_memory
 from rkmate.ir.simulate import LOSS_SCALARS
+from rkmate.planners.offload_gaps import may_be_sent
+from rkmate.planners.save_set_copies import Copies
 
 GAP = 0.01
 """Relative gap, of what runs again, at which a solution is good enough."""
@@ -37,7 +39,9 @@ class SaveSets:
     keep: tuple[frozenset[int], ...]
     """Forward D nodes in memory at each checkpoint time."""
     bound: float
-    """No schedule of the class takes fewer seconds for what runs again."""
+    """No schedule of the class takes fewer seconds for what runs again, waits for copies included."""
+    sent: frozenset[int] = frozenset()
+    """Forward D nodes that are copied away, and back."""
 
 
 class SaveSetProgram:
@@ -52,6 +56,8 @@ class SaveSetProgram:
         """The C node of each D node; -1: what comes from outside."""
         self.reads = [tuple(j for j in c.inputs if self.forward(j)) for c in graph.c]
         """The forward values among each C node's inputs."""
+        self.sendable = may_be_sent(graph, self.pinned)
+        """The forward values that may be copied away; used where the graph has a link."""
         self._gradients = gradient_bytes(graph, self.pinned)
         self._programs: dict[tuple[int, ...], _Program] = {}
         # Seconds that it took to write the latest of them; one with more times takes longer.
@@ -112,21 +118,33 @@ class _Program:
         R = [{i: program.column(f"R_{t}_{i}", 0, 1, graph.c[i].time / self.second)
               for i in dict.fromkeys(made[j] for j in needed)} for t, needed in enumerate(self.needed)]
         budget = program.column("budget", 0)
+        copies = None if graph.link is None else Copies(
+            program, graph, graph.link, owner.sendable, self.needed, self.second, self.byte)
+        if copies is not None:
+            copies.write(K[0], R, times)
+        self.sendable = [] if copies is None else copies.sent
+
+        def comes(t: int, j: int) -> tuple[int, ...]:
+            return () if copies is None else copies.back(t, j)
+
         for t, (start, end) in enumerate(zip(times, ends, strict=True)):
             keep, again = K[t], R[t]
             for i, v in again.items():
                 for j in reads[i]:
-                    program.at_least(0, (keep[j], again[made[j]]), (v,))
+                    program.at_least(0, (keep[j], again[made[j]], *comes(t, j)), (v,))
             for b in range(start, end):
                 for j in reads[b]:
-                    there = (keep[j],) if t and b == start else (keep[j], again[made[j]])
+                    there = (keep[j],) if t and b == start else (
+                        keep[j], again[made[j]], *comes(t, j))
                     program.at_least(1, there)
             if t:
                 before, ran = K[t - 1], R[t - 1]
                 for j, v in keep.items():
-                    program.at_least(0, (before[j], ran[made[j]]), (v,))
+                    program.at_least(0, (before[j], ran[made[j]], *comes(t - 1, j)), (v,))
             live = ((v, -graph.d[j].size / self.byte) for j, v in keep.items() if j not in owner.pinned)
-            program.weighted(owner.fixed_bytes(start if t else None) / self.byte, ((budget, 1.0), *live))
+            buffers = () if copies is None else copies.buffers()
+            program.weighted(owner.fixed_bytes(start if t else None) / self.byte,
+                             ((budget, 1.0), *live, *buffers))
         return program
 
     def solve(self, budget: int, time_limit: float) -> SaveSets | None:
@@ -136,7 +154,9 @@ class _Program:
             return None
         keep = tuple(frozenset(j for j in needed if answer.values.get(f"K_{t}_{j}", 0.0) > 0.5)
                      for t, needed in enumerate(self.needed))
-        return SaveSets(keep, max(0.0, answer.bound) * self.second)
+        sent = frozenset(j for j in self.sendable
+                         if answer.values.get(f"F_{j}", 0.0) + answer.values.get(f"L_{j}", 0.0) > 0.5)
+        return SaveSets(keep, max(0.0, answer.bound) * self.second, sent)
 
 
 def _closures(owner: SaveSetProgram, spans: Sequence[tuple[int, int]]) -> list[list[int]]:

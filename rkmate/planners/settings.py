@@ -43,6 +43,9 @@ class PlannerSettings:
     fine: int = 4
     """A table for small budgets ends at this many times the least memory of the chain, with half as many
     slots: the one for all budgets has a dozen below the least memory of a deep model."""
+    offload_seconds: float = 10.0
+    """How long copies may be looked for, where data can be sent away, beside what it takes to plan without
+    them."""
     partial_save_blocks: int = 40
     """Up to how many blocks the chain's program lets forwards keep something for one another. Its time
     grows with that, and on the deeper models tried (transformers, all) nothing was gained."""

@@ -1,0 +1,243 @@
+"""Recomputation and copies together: whose copies make the fastest step.
+
+A schedule for a larger budget recomputes less, and copies bring it within the smaller one; how much larger
+is best is tried out. Then recomputations are traded for copies, those first that take longest for the bytes
+of what they make, and copies that are waited for are traded for recomputations.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from rkmate.ir.schedule import Schedule
+from rkmate.planners.offload import Offloaded, offload
+from rkmate.planners.offload_gaps import gaps_of
+from rkmate.planners.offload_trades import fewer_runs, one_more_run, runs_by_price, without_copies
+from rkmate.planners.protocol import Candidate, Outcome, Problem, best, found_in, infeasible, whole_step
+
+NEAR = 1e-9
+"""Relative: what is nearer is equal."""
+SHARES = (0.6, 0.35, 0.15, 0.05)
+"""How far between the budget and the whole step's peak larger budgets are asked, on a scale of ratios."""
+BASE_SECONDS = 1.5
+"""How long each of them may take, where what plans it can stop early."""
+DROPPED = 6
+"""How often the number of recomputations that are dropped is halved, or moved by as much."""
+SMALLEST_TRIES = 12
+"""How often the range of the smallest budget is halved, where the bytes that may be away are bounded."""
+ONCE = "nothing needs to be recomputed"
+NOTE = "what does not fit is copied away meanwhile"
+
+Plan = Callable[[Problem, int, float | None, Sequence[Candidate] | None], Outcome]
+"""What plans without copies: a problem, a budget, a limit in seconds, what is known of other budgets."""
+
+
+def without_link(problem: Problem) -> Problem:
+    """The same problem where nothing can be sent away."""
+    return problem.once("without a link", lambda: replace(problem, graph=replace(problem.graph, link=None)))
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """What plans recomputation and copies, on what plans recomputation alone."""
+
+    plan: Plan
+    smallest_plan: Callable[[Problem], Candidate]
+    """The schedule with the smallest peak that is known, without copies."""
+    save_set: Callable[[Problem, int], Outcome]
+    """What else is asked of the problem: its bound holds for schedules with copies."""
+    seconds: float
+    """How long copies may be looked for, beside what these take."""
+    near: float
+    """How near to its lower bound, relative to it, a schedule is good enough."""
+
+    def search(self, problem: Problem, budget: int, time_limit: float | None,
+               known: Sequence[Candidate] | None) -> Outcome:
+        """The fastest schedule within a budget. `known`: what was found for other budgets; None at the first
+        one."""
+        whole = whole_step(problem)
+        if whole.peak <= budget:
+            return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds, note=ONCE)
+        search = _Search(problem, budget, self.seconds, self.near)
+        search.take(c for c in known or () if c.schedule.copied)
+        search.send(whole)
+        if not search.is_near:
+            self._recompute(search, time_limit, known)
+        outcome = best(search.inside, budget)
+        if outcome.schedule is None:
+            least = self.smallest(problem)
+            if least.peak > budget:
+                return replace(infeasible(search.note), bound=search.bound, others=tuple(search.others))
+            outcome = best([least], budget)
+        assert outcome.schedule is not None
+        peaks = [problem.simulate(outcome.schedule).peak, *(c.peak for c in search.inside)]
+        return replace(outcome, bound=search.bound, smallest=min(peaks),
+                       others=(*search.inside, *search.others))
+
+    def _recompute(self, search: _Search, time_limit: float | None,
+                   known: Sequence[Candidate] | None) -> None:
+        problem, budget = search.problem, search.budget
+        own = without_link(problem)
+        plain = None if known is None else [c for c in known if not c.schedule.copied]
+        outcome = self.plan(own, budget, time_limit, plain)
+        search.note = outcome.note
+        found = [*(plain or ()), *found_in(own, outcome)]
+        search.take(found_in(own, outcome))
+        if search.is_near:
+            return
+        outcome = self.save_set(problem, budget)
+        search.take(found_in(problem, outcome))
+        if outcome.bound is not None:
+            search.bound = max(search.bound, outcome.bound)
+        ratio = whole_step(problem).peak / budget
+        for share in SHARES:
+            seconds = BASE_SECONDS if time_limit is None else min(BASE_SECONDS, time_limit)
+            outcome = self.plan(own, int(budget * ratio ** share), seconds, found)
+            found += found_in(own, outcome)
+            search.take(found_in(own, outcome))
+        for c in sorted(found, key=lambda c: c.seconds):
+            search.send(c)
+        search.trade()
+
+    def smallest(self, problem: Problem) -> Candidate:
+        """The schedule with the smallest peak that is known, with copies where they make it smaller."""
+        plain = self.smallest_plan(without_link(problem))
+        found = [plain, *(c for base in (whole_step(problem), plain) if (c := problem.once(
+            ("smallest with copies", base.schedule), partial(_smallest_of, problem, base))) is not None)]
+        return min(found, key=lambda c: (c.peak, c.seconds))
+
+
+class _Search:
+    """What is known of one budget."""
+
+    def __init__(self, problem: Problem, budget: int, seconds: float, near: float) -> None:
+        self.problem, self.budget, self.near = problem, budget, near
+        self.bound = sum(c.time for c in problem.graph.c)
+        self.note = ""
+        self.inside: list[Candidate] = []
+        self.others: list[Candidate] = []
+        self._left = seconds
+        self._until = math.inf
+        self._sent: set[Schedule] = set()
+
+    @property
+    def fastest(self) -> float:
+        """Of what fits."""
+        return min((c.seconds for c in self.inside), default=math.inf)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the fastest is near enough to the bound."""
+        return self.fastest <= self.bound * (1 + self.near)
+
+    def take(self, candidates: Iterable[Candidate]) -> None:
+        """Schedules as they are."""
+        for c in candidates:
+            (self.inside if c.peak <= self.budget else self.others).append(c)
+
+    def send(self, base: Candidate) -> Candidate | None:
+        """A schedule's computations with copies, where that may be faster than what is known; what came of
+        it."""
+        graph, start = self.problem.graph, time.perf_counter()
+        if self._left <= 0 or self.is_near or base.schedule in self._sent or base.schedule.copied \
+                or base.schedule.seconds(graph) >= self.fastest * (1 - NEAR):
+            return None
+        self._sent.add(base.schedule)
+        found = _sent(self.problem, base.schedule, self.budget, start + self._left)
+        self._left -= time.perf_counter() - start
+        if found is None:
+            return None
+        c = _candidate(found, base.note)
+        self.inside.append(c)
+        return c
+
+    def trade(self) -> None:
+        """Better schedules near the fastest ones."""
+        self._until = time.perf_counter() + self._left
+        bases: dict[Schedule, Candidate] = {}
+        for c in sorted(self.inside, key=lambda c: (c.seconds, c.peak)):
+            alone = without_copies(self.problem.graph, c.schedule, self.problem.pinned)
+            bases.setdefault(alone, replace(c, schedule=alone))
+        for base in list(bases.values())[:2]:
+            self._drop_many(base)
+        while not self._is_over() and self._trade_one():
+            pass
+
+    def _is_over(self) -> bool:
+        return self.is_near or time.perf_counter() > self._until
+
+    def _drop_many(self, base: Candidate) -> None:
+        """Without the dearest of its recomputations; how many, is looked for."""
+        graph, pinned = self.problem.graph, self.problem.pinned
+        runs = runs_by_price(graph, base.schedule)
+        step = number = len(runs) / 2
+        for _ in range(DROPPED):
+            tried = []
+            for n in dict.fromkeys((round(number), round(number - step / 2), round(number + step / 2))):
+                if 0 < n <= len(runs) and not self._is_over():
+                    fewer = fewer_runs(graph, base.schedule, runs[:n], pinned)
+                    found = self.send(replace(base, schedule=fewer))
+                    if found is not None:
+                        tried.append((found.seconds, n))
+            if tried:
+                number = min(tried)[1]
+            step /= 2
+
+    def _trade_one(self) -> bool:
+        """One recomputation less, or one copy less, of the fastest schedule. Whether that was faster."""
+        graph, pinned = self.problem.graph, self.problem.pinned
+        c = min(self.inside, key=lambda c: (c.seconds, c.peak), default=None)
+        if c is None:
+            return False
+        base = without_copies(graph, c.schedule, pinned)
+        before = self.fastest
+        for k in runs_by_price(graph, base):
+            self.send(replace(c, schedule=fewer_runs(graph, base, [k], pinned)))
+            if self._is_over() or self.fastest < before:
+                return self.fastest < before
+        if self.problem.simulate(c.schedule).stalled <= NEAR * before:
+            return False
+        gaps = gaps_of(graph, base, pinned, self.problem.reserve_at_loss)
+        copied = c.schedule.copied
+        for d, m in sorted(zip(gaps.d.tolist(), gaps.next.tolist(), strict=True), key=lambda pair: -pair[1]):
+            if d in copied and m > gaps.loss:
+                more = one_more_run(graph, base, d, int(gaps.begins[m]), pinned)
+                if more is not None:
+                    self.send(replace(c, schedule=more))
+                if self._is_over() or self.fastest < before:
+                    return self.fastest < before
+        return False
+
+
+def _candidate(found: Offloaded, note: str) -> Candidate:
+    """With the note of the schedule that it comes from, where that still says how it recomputes."""
+    how = note.removesuffix(NOTE).removesuffix("; ") if found.schedule.recomputed() else ONCE
+    words = [part for part in (how, NOTE if found.schedule.copied else "") if part]
+    return Candidate(found.schedule, found.simulation.peak, found.simulation.seconds, "; ".join(words))
+
+
+def _sent(problem: Problem, schedule: Schedule, budget: int, until: float = math.inf) -> Offloaded | None:
+    return offload(problem.graph, schedule, budget, pinned=problem.pinned,
+                   reserve_at_loss=problem.reserve_at_loss, until=until)
+
+
+def _smallest_of(problem: Problem, base: Candidate) -> Candidate | None:
+    """The smallest peak that copies make of a schedule, however long they take."""
+    link = problem.graph.link
+    assert link is not None
+    gaps = gaps_of(problem.graph, base.schedule, problem.pinned, problem.reserve_at_loss)
+    low, high = gaps.least + link.buffer_bytes, base.peak
+    found = _sent(problem, base.schedule, low)
+    if found is None and link.most_bytes is not None:
+        for _ in range(SMALLEST_TRIES):
+            middle = (low + high) // 2
+            tried = _sent(problem, base.schedule, middle)
+            if tried is None:
+                low = middle
+            else:
+                found, high = tried, tried.simulation.peak
+    return None if found is None else _candidate(found, base.note)

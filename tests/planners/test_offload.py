@@ -1,0 +1,131 @@
+"""The offload pass: legal, within the budget, and as fast as any other way on small schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rkmate.ir.link import Link
+from rkmate.ir.schedule import CopyIn, CopyOut, Leave, save_all
+from rkmate.ir.simulate import simulate
+from rkmate.planners.offload import Offloaded, offload
+from rkmate.planners.offload_gaps import gaps_of
+from rkmate.planners.protocol import Problem, whole_step
+from tests.ir.graphs import line
+from tests.planners.links import linked, sent
+from tests.planners.problems import problem_of, problems, stack, training_graph
+
+FAST = Link(1e6, 1e6)
+
+
+def passed(problem: Problem, budget: int) -> Offloaded | None:
+    return offload(problem.graph, whole_step(problem).schedule, budget, pinned=problem.pinned,
+                   reserve_at_loss=problem.reserve_at_loss)
+
+
+def test_a_fast_link_makes_room_for_nothing() -> None:
+    """All that is not read now is away, and nobody waits to speak of."""
+    problem = linked(stack(6), FAST)
+    whole = whole_step(problem)
+    least = gaps_of(problem.graph, whole.schedule).least
+    assert least < whole.peak / 2
+    found = passed(problem, least)
+    assert found is not None and found.simulation.peak <= least
+    assert found.simulation.seconds < whole.seconds * 1.001
+    assert passed(problem, least - 1) is None
+
+
+def test_what_fits_is_left_alone() -> None:
+    problem = linked(stack(3), FAST)
+    whole = whole_step(problem)
+    found = passed(problem, whole.peak)
+    assert found is not None and found.schedule == whole.schedule
+
+
+def test_no_more_is_sent_than_needed() -> None:
+    problem = linked(stack(6), Link(50.0, 50.0))
+    whole = whole_step(problem)
+    found = passed(problem, whole.peak - 1)
+    assert found is not None and found.simulation.stalled == 0
+    assert len(found.schedule.copied) == 1
+    kinds = [type(s) for s in found.schedule.steps if isinstance(s, CopyOut | Leave | CopyIn)]
+    assert kinds == [CopyOut, Leave, CopyIn]
+
+
+def test_what_is_cheap_to_wait_for_is_sent() -> None:
+    """Of two values of one size the one whose gap is longer."""
+    graph = replace(line(6), link=Link(4.0, 4.0))
+    schedule = save_all(graph)
+    found = offload(graph, schedule, simulate(graph, schedule).peak - 1)
+    assert found is not None and found.simulation.stalled == 0
+    (away,) = found.schedule.copied
+    assert graph.d[away].name in ("v0", "v1")
+
+
+def test_buffers_and_the_most_that_may_be_away() -> None:
+    problem = stack(6)
+    whole = whole_step(problem)
+    budget = whole.peak * 3 // 4
+    plain = passed(linked(problem, FAST), budget)
+    assert plain is not None
+    away = plain.simulation.away
+    bounded = passed(linked(problem, replace(FAST, most_bytes=away)), budget)
+    assert bounded is not None and bounded.simulation.away <= away
+    assert passed(linked(problem, replace(FAST, most_bytes=1)), budget) is None
+    buffered = passed(linked(problem, replace(FAST, buffer_bytes=3)), budget)
+    assert buffered is not None and buffered.simulation.peak <= budget
+    assert buffered.simulation.away >= away
+
+
+def test_a_value_returns_several_times() -> None:
+    """A wide gap in the forward and one over the loss: one copy out, two back."""
+    graph = training_graph([[], [0], [1], [2], [3], [0, 4]], [40, 1, 1, 1, 1, 1], [4] * 6, [0] * 6, [0] * 6,
+                           [False] * 6)
+    graph = replace(graph, c=tuple(replace(c, overhead={3: 200, 8: 160}.get(i, 0))
+                                   for i, c in enumerate(graph.c))).verify()
+    problem = linked(problem_of(graph, []), FAST)
+    least = gaps_of(problem.graph, whole_step(problem).schedule).least
+    found = passed(problem, least)
+    assert found is not None
+    out = [s.d for s in found.schedule.steps if isinstance(s, CopyOut)]
+    back = [s.d for s in found.schedule.steps if isinstance(s, CopyIn)]
+    assert sorted(out) == sorted(set(back))
+    assert any(back.count(d) == 2 for d in out)
+
+
+links = st.builds(Link, st.sampled_from([0.5, 1.0, 3.0, 20.0]), st.sampled_from([0.5, 1.0, 3.0, 20.0]),
+                  st.sampled_from([0.0, 0.5]), st.sampled_from([0, 2]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(most=6), links, st.floats(0.0, 1.0))
+def test_always_legal_and_within_the_budget(problem: Problem, link: Link, share: float) -> None:
+    problem = linked(problem, link)
+    whole = whole_step(problem)
+    least = gaps_of(problem.graph, whole.schedule, problem.pinned).least + link.buffer_bytes
+    budget = least + int(share * (whole.peak - least))
+    found = passed(problem, budget)
+    assert found is not None and found.simulation.peak <= budget
+    assert found.simulation.seconds >= whole.seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_as_fast_as_every_other_way(seed: int) -> None:
+    """All ways to send up to two values of a schedule of four or five computations and their backward."""
+    reads = [[], [0], [1], [1, 2], [0, 3]][:4 + seed % 2]
+    n = len(reads)
+    graph = training_graph(reads, [3 + (5 * i + seed) % 4 for i in range(n)],
+                           [1 + (3 * i + seed) % 4 for i in range(n)], [i % 2 for i in range(n)],
+                           [0] * n, [i % 2 == 0 for i in range(n)])
+    problem = linked(problem_of(graph, []), Link(2.0 + seed, 3.0))
+    whole = whole_step(problem)
+    for budget in (whole.peak - 1, whole.peak - 4, whole.peak - 6):
+        everything = [problem.simulate(s) for s in sent(problem, list(range(2 * n)))]
+        optimum = min((s.seconds for s in everything if s.peak <= budget), default=None)
+        found = passed(problem, budget)
+        if optimum is not None:
+            assert found is not None
+            assert found.simulation.seconds <= optimum * 1.05

@@ -1,0 +1,118 @@
+"""Recomputation and copies together: never worse than either, near the best of all ways on small graphs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rkmate.ir.cd import CDGraph
+from rkmate.ir.link import Link
+from rkmate.planners.default import Default
+from rkmate.planners.offload_search import without_link
+from rkmate.planners.protocol import Candidate, Problem, ask, found_in, whole_step
+from rkmate.planners.save_set import SaveSet
+from rkmate.planners.settings import PlannerSettings
+from tests.planners.links import best_of_all, linked
+from tests.planners.problems import problem_of, problems, stack, training_graph
+from tests.planners.test_offload import links
+
+AMPLE = 30.0
+OWN = Default(PlannerSettings(save_set_seconds=AMPLE, first_seconds=AMPLE, smallest_seconds=1.0,
+                              offload_seconds=AMPLE))
+
+
+QUICK = Default(PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.2,
+                                offload_seconds=0.4))
+
+
+def small(seed: int) -> Problem:
+    """Three computations in a row or not, each with one or two values, and their backward."""
+    reads = [[], [0], [0, 1] if seed % 2 else [1]]
+    graph: CDGraph = training_graph(reads, [4 + seed % 3, 5, 2], [1 + seed, 3, 2], [0, 1, seed % 3],
+                                    [3, 0, 2], [True, seed % 2 == 0, False])
+    return linked(problem_of(graph, []), Link(2.0 + seed, 4.0))
+
+
+@cache
+def optimum(seed: int, below: int) -> tuple[Problem, int, float]:
+    problem = small(seed)
+    budget = whole_step(problem).peak - below
+    return problem, budget, best_of_all(problem, budget, most_again=1)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("below", [2, 5])
+def test_as_good_as_all_ways_on_small_graphs(seed: int, below: int) -> None:
+    problem, budget, best = optimum(seed, below)
+    found = OWN.plan(problem, budget)
+    if found.schedule is None:
+        assert best == float("inf")
+        return
+    assert problem.simulate(found.schedule).peak <= budget
+    assert found.seconds <= best * 1.03
+    assert found.bound is not None and found.bound <= min(best, found.seconds) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("below", [2, 5])
+def test_the_programs_bound_is_one(seed: int, below: int) -> None:
+    problem, budget, best = optimum(seed, below)
+    found = SaveSet().plan(problem, budget, time_limit=AMPLE)
+    assert found.bound is not None and found.bound <= min(best, found.seconds) * (1 + 1e-9)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(most=5), links, st.floats(0.3, 1.0))
+def test_never_slower_than_without_copies(problem: Problem, link: Link, share: float) -> None:
+    problem = linked(problem, link)
+    budget = int(share * whole_step(problem).peak)
+    alone = OWN.plan(without_link(problem), budget)
+    both = OWN.plan(problem, budget)
+    assert both.seconds <= alone.seconds * (1 + 1e-9)
+    if both.schedule is not None:
+        assert problem.simulate(both.schedule).peak <= budget
+        assert both.bound is not None and both.bound <= both.seconds * (1 + 1e-9)
+    assert OWN.smallest_budget(problem, 1) <= OWN.smallest_budget(without_link(problem), 1)
+
+
+def test_where_copies_gain_nothing_the_plan_has_none() -> None:
+    problem = linked(stack(4), Link(1e-3, 1e-3))
+    budget = whole_step(problem).peak * 3 // 4
+    alone = OWN.plan(without_link(problem), budget)
+    both = OWN.plan(problem, budget)
+    assert alone.schedule is not None and both.schedule == alone.schedule and both.ops == alone.ops
+
+
+def test_a_fast_link_leaves_nothing_to_recompute() -> None:
+    problem = linked(stack(4), Link(1e6, 1e6))
+    budget = QUICK.smallest_budget(problem, 1)
+    assert budget < QUICK.smallest_budget(without_link(problem), 1)
+    found = QUICK.plan(problem, budget)
+    assert found.schedule is not None and not found.schedule.recomputed()
+    assert found.seconds == pytest.approx(whole_step(problem).seconds, rel=1e-3)
+    assert QUICK.plan(problem, budget - 1).schedule is None
+
+
+def test_a_slow_link_does_part_of_the_work() -> None:
+    """Faster than recomputation alone, and than copies alone."""
+    problem = linked(stack(6), Link(0.3, 0.3))
+    budget = whole_step(problem).peak // 2
+    alone = QUICK.plan(without_link(problem), budget)
+    found = QUICK.plan(problem, budget)
+    assert found.schedule is not None and found.schedule.copied and found.schedule.recomputed()
+    assert found.seconds < alone.seconds
+
+
+def test_more_memory_is_never_slower() -> None:
+    problem = linked(stack(4), Link(1.0, 1.0))
+    top = whole_step(problem).peak
+    known: list[Candidate] = []
+    before = float("inf")
+    for k in range(8, 21, 3):
+        found = ask(QUICK, problem, top * k // 20, known=known or None)
+        assert found.seconds <= before * (1 + 1e-9)
+        before = found.seconds
+        known += found_in(problem, found)
