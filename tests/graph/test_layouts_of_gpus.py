@@ -68,6 +68,8 @@ TWO: dict[str, Operation] = {
 }
 CASES = [*((f"{name}, forward", f, 1) for name, f in ONE.items()),
          *((f"{name}, backward", f, 2) for name, f in TWO.items())]
+ON_CPU = [c for c in CASES if "cuDNN" not in c[0] and c[0] != "rms norm, backward"]
+"""Those that have a kernel there."""
 
 
 def _strides(operation: Operation, *orders: str, device: str = "cuda:0") -> list[Any]:
@@ -84,13 +86,21 @@ def test_results_have_the_strides_of_their_kernels(operation: Operation, count: 
         assert [_strides(operation, *of) for of in orders] == real
 
 
+@pytest.mark.parametrize(("operation", "count"), [c[1:] for c in ON_CPU], ids=[c[0] for c in ON_CPU])
+def test_results_have_the_strides_of_their_kernels_on_a_cpu(operation: Operation, count: int) -> None:
+    orders = list(itertools.product(("contiguous", "channels last"), repeat=count))
+    real = [_strides(operation, *of, device="cpu") for of in orders]
+    with as_kernels_return_them(), FakeTensorMode():
+        assert [_strides(operation, *of, device="cpu") for of in orders] == real
+
+
 @pytest.mark.parametrize(("operation", "orders", "on_gpu", "on_cpu"), [
     (ONE["batch norm"], ("turned",), "turned", "contiguous"),
-    (ONE["bilinear"], ("channels last",), (512, 1, 64, 8), None),
+    (ONE["bilinear"], ("channels last",), (512, 1, 64, 8), (512, 1, 64, 8)),
     (TWO["batch norm"], ("contiguous", "channels last"), "channels last", "channels last"),
     (TWO["batch norm that is not trained"], ("contiguous", "channels last"), "contiguous", "channels last"),
     (TWO["mse"], ("channels last", "channels last"), "contiguous", "contiguous"),
-    (TWO["cross entropy, forward"], ("turned", "contiguous"), "turned", "contiguous"),
+    (TWO["cross entropy, forward"], ("turned", "contiguous"), "turned", "turned"),
     (TWO["rms norm"], ("contiguous", "turned"), "contiguous", None)])
 def test_there_is_a_table_for_each_kind_of_device(operation: Operation, orders: tuple[str, ...],
                                                   on_gpu: Any, on_cpu: Any) -> None:

@@ -146,7 +146,10 @@ def test_random_networks(program: list[tuple[str, int, int]], first: bool) -> No
     module = rkmate.wrap(copy.deepcopy(model), (x.clone().requires_grad_(),), budget=1.0, settings=COUNTED,
                          progress=False)
     for a, b in zip(step(model, x), step(module, x), strict=True):
-        assert a.stride() == b.stride() and distance(a, b) < 1e-10
+        assert (a is None) == (b is None)      # an operation whose image nobody reads
+        if a is not None:
+            assert a.stride() == b.stride()    # a bias before a softmax has a gradient of zero
+            assert float((a - b).detach().abs().max()) < 1e-10 * max(1e-3, float(a.detach().abs().max()))
 
 
 def test_budgets_hold_and_rounding_is_no_worse() -> None:

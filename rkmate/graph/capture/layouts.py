@@ -63,6 +63,7 @@ _ON_CPU: dict[Any, Layout] = {
     **dict.fromkeys((
         aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default),
         _format_of(1)),
+    aten.binary_cross_entropy.default: _strides_of(0),
     aten.binary_cross_entropy_backward.default: _strides_of(1)}
 _ON_GPUS: dict[Any, Layout] = {
     **dict.fromkeys((
@@ -86,12 +87,15 @@ def _as_the_kernel(trace: Callable[..., Any], on_cpu: Layout | None, on_gpus: La
                    ) -> Callable[..., Any]:
     @functools.wraps(trace)
     def run(*args: Any, **kwargs: Any) -> Any:
+        here = devices.of(args[0]).cpu_kernels
+        layout = on_cpu if here else on_gpus
+        if layout is None and here:
+            return trace(*args, **kwargs)
         # The trace of a group norm's gradient takes views that only a contiguous one has.
         result = trace(args[0].contiguous(), *args[1:], **kwargs)
         alone = isinstance(result, torch.Tensor)
         first, *others = (result,) if alone else result
         if first is not None:
-            layout = on_cpu if devices.of(first).cpu_kernels else on_gpus
             first = first if layout is None else layout(first, *args)
         return first if alone else (first, *others)
     return run
