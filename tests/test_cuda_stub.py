@@ -65,7 +65,7 @@ def test_plans_are_shared_over_two_devices() -> None:
 
 
 @pytest.mark.parametrize(("piece", "model"), [
-    ("check", "lstm"), ("first", "gpt2-medium"), ("large", "vit-large"), ("auto", "unet"),
+    ("check", "gpt2-fp32"), ("first", "gpt2-medium"), ("large", "vit-large"), ("auto", "unet"),
     ("recorded", "gpt2-dropout")])
 def test_pieces_of_the_benchmark_run(piece: str, model: str, tmp_path: Path) -> None:
     done = over_stub("python", "benchmarks/gpu.py", piece, "--tiny", "--steps", "1", "--models", model,
