@@ -48,7 +48,7 @@ SIZES = {"first": ("gpt2-medium", "resnet50-bf16"),
          "large": ("gpt2-large", "llama-1b", "resnet101-bf16", "vit-large"),
          "compile": ("gpt2-medium", "resnet50-bf16"), "reserved": ("gpt2-medium", "resnet50-bf16"),
          "auto": ("gpt2-fp32", "llama", "vit", "resnet50", "unet"),
-         "recorded": ("gpt2-fp32", "gpt2-dropout", "llama", "vit", "resnet50", "lstm")}
+         "recorded": ("gpt2-fp32", "gpt2-dropout", "llama", "vit", "resnet50")}
 TABLE = ("gpt2-fp32", "gpt2-autocast", "gpt2-dropout", "llama", "vit", "resnet50", "resnet50-channels-last",
          "resnet50-bf16", "regnet", "unet", "lstm", "bert", "t5")
 FRACTIONS = (0.7, 0.5)
@@ -91,8 +91,10 @@ def clear(model: nn.Module) -> None:
 def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
     """A plan's row: what it says, and what is measured."""
     start = time.perf_counter()
-    with case.around():
-        wrapped = rkmate.wrap(case.model, case.args, case.kwargs, budget=budget, progress=False, verify=False)
+    try:
+        wrapped = wrapped_at(case, budget)
+    except rkmate.InfeasibleBudget as error:
+        return needs(error)
     seconds, plan = time.perf_counter() - start, wrapped.plan
     clear(case.model)
     found = measured(step_of(case, wrapped), case.model, steps)
@@ -100,6 +102,17 @@ def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
     return {**found, **beside(found, eager), "host": host, "plan_mib": plan.peak_bytes / MIB,
             "budget_mib": plan.budget_bytes / MIB, "requested_over_plan": found["requested_mib"] * MIB
             / plan.peak_bytes - 1, "predicted": 1 + plan.overhead, "planning_s": seconds}
+
+
+def wrapped_at(case: Case, budget: float | int | str) -> Any:
+    """A case's model, planned. Raises what `wrap` raises."""
+    with case.around():
+        return rkmate.wrap(case.model, case.args, case.kwargs, budget=budget, progress=False, verify=False)
+
+
+def needs(error: rkmate.InfeasibleBudget) -> Row:
+    """In the place of figures, where a budget is too small."""
+    return {"failed": f"at least {error.minimum_bytes / MIB:.1f} MiB"}
 
 
 def beside(found: Row, eager: Row) -> Row:
@@ -131,10 +144,7 @@ def kinds(name: str, options: Options) -> Iterator[Row]:
     yield {"way": "eager", **eager}
     clear(case.model)
     for label, budget in (("1.0", 1.0), ("0.6", 0.6), ("smallest", 0)):
-        try:
-            yield {"way": label, **planned(case, budget or smallest(case), eager, options.steps)}
-        except rkmate.InfeasibleBudget as error:
-            yield {"way": label, "failed": f"at least {error.minimum_bytes / MIB:.1f} MiB"}
+        yield {"way": label, **planned(case, budget or smallest(case), eager, options.steps)}
         clear(case.model)
 
 
@@ -177,20 +187,20 @@ def reserved(name: str, options: Options) -> Iterator[Row]:
         if done.returncode:
             yield {"way": way, "failed": done.stderr.strip().splitlines()[-1][:200]}
             continue
-        yield from ({**json.loads(line), "way": f"{way} {json.loads(line)['way']}"}
-                    for line in done.stdout.splitlines() if line.startswith("{"))
+        for row in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
+            yield {**row, "way": f"{way} {row.get('way', '')}".strip()}
 
 
 def steps_with_adamw(name: str, options: Options) -> Iterator[Row]:
     """What the allocator holds at most in ten steps with AdamW, eager and planned."""
     for way in ("eager", *map(str, FRACTIONS)):
         case = options.case(name)
-        run: Any = case.model
-        if way != "eager":
-            with case.around():
-                run = rkmate.wrap(case.model, case.args, case.kwargs, budget=float(way), progress=False,
-                                  verify=False)
-        yield {"way": way, **with_adamw(case, run)}
+        try:
+            run = case.model if way == "eager" else wrapped_at(case, float(way))
+            yield {"way": way, **with_adamw(case, run)}
+        except rkmate.InfeasibleBudget as error:
+            run = None
+            yield {"way": way, **needs(error)}
         del run, case
         gc.collect()
         torch.cuda.empty_cache()
@@ -218,8 +228,7 @@ def auto(name: str, options: Options) -> Iterator[Row]:
     clear(case.model)
     free, total = torch.cuda.mem_get_info()
     given = free + torch.cuda.memory_reserved()
-    with case.around():
-        run = rkmate.wrap(case.model, case.args, case.kwargs, budget="auto", progress=False, verify=False)
+    run = wrapped_at(case, "auto")
     plan, way = run.plan, f"{total / GIB:.4g} GiB"
     row: Row = {"way": way, "given_mib": given / MIB, "budget_mib": plan.budget_bytes / MIB,
                 "plan_mib": plan.peak_bytes / MIB, "of_own_peak": plan.peak_bytes / plan.baseline_peak_bytes,
@@ -273,9 +282,11 @@ def same(name: str, options: Options) -> Iterator[Row]:
 
     expected, again = run_once(twin, twin), run_once(twin, twin)
     for budget in (1.0, 0.6):
-        with case.around():
-            wrapped = rkmate.wrap(case.model, case.args, case.kwargs, budget=budget, progress=False,
-                                  verify=False)
+        try:
+            wrapped = wrapped_at(case, budget)
+        except rkmate.InfeasibleBudget as error:
+            yield {"way": f"rkmate {budget}", **needs(error)}
+            continue
         found = run_once(wrapped, case.model)
         yield {"way": f"rkmate {budget}", "same_loss": found[0] == expected[0],
                "gradients_off": furthest(found[1], expected[1]), "eager_off": furthest(again[1], expected[1])}

@@ -181,7 +181,7 @@ MODELS: dict[str, dict[bool, Callable[[], Case]]] = {
         "RegNet", 2, 64, **{**BASIC, "layer_type": "y"}, groups_width=8)),
     "unet": _both(lambda: unet(4, 256, 32), lambda: unet(2, 64, 8)),
     "lstm": _both(lambda: lstm(32, 128, 512, 10000), lambda: lstm(4, 16, 32, 100)),
-    "bert": _both(lambda: text("Bert", 16, 512, 30522), lambda: text(
+    "bert": _both(lambda: text("Bert", 8, 512, 30522), lambda: text(
         "Bert", 2, 64, 1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=128)),
     "t5": _both(lambda: text("T5", 8, 512, 32128, decoder_start_token_id=0), lambda: text(

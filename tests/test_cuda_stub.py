@@ -65,7 +65,7 @@ def test_plans_are_shared_over_two_devices() -> None:
 
 
 @pytest.mark.parametrize(("piece", "model"), [
-    ("check", "lstm"), ("first", "gpt2-medium"), ("large", "vit-large"), ("auto", "unet"),
+    ("check", "gpt2-fp32"), ("first", "gpt2-medium"), ("large", "vit-large"), ("auto", "unet"),
     ("recorded", "gpt2-dropout")])
 def test_pieces_of_the_benchmark_run(piece: str, model: str, tmp_path: Path) -> None:
     done = over_stub("python", "benchmarks/gpu.py", piece, "--tiny", "--steps", "1", "--models", model,
@@ -79,7 +79,7 @@ def test_auto_holds_what_is_given(tmp_path: Path) -> None:
     """A U-Net of more than the device has, ten steps with AdamW: nothing beyond what was free, and no second
     try of an allocation."""
     done = over_stub("python", "benchmarks/gpu.py", "auto", "--models", "unet", "--out", str(tmp_path),
-                     FAKE_GPU_GIB="1.3", RKMATE_CACHE_DIR=str(tmp_path))
+                     FAKE_GPU_GIB="1.1", RKMATE_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     [row] = json.loads((tmp_path / "auto.json").read_text(encoding="utf-8"))
     assert row["reserved_mib"] <= row["given_mib"] and row["retries"] == 0 and row["of_own_peak"] < 1, row
