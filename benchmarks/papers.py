@@ -186,7 +186,7 @@ def _forward(name: str, case: Case, eager: int) -> tuple[Forward, rkmate.Plan | 
     return lambda: wrapped(**case.kwargs).loss, wrapped.plan
 
 
-def _sharing(case: Case) -> Case:
+def sharing(case: Case) -> Case:
     """The same model with `torch.utils.checkpoint` around each layer, and the same parameters."""
     known = {id(t): t for t in (*case.model.parameters(), *case.model.buffers())}
     other = Case(copy.deepcopy(case.model, known), case.kwargs, case.lists, case.sequence)
@@ -221,7 +221,7 @@ def measured(name: str, method: str, case: Case, level: int, repeats: int) -> Ro
 
     start = time.perf_counter()
     try:
-        forward, plan = _forward(method, _sharing(case) if method == "checkpoint" else case, level)
+        forward, plan = _forward(method, sharing(case) if method == "checkpoint" else case, level)
     except rkmate.InfeasibleBudget as error:
         return Row(name, method, ready=time.perf_counter() - start, eager_bytes=level,
                    failed=f"infeasible: at least {error.minimum_bytes / level:.1%}")
