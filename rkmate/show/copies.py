@@ -119,14 +119,14 @@ def rates(link: Link) -> str:
     return f"{size(link.out_bytes_per_second)}/s out and {size(link.in_bytes_per_second)}/s back"
 
 
-def copies_fact(copies: Copies) -> str:
-    """A line for a table of figures."""
+def copies_facts(copies: Copies) -> tuple[tuple[str, str], ...]:
+    """Lines for a table of figures: (what, value)."""
     if not copies.tensors:
-        return f"nothing, to {copies.place} ({rates(copies.link)})"
+        return ("sent away", f"nothing, to {copies.place}"), ("link", rates(copies.link))
     waits = f"the step waits {duration(copies.stalled)}" if copies.waits else "nothing is waited for"
-    return (f"{count(copies.tensors, 'tensor')}, {size(copies.away_bytes)}, to {copies.place}; the link "
-            f"({rates(copies.link)}) is busy {share(copies.busy_seconds, copies.step_seconds)} of the step, "
-            f"{waits}")
+    return (("sent away", f"{count(copies.tensors, 'tensor')}, {size(copies.away_bytes)}, to {copies.place}"),
+            ("link", f"{rates(copies.link)}; busy {share(copies.busy_seconds, copies.step_seconds)} of the "
+                     f"step, {waits}"))
 
 
 def copies_words(copies: Copies, recomputes: bool) -> str:

@@ -58,7 +58,7 @@ def draw_away(axes: Any, replayed: Occupancy) -> None:
     levels = np.array([replayed.away_bytes()], dtype=float) / _MIB
     edges, heights = corners(np.ravel(np.column_stack((starts, ends))) * scale, np.repeat(levels, 2, axis=1))
     axes.fill_between(edges, heights[0], color=styles.AWAY_LINE, alpha=0.55, linewidth=0,
-                      label=f"away alone: {size(float(levels.max()) * _MIB)} at most")
+                      label=f"away, not in memory:\n{size(float(levels.max()) * _MIB)} at most")
     axes.axvline(replayed.loss_seconds * scale, color=styles.INK, linewidth=0.8, linestyle=":")
     axes.set_ylim(0, max(float(levels.max()), 1e-6) * 1.1)
     axes.set_xlim(0, replayed.seconds * scale)

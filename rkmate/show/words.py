@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rkmate.ir.plan import PlanData
 from rkmate.ir.schedule import CopyIn
 from rkmate.show.amounts import count, duration, share, size
-from rkmate.show.copies import block_sent, copies_fact, copies_of, copies_words
+from rkmate.show.copies import block_sent, copies_facts, copies_of, copies_words
 from rkmate.show.graphs import block_memory, plan_recomputed
 from rkmate.show.labels import WHOLE, label
 from rkmate.show.modules import ModuleRow, alike, by_module
@@ -35,7 +35,7 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
         result.append(("gradients", "of parameters are added in place"))
     copies = copies_of(replay(plan)) if plan.graph.link is not None else None
     if copies is not None:
-        result.append(("sent away", copies_fact(copies)))
+        result += copies_facts(copies)
     if plan.compiled:
         result.append(("compiled", f"{_groups(plan)}, by {plan.compiled}"))
     if plan.bound_seconds is not None and plan.gap is not None:
