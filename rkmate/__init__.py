@@ -12,14 +12,15 @@ _PLACES = {
     "rkmate.errors": (
         "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
         "DeviceMemoryError",
-        "GraphError", "InfeasibleBudget", "MissingExtra", "PlanError", "PlanningTimeout", "RkmateError",
-        "RkmateWarning", "ScheduleError", "SolverError"),
+        "GraphError", "InfeasibleBudget", "MissingExtra", "OffloadError", "PlanError", "PlanningTimeout",
+        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError"),
     "rkmate.graph.blocks.cut": ("CutSettings",),
     "rkmate.ilp.settings": ("OptionSettings",),
     "rkmate.measure.settings": ("MeasureSettings",),
     "rkmate.measure.step": ("measure_step",),
     "rkmate.pipeline.device_budget": ("BatchSize", "auto_budget", "max_batch_size"),
     "rkmate.pipeline.loss_inside": ("with_loss",),
+    "rkmate.pipeline.offload": ("Offload",),
     "rkmate.pipeline.settings": ("Settings",),
     "rkmate.planners.settings": ("PlannerSettings",),
     "rkmate.public": ("applied", "apply", "plan", "remove", "tradeoff", "wrap"),
@@ -44,6 +45,7 @@ if typing.TYPE_CHECKING:
     from rkmate.errors import GraphError as GraphError
     from rkmate.errors import InfeasibleBudget as InfeasibleBudget
     from rkmate.errors import MissingExtra as MissingExtra
+    from rkmate.errors import OffloadError as OffloadError
     from rkmate.errors import PlanError as PlanError
     from rkmate.errors import PlanningTimeout as PlanningTimeout
     from rkmate.errors import RkmateError as RkmateError
@@ -58,6 +60,7 @@ if typing.TYPE_CHECKING:
     from rkmate.pipeline.device_budget import auto_budget as auto_budget
     from rkmate.pipeline.device_budget import max_batch_size as max_batch_size
     from rkmate.pipeline.loss_inside import with_loss as with_loss
+    from rkmate.pipeline.offload import Offload as Offload
     from rkmate.pipeline.settings import Settings as Settings
     from rkmate.planners.settings import PlannerSettings as PlannerSettings
     from rkmate.public import applied as applied

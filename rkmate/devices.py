@@ -15,6 +15,12 @@ from rkmate.errors import ArgumentError
 
 GIB = 2**30
 _TERA = 1e12
+_PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
+"""Bytes per second each way of sixteen lanes, by generation."""
+DISK_BYTES_PER_SECOND = 1e9
+"""Of an ordinary disk, each way while it goes both: where it is not measured."""
+DISK_SECONDS_PER_COPY = 1e-3
+"""What a copy to it, or from it, takes however small it is."""
 _LABELS = ("NVIDIA", "GeForce", "SXM", "SXM2", "GB", "32", "40", "80", "141")
 """What is not the kind, in a name."""
 
@@ -32,6 +38,8 @@ class Rates:
     for float32 where that is allowed. Other types: as operations that are no products."""
     seconds_per_call: float
     """What an operation takes however small it is."""
+    host_bytes_per_second: float = 12e9
+    """Between its memory and the host's, each way at once."""
 
     def seconds(self, arithmetic: float, moved: int) -> float:
         """Of an operation: the greater of its arithmetic, in seconds, and of the bytes that it moves, and a
@@ -83,23 +91,25 @@ class GPU:
         """The rates to reckon with."""
         r, share = self.rates, self.reached
         return Rates(share * r.bytes_per_second, share * r.flops_per_second,
-                     {k: share * v for k, v in r.product_flops_per_second.items()}, self.launch_seconds)
+                     {k: share * v for k, v in r.product_flops_per_second.items()}, self.launch_seconds,
+                     share * r.host_bytes_per_second)
 
 
 def _gpu(name: str, gib: float, capability: tuple[int, int], multiprocessors: int, gigabytes: float,
-         plain: float, half: float, *, tf32: float | None = None, threads: int = 2048) -> GPU:
+         plain: float, half: float, *, tf32: float | None = None, threads: int = 2048, pcie: int = 4) -> GPU:
     """`gigabytes`: a second. `plain`, `half`, `tf32`: Tflop/s of float32 on the ordinary cores, and of
-    products of float16 and of float32 numbers cut short."""
+    products of float16 and of float32 numbers cut short. `pcie`: which generation is between it and the host,
+    of sixteen lanes."""
     products = {"float32": plain, "float16": half}
     if tf32 is not None:
         products |= {"tf32": tf32, "bfloat16": half}
     rates = Rates(gigabytes * 1e9, plain * _TERA,
-                  MappingProxyType({k: v * _TERA for k, v in products.items()}), 0.0)
+                  MappingProxyType({k: v * _TERA for k, v in products.items()}), 0.0, _PCIE[pcie])
     return GPU(name, int(gib * GIB), capability, rates, multiprocessors, threads)
 
 
-T4 = _gpu("NVIDIA T4", 14.5, (7, 5), 40, 320, 8.1, 65, threads=1024)
-V100 = _gpu("NVIDIA V100 SXM2 32 GB", 31.7, (7, 0), 80, 900, 15.7, 125)
+T4 = _gpu("NVIDIA T4", 14.5, (7, 5), 40, 320, 8.1, 65, threads=1024, pcie=3)
+V100 = _gpu("NVIDIA V100 SXM2 32 GB", 31.7, (7, 0), 80, 900, 15.7, 125, pcie=3)
 A10G = _gpu("NVIDIA A10G", 22.0, (8, 6), 80, 600, 35, 70, tf32=35, threads=1536)
 A100_40 = _gpu("NVIDIA A100 SXM 40 GB", 39.3, (8, 0), 108, 1555, 19.5, 312, tf32=156)
 A100 = _gpu("NVIDIA A100 SXM 80 GB", 79.1, (8, 0), 108, 2039, 19.5, 312, tf32=156)
@@ -107,8 +117,8 @@ RTX_3090 = _gpu("NVIDIA GeForce RTX 3090", 23.5, (8, 6), 82, 936, 35.6, 71, tf32
 RTX_4090 = _gpu("NVIDIA GeForce RTX 4090", 23.5, (8, 9), 128, 1008, 82.6, 165.2, tf32=82.6, threads=1536)
 L4 = _gpu("NVIDIA L4", 22.0, (8, 9), 58, 300, 30.3, 121, tf32=60, threads=1536)
 L40S = _gpu("NVIDIA L40S", 44.4, (8, 9), 142, 864, 91.6, 362, tf32=183, threads=1536)
-H100 = _gpu("NVIDIA H100 SXM 80 GB", 79.1, (9, 0), 132, 3350, 66.9, 989, tf32=494)
-H200 = _gpu("NVIDIA H200 SXM 141 GB", 139.7, (9, 0), 132, 4800, 66.9, 989, tf32=494)
+H100 = _gpu("NVIDIA H100 SXM 80 GB", 79.1, (9, 0), 132, 3350, 66.9, 989, tf32=494, pcie=5)
+H200 = _gpu("NVIDIA H200 SXM 141 GB", 139.7, (9, 0), 132, 4800, 66.9, 989, tf32=494, pcie=5)
 
 NAMES: Mapping[str, GPU] = MappingProxyType({
     "t4": T4, "v100": V100, "a10g": A10G, "a100-40": A100_40, "a100": A100, "rtx3090": RTX_3090,

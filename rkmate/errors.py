@@ -71,5 +71,10 @@ class CompilerError(RkmateError):
     said."""
 
 
+class OffloadError(RkmateError, RuntimeError):
+    """Data cannot be sent away, or does not come back as it left: the message names the place and the
+    bytes."""
+
+
 class RkmateWarning(UserWarning):
     """Something works, but not as asked: the message says what is lost."""

@@ -17,6 +17,7 @@ from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import device_share
 from rkmate.pipeline.loss_inside import loss_inside, traceable
+from rkmate.pipeline.offload import Offload, offload_of
 from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
@@ -39,8 +40,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          plan: Plan | None = None, costs: str | None = None, verify: bool = True,
          on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
          training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
-         gradients: Gradients | None = None, compile: Compile | None = None,
-         settings: Settings | None = None,
+         gradients: Gradients | None = None, compile: Compile | None = None, offload: str | None = None,
+         offload_bytes: int | str | None = None, settings: Settings | None = None,
          loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          loss_kwargs: Mapping[str, Any] | None = None,
          lengths: Sequence[int] | None = None, pad: Mapping[str, float] | None = None,
@@ -93,6 +94,12 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             the plan takes less time and memory, and numbers agree with the original's within the type's
             precision; ``"auto"``: where a compiler is installed; False, unless given: every bit is the
             original's.
+        offload: a place to which a step may send data while it computes, to have it back when it is needed:
+            a folder on a disk, or ``"host"``, the host's memory, for a model on a GPU. What goes there, and
+            when, is planned beside what is recomputed, by how fast the place is ([offload](offload.md)).
+            Unless given, what the settings say, which is nowhere by default.
+        offload_bytes: how much may be there at once, bytes or text ("20GiB"); as much as there is room for,
+            unless given.
         settings: of the stages, `rkmate.Settings`: ``costs``, as above; ``cut``, how long blocks may be;
             ``measure``, how long operations are measured; ``options``, the integer programs of the
             blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
@@ -128,10 +135,12 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
-                         planning_seconds, trains, calls, gradients, compile)
+                         planning_seconds, trains, calls, gradients, compile,
+                         offload=offload_of(offload, offload_bytes))
     ahead = checked_lengths(model, lengths, pad)
     if cuda_graph:
-        check_device([*{t.device for t in (*model.parameters(), *model.buffers())}])
+        check_device([*{t.device for t in (*model.parameters(), *model.buffers())}],
+                     sends=planning.settings.offload is not None)
         planning = replace(planning, cuda_graph=True,
                            settings=replace(planning.settings, deferred_outputs="never"))
     if pad is not None:         # every call of another length reads its outputs, to cut them back
@@ -149,8 +158,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
           plan: Plan | None = None, costs: str | None = None, verify: bool = True,
           on_new_shape: NewShape = "plan", trains: str | int | Sequence[str | int] | None = None,
           training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
-          gradients: Gradients | None = None, compile: Compile | None = None,
-          settings: Settings | None = None) -> _M:
+          gradients: Gradients | None = None, compile: Compile | None = None, offload: str | None = None,
+          offload_bytes: int | str | None = None, settings: Settings | None = None) -> _M:
     """Make a module train inside a memory budget, in place: it stays what it is for everything else.
 
     Its class, attributes, state dictionary, ``save_pretrained``, ``generate`` and adapters are its own; its
@@ -166,7 +175,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
             planned when it comes: with the real batch, in the mode that it is trained in.
         budget: as of `wrap`; a fraction is one of the peak of the first call.
         planner, progress, plan, costs, verify, on_new_shape, trains, training, planning_seconds, calls,
-            gradients, compile, settings: as of `wrap`. ``training`` concerns sample inputs alone.
+            gradients, compile, offload, offload_bytes, settings: as of `wrap`. ``training`` concerns sample
+            inputs alone.
 
     Returns:
         The module that was given. `applied` shows its plan.
@@ -190,7 +200,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
-                         planning_seconds, trains, calls, gradients, compile)
+                         planning_seconds, trains, calls, gradients, compile,
+                         offload=offload_of(offload, offload_bytes))
     if layers:
         put_plans_into_layers(model, layers, planning, verify, _checked(on_new_shape))
         return model
@@ -226,8 +237,8 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
          budget: int | float | str, planner: str = "rockmate", progress: bool = True,
          costs: str | None = None, trains: str | int | Sequence[str | int] | None = None,
          training: bool | None = None, planning_seconds: float | None = None, calls: int | None = None,
-         gradients: Gradients | None = None, compile: Compile | None = None,
-         settings: Settings | None = None,
+         gradients: Gradients | None = None, compile: Compile | None = None, offload: str | None = None,
+         offload_bytes: int | str | None = None, settings: Settings | None = None,
          loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          loss_kwargs: Mapping[str, Any] | None = None, device: GPU | str | None = None) -> Plan:
     """The plan that `wrap` would follow, without generating code. Same arguments and errors.
@@ -241,7 +252,8 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     with elsewhere.on_gpu(gpu, model):
         args, kwargs = checked_sample(model, args, kwargs)
         planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
-                             planning_seconds, trains, calls, gradients, compile, gpu)
+                             planning_seconds, trains, calls, gradients, compile, gpu,
+                             offload_of(offload, offload_bytes))
         with flags_to_plan(model, training):
             traced = trace(model, args, kwargs, planning.settings, Progress(progress))
         made = make_plan(traced, planning.budget, planning.planner).plan
@@ -253,7 +265,8 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
              progress: bool = True, costs: str | None = None,
              trains: str | int | Sequence[str | int] | None = None, training: bool | None = None,
              planning_seconds: float | None = None, gradients: Gradients | None = None,
-             compile: Compile | None = None, settings: Settings | None = None,
+             compile: Compile | None = None, offload: str | None = None,
+             offload_bytes: int | str | None = None, settings: Settings | None = None,
              loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
              loss_kwargs: Mapping[str, Any] | None = None, device: GPU | str | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
@@ -270,7 +283,8 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
         args, kwargs = checked_sample(model, args, kwargs)
         wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
         planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds, trains,
-                             gradients=gradients, compile=compile, gpu=gpu)
+                             gradients=gradients, compile=compile, gpu=gpu,
+                             offload=offload_of(offload, offload_bytes))
         with flags_to_plan(model, training):
             traced = trace(model, args, kwargs, planning.settings, Progress(progress))
         made = make_curve(traced, wanted, planning.planner)
@@ -306,16 +320,18 @@ def _checked(on_new_shape: Any) -> NewShape:
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, settings: Settings | None,
               progress: bool, planning_seconds: float | None, trains: Any,
               calls: int | None = None, gradients: str | None = None, compile: Compile | None = None,
-              gpu: GPU | None = None) -> Planning:
+              gpu: GPU | None = None, offload: Offload | None = None) -> Planning:
     if (budget is None) == (plan is None):
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
         raise ArgumentError(f"plan is {type(plan).__name__}; it should be a rkmate.Plan")
     name = find_planner(planner).name
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
-    base = settings_of_call(settings, costs, trains, gradients, compile)
+    base = settings_of_call(settings, costs, trains, gradients, compile, offload)
     if gpu is not None:
         base = elsewhere.estimating(base, costs)
+    elif base.offload is not None:
+        base.offload.check_folder()
     if calls is not None:
         base = replace(base, calls=calls)
     if planning_seconds is not None:

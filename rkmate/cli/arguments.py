@@ -27,6 +27,7 @@ def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool
                         help="estimate the operations' times instead of measuring them")
     add_gradients(parser)
     add_compile(parser)
+    add_offload(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -44,6 +45,19 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
                         "is installed (default: no)")
 
 
+def add_offload(parser: argparse.ArgumentParser) -> None:
+    """Declare where data may be sent while a step computes."""
+    parser.add_argument("--offload", metavar="PLACE", help="a folder on a disk to which a step may send data while "
+                        "it computes, or host: the host's memory, for a model on a GPU (default: nowhere)")
+    parser.add_argument("--offload-bytes", metavar="B", help="how much may be there at once: 20GiB, or bytes")
+
+
+def offload_options(args: argparse.Namespace) -> dict[str, Any]:
+    """As `rkmate.wrap` takes them."""
+    most = args.offload_bytes
+    return {"offload": args.offload, "offload_bytes": None if most is None else budget_of(most)}
+
+
 def compile_of(args: argparse.Namespace) -> bool | Literal["auto"]:
     """As `rkmate.wrap` takes it."""
     return "auto" if args.compile == "auto" else args.compile == "yes"
@@ -53,7 +67,7 @@ def planning_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `rkmate.plan` and its like, without the budget."""
     return {"planner": args.planner, "progress": not args.quiet,
             "costs": "analytic" if args.analytic else "measured", "gradients": args.gradients,
-            "compile": compile_of(args)}
+            "compile": compile_of(args), **offload_options(args)}
 
 
 def elsewhere_options(args: argparse.Namespace) -> dict[str, Any]:

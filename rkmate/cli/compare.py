@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rkmate.cli.arguments import add_compile, add_gradients, budget_of, compile_of
+from rkmate.cli.arguments import (
+    add_compile,
+    add_gradients,
+    add_offload,
+    budget_of,
+    compile_of,
+    offload_options,
+)
 from rkmate.cli.targets import load_target
 
 
@@ -28,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="estimate the operations' times instead of measuring them")
     add_gradients(parser)
     add_compile(parser)
+    add_offload(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -41,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
                      planners=args.planners, measure=args.measure,
                      time_limit=TIME_LIMIT if args.time_limit is None else args.time_limit,
                      progress=not args.quiet, costs="analytic" if args.analytic else "measured",
-                     gradients=args.gradients, compile=compile_of(args))
+                     gradients=args.gradients, compile=compile_of(args), **offload_options(args))
     if args.plot:
         Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
         result.plot(args.plot)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rkmate.codegen.deferred import function_of
 from rkmate.codegen.from_schedule import Segment, listing_of
 from rkmate.codegen.printer import print_listing
-from rkmate.codegen.slices import Call, Function, Run
+from rkmate.codegen.slices import Call, Copy, Function, Run
 from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
@@ -33,6 +33,8 @@ class Generated:
     """Whether all operations are torch's own: others may use autograd inside."""
     draws: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     """Of the forward and of the backward: the random operations that run several times, by name, in order."""
+    copies: bool = False
+    """Whether something is copied away."""
 
 
 @gc_pause()
@@ -42,11 +44,14 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
     listing, segments = listing_of(partition, schedule, labels, summary, graph)
     aliases = {space: alias for alias, space in listing.namespaces.items()}
     later = tuple(function_of(d, f"output_{d.output}", aliases) for d in partition.program.joint.deferred)
+    for part in (listing.functions, *((f,) for f in later)):       # each has an environment of its own
+        replace(listing, functions=part).verify()
     listing = replace(listing, functions=(*listing.functions, *later))
-    return Generated(print_listing(listing.verify()), segments,
+    return Generated(print_listing(listing), segments,
                      tuple(int(s.key) for s, _ in partition.program.input_grads),
                      tuple(f.name for f in later), _TORCH.issuperset(listing.namespaces.values()),
-                     (_draws(listing.functions[:1]), _draws(listing.functions[1:1 + len(segments)])))
+                     (_draws(listing.functions[:1]), _draws(listing.functions[1:1 + len(segments)])),
+                     any(isinstance(s, Copy) for f in listing.functions for s in f.body))
 
 
 def _draws(functions: Sequence[Function]) -> tuple[str, ...]:

@@ -220,55 +220,118 @@ class Listing:
     """Statements that these need before them."""
 
     def verify(self) -> Listing:
-        """Check every slice, and that the environment has what is taken and read; returns the listing
-        itself. Raises `GraphError`."""
-        there: set[str] = set()
-        away: dict[str, CopyWord] = {}
+        """Check every slice, that the environment has what is taken and read, and that nothing is overwritten,
+        ends or leaves while it is copied; returns the listing itself. Raises `GraphError`."""
+        there = _Environment()
         for number, function in enumerate(self.functions):
+            there.function = function.name
             if number == 1:
-                there.update(self.arriving)
-            for call in function.body:
-                if isinstance(call, Call):
-                    call.slice.verify((*self.namespaces, *self.tiled))
-                    _enter(there, call, function.name)
-                elif isinstance(call, Drop):
-                    _end(there, call.keys, function.name)
-                elif isinstance(call, Copy):
-                    _copy(there, away, call, function.name)
-            _end(there, function.pops, function.name)
+                there.keys.update(self.arriving)
+            for step in function.body:
+                if isinstance(step, Call):
+                    step.slice.verify((*self.namespaces, *self.tiled))
+                    there.enter(step)
+                elif isinstance(step, Drop):
+                    there.end(step.keys)
+                elif isinstance(step, Copy):
+                    there.copy(step)
+                else:
+                    there.look(_keys_in(step.value))
+            returned = _keys_in(", ".join(function.returns))
+            there.look(returned)
+            if number == 0:
+                there.hand_out(returned)
+            there.end(function.pops)
         return self
 
 
-def _enter(there: set[str], call: Call, where: str) -> None:
-    part = call.slice
-    if any(len(a) != len(b) for a, b in ((part.take, call.take), (part.read, call.read),
-                                         (part.sources, call.sources), (part.give, call.give))) \
-            or part.states != len(call.rng):
-        raise GraphError(f"{where}: calls {part.label} with other values than it has")
-    missing = set(call.read) - there
-    if missing:
-        raise GraphError(f"{where}: {part.label} reads {', '.join(sorted(missing))}, which is not there")
-    _end(there, call.take, where)
-    there.update(call.give)
+@functools.lru_cache(maxsize=1 << 10)
+def _keys_in(expression: str) -> frozenset[str]:
+    """The keys that Python over the environment reads."""
+    found = set()
+    for node in ast.walk(ast.parse(f"({expression})", mode="eval")):
+        inside: ast.expr | None = None
+        if isinstance(node, ast.Subscript):
+            name, inside = node.value, node.slice
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "pop":
+            name, inside = node.func.value, node.args[0]
+        if isinstance(inside, ast.Constant) and isinstance(name, ast.Name) and name.id == "env":
+            found.add(str(inside.value))
+    return frozenset(found)
 
 
-def _copy(there: set[str], away: dict[str, CopyWord], copy: Copy, where: str) -> None:
-    """`away`: of each key that was copied, what was last done with it."""
-    after: dict[CopyWord, tuple[CopyWord, ...]] = {
-        "copy_out": (), "leave": ("copy_out",), "copy_in": ("leave", "arrive"), "arrive": ("copy_in",)}
-    last = away.get(copy.key)
-    if (last is None) != (not after[copy.word]) or (last is not None and last not in after[copy.word]) \
-            or (copy.key in there) != (copy.word != "copy_in"):
-        raise GraphError(f"{where}: {copy.word} of {copy.key}, out of turn")
-    away[copy.key] = copy.word
-    if copy.word == "leave":
-        there.discard(copy.key)
-    elif copy.word == "copy_in":
-        there.add(copy.key)
+class _Environment:
+    """What the environment has while a step runs, and what of it is being copied."""
 
+    _AFTER: Mapping[CopyWord, tuple[CopyWord | None, ...]] = {
+        "copy_out": (None,), "leave": ("copy_out",), "copy_in": ("leave", "arrive"), "arrive": ("copy_in",)}
+    """What comes right before each word about a key."""
 
-def _end(there: set[str], keys: Iterable[str], where: str) -> None:
-    for key in keys:
-        if key not in there:
-            raise GraphError(f"{where}: {key} ends, which is not there")
-        there.discard(key)
+    def __init__(self) -> None:
+        self.function = ""
+        """What runs."""
+        self.keys: set[str] = set()
+        self._last: dict[str, CopyWord] = {}
+        """Of each key that was copied, what was last done with it."""
+        self._handed_out: frozenset[str] = frozenset()
+
+    def enter(self, call: Call) -> None:
+        """A slice runs."""
+        part = call.slice
+        if any(len(a) != len(b) for a, b in ((part.take, call.take), (part.read, call.read),
+                                             (part.sources, call.sources), (part.give, call.give))) \
+                or part.states != len(call.rng):
+            raise self._wrong(f"calls {part.label} with other values than it has")
+        missing = set(call.read) - self.keys
+        if missing:
+            raise self._wrong(f"{part.label} reads {', '.join(sorted(missing))}, which is not there")
+        self._have_arrived((*call.take, *call.read))
+        self.end(call.take)
+        for key in call.give:
+            if self._last.get(key) in ("copy_out", "copy_in"):
+                raise self._wrong(f"{part.label} makes {key} while it is copied")
+        self.keys.update(call.give)
+
+    def look(self, keys: Iterable[str]) -> None:
+        """Something outside of the slices reads these."""
+        for key in keys:
+            if key not in self.keys:
+                raise self._wrong(f"reads {key}, which is not there")
+        self._have_arrived(keys)
+
+    def end(self, keys: Iterable[str]) -> None:
+        """These are freed, or their storage is taken over."""
+        for key in keys:
+            if key not in self.keys:
+                raise self._wrong(f"{key} ends, which is not there")
+            if self._last.get(key) in ("copy_out", "copy_in"):
+                raise self._wrong(f"{key} ends while it is copied")
+            self.keys.discard(key)
+
+    def copy(self, copy: Copy) -> None:
+        """A copy begins, or is waited for."""
+        key, word = copy.key, copy.word
+        if self._last.get(key) not in self._AFTER[word] or (key in self.keys) != (word != "copy_in"):
+            raise self._wrong(f"{word} of {key}, out of turn")
+        if key in self._handed_out:
+            raise self._wrong(f"{word} of {key}, which the caller has")
+        self._last[key] = word
+        if word == "leave":
+            self.keys.discard(key)
+        elif word == "copy_in":
+            self.keys.add(key)
+
+    def hand_out(self, keys: frozenset[str]) -> None:
+        """The forward returns these: the caller may keep them, and write to them."""
+        for key in keys:
+            if key in self._last:
+                raise self._wrong(f"returns {key}, which is copied away")
+        self._handed_out = keys
+
+    def _have_arrived(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if self._last.get(key) == "copy_in":
+                raise self._wrong(f"reads {key}, which has not arrived")
+
+    def _wrong(self, why: str) -> GraphError:
+        return GraphError(f"{self.function}: {why}")

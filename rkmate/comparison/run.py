@@ -19,6 +19,7 @@ from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss_inside import trains_of
+from rkmate.pipeline.offload import offload_of
 from rkmate.pipeline.planning import attempted
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
@@ -42,6 +43,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
              costs: Literal["measured", "analytic"] | None = None,
              trains: str | int | Sequence[str | int] | None = None,
             gradients: Gradients | None = None, compile: Compile | None = None,
+            offload: str | None = None, offload_bytes: int | str | None = None,
             settings: Settings | None = None) -> Comparison:
     """Every planner on one model at equal budgets.
 
@@ -66,7 +68,8 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             are the same on every machine. What a planner finds within a limit in seconds, as the
             default's and other integer programs do, need not be. Unless given, what the settings say.
         trains: which outputs the loss is computed from, as of `rkmate.wrap`.
-        gradients, compile: as of `rkmate.wrap`.
+        gradients, compile, offload, offload_bytes: as of `rkmate.wrap`. Planners that send nothing away plan as
+            without.
         settings: of the stages. With `calls`, budgets and peaks are of steps in which the model is called
             so many times before the backward.
 
@@ -85,7 +88,8 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
               for b in budgets]
     methods = [find_planner(n) for n in ([n for n in PLANNERS if n != "auto"] if planners is None
                                          else planners)]
-    wanted_settings = settings_of_call(settings, costs, trains, gradients, compile)
+    wanted_settings = settings_of_call(settings, costs, trains, gradients, compile,
+                                       offload_of(offload, offload_bytes))
     if not time_limit > 0:
         raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
     shown = Progress(progress)

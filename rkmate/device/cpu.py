@@ -6,7 +6,7 @@ import contextlib
 import functools
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,11 @@ import torch
 from torch.autograd import profiler
 
 from rkmate.device import events
+from rkmate.device.copy_engine import CopyEngine, StepCopies
+from rkmate.device.copy_times import ends_by_threads
+from rkmate.device.disk_copies import FolderEngine
 from rkmate.devices import HOST
+from rkmate.errors import ArgumentError
 from rkmate.ir.peak import Peak
 
 T = TypeVar("T")
@@ -81,6 +85,16 @@ class Cpu:
 
     def generator(self) -> torch.Generator:
         return torch.default_generator
+
+    def copy_engine(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> CopyEngine:
+        if place == "host":
+            raise ArgumentError('offload is "host", which is where a model on the CPU is anyway: give a '
+                                "folder on a disk (offload=\"/some/folder\")")
+        return FolderEngine(place, most_bytes, verify=verify)
+
+    def ends_of(self, call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
+                compute: Callable[[], object]) -> tuple[float, float]:
+        return ends_by_threads(call, begin, out, back, compute)
 
 
 class EventsMeter:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from rkmate.device import history
+from rkmate.device import cuda_copies, history
+from rkmate.device.copy_engine import CopyEngine, StepCopies
 from rkmate.device.protocol import MemoryState
 from rkmate.devices import A100, GPU, NAMES, Rates
+from rkmate.errors import ArgumentError
 from rkmate.ir.allocator import ROUNDING, CachingAllocator, Held, Segment
 from rkmate.ir.peak import Peak
 
@@ -156,6 +158,17 @@ class Cuda:
     def generator(self) -> torch.Generator:
         torch.cuda.init()               # without it there are no generators
         return torch.cuda.default_generators[self._index()]
+
+    def copy_engine(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> CopyEngine:
+        if place != "host":
+            raise ArgumentError(f"offload is {place!r}, and from a GPU data is sent to the host's memory: "
+                                'offload="host"')
+        return cuda_copies.HostEngine(torch.device("cuda", self._index()), most_bytes, verify=verify)
+
+    def ends_of(self, call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
+                compute: Callable[[], object]) -> tuple[float, float]:
+        with torch.cuda.device(self._index()):
+            return cuda_copies.ends_by_events(call, begin, out, back, compute)
 
     def _index(self) -> int:
         index = self.torch_device.index

@@ -6,12 +6,13 @@ Nothing runs on it, so nothing can be measured. It stands for devices of the kin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn, TypeVar
 
 import torch
 
+from rkmate.device.copy_engine import CopyEngine, StepCopies
 from rkmate.device.cuda import Cuda
 from rkmate.device.protocol import MemoryState
 from rkmate.device.registry import standing_in
@@ -58,6 +59,13 @@ class Elsewhere(Cuda):
 
     def generator(self) -> torch.Generator:
         return torch.default_generator
+
+    def copy_engine(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> CopyEngine:
+        self._refuse()
+
+    def ends_of(self, call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
+                compute: Callable[[], object]) -> tuple[float, float]:
+        self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise ArgumentError(f"nothing can be measured on {self.gpu.name}, which is not here: leave costs= "

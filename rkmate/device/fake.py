@@ -7,7 +7,7 @@ on an accelerator runs where there is none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -15,6 +15,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rkmate.device.copy_engine import StepCopies
+from rkmate.device.copy_times import ends_by_threads
+from rkmate.device.fake_copies import FakeEngine
 from rkmate.device.protocol import MemoryState
 from rkmate.device.registry import standing_in
 from rkmate.device.statistics import StatisticsMeter, measured
@@ -69,10 +72,12 @@ class FakeDevice:
     def __init__(self, *, rounding: int = 512, part_bytes: int = 2**12, total: int = 2**30,
                  seconds: Callable[[int], float] = lambda n: 1e-3, cpu_kernels: bool = False,
                  first_call_allocates: bool = False, name: str = "fake",
-                 allocator: Callable[[], CachingAllocator] | None = None, library_bytes: int = 0) -> None:
+                 allocator: Callable[[], CachingAllocator] | None = None, library_bytes: int = 0,
+                 copy_buffer_bytes: int = 0) -> None:
         """`rounding`: of storages, in bytes. `total`: bytes of the whole device. `seconds`: what the
         n-th timed call takes, from 0. `name`: part of the keys of remembered costs. `allocator`: makes a
-        model of its allocator, if it has a caching one. `library_bytes`: what its libraries keep."""
+        model of its allocator, if it has a caching one. `library_bytes`: what its libraries keep.
+        `copy_buffer_bytes`: what copying takes."""
         self.statistics = Ledger()
         self.clock = 0.0
         """Seconds that all timed calls took."""
@@ -86,6 +91,9 @@ class FakeDevice:
         self._seconds, self._name, self._allocator = seconds, name, allocator
         self.library_bytes = library_bytes
         """Not taken yet."""
+        self.copy_buffer_bytes = copy_buffer_bytes
+        self.engines: list[FakeEngine] = []
+        """All that were asked for."""
         self._stack = ExitStack()
         self._counters: list[_Counting] = []
 
@@ -152,6 +160,14 @@ class FakeDevice:
 
     def generator(self) -> torch.Generator:
         return torch.default_generator
+
+    def copy_engine(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> FakeEngine:
+        self.engines.append(FakeEngine(place, most_bytes, verify=verify, buffer_bytes=self.copy_buffer_bytes))
+        return self.engines[-1]
+
+    def ends_of(self, call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
+                compute: Callable[[], object]) -> tuple[float, float]:
+        return ends_by_threads(call, begin, out, back, compute)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -1,18 +1,19 @@
 """What the package must know of a place to compute. Sizes are bytes, times are seconds.
 
 A new kind of device is a class with these members and a line in `rkmate.device.registry`; nothing
-else asks what kind a device is. Copies between a device and the host have no member yet.
+else asks what kind a device is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 
+from rkmate.device.copy_engine import CopyEngine, StepCopies
 from rkmate.devices import GPU, Rates
 from rkmate.errors import RkmateError
 from rkmate.ir.allocator import CachingAllocator
@@ -147,3 +148,15 @@ class Device(Protocol):
 
     def generator(self) -> torch.Generator:
         """The default generator, which random operations on the device draw from."""
+
+    # -- copies -------------------------------------------------------------------------------
+
+    def copy_engine(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> CopyEngine:
+        """What sends data away from the device: to ``"host"``, or to a folder. `most_bytes`: that may be
+        there at once. `verify`: what comes back must have the checksum of what went. Raises `ArgumentError`:
+        from here nothing can be sent there."""
+
+    def ends_of(self, call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
+                compute: Callable[[], object]) -> tuple[float, float]:
+        """Seconds to the end of copies out and of copies back, which `begin` begins in a call; meanwhile
+        `compute` is called again and again."""

@@ -35,8 +35,8 @@ class _BudgetCallback:
     Args:
         budget: as of `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation
             takes no more than one batch.
-        planner, costs, trains, gradients, compile, settings, on_new_shape, progress, verify,
-            planning_seconds: as of `rkmate.apply`.
+        planner, costs, trains, gradients, compile, offload, offload_bytes, settings, on_new_shape, progress,
+            verify, planning_seconds: as of `rkmate.apply`.
 
     Raises:
         ArgumentError: an argument is wrong. When training begins: the model cannot be planned, or is run
@@ -47,6 +47,7 @@ class _BudgetCallback:
     def __init__(self, budget: int | float | str, *, planner: str = "rockmate", costs: str | None = None,
                  trains: str | int | Sequence[str | int] | None = None,
                  gradients: Gradients | None = None, compile: Compile | None = None,
+                 offload: str | None = None, offload_bytes: int | str | None = None,
                  settings: Settings | None = None,
                  on_new_shape: NewShape = "plan", progress: bool = True, verify: bool = True,
                  planning_seconds: float | None = None) -> None:
@@ -54,7 +55,7 @@ class _BudgetCallback:
             parse_budget(budget)
         self._options: dict[str, Any] = {
             "budget": budget, "planner": planner, "costs": costs, "trains": trains, "gradients": gradients,
-            "compile": compile,
+            "compile": compile, "offload": offload, "offload_bytes": offload_bytes,
             "settings": settings, "on_new_shape": on_new_shape, "progress": progress, "verify": verify,
             "planning_seconds": planning_seconds}
         self._plans: list[Plan] = []

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from rkmate.ir.allocator import Block, CachingAllocator
 from rkmate.ir.cd import CDGraph
-from rkmate.ir.schedule import Compute, Free, Loss, Schedule, in_place_donor, kernel_of
-from rkmate.ir.simulate import LOSS_SCALARS
+from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Loss, Schedule, in_place_donor, kernel_of
+from rkmate.ir.simulate import LOSS_SCALARS, buffers_of
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ class _Run:
 
     def __init__(self, loop: _Loop) -> None:
         self.loop = loop
-        self.held: dict[int, Block | None] = {}
+        size = buffers_of(loop.graph, loop.schedule)
+        self.held: dict[int, Block | None] = {-1: loop.allocator.allocate(size)} if size else {}
+        """By D node; those of copies by -1."""
         self.taken: set[int] = set()
 
     def follow(self, steps: Iterable[int]) -> None:
@@ -118,6 +120,10 @@ class _Run:
                 self.compute(k, step)
             elif isinstance(step, Free):
                 self.free(step.d)
+            elif isinstance(step, Leave):
+                self.loop.allocator.free(self.held.pop(step.d))
+            elif isinstance(step, CopyIn):
+                self.held[step.d] = self.loop.allocator.allocate(self.loop.graph.d[step.d].size)
 
     def compute(self, k: int, step: Compute) -> None:
         graph, allocator = self.loop.graph, self.loop.allocator

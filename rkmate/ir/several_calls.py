@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Compute, Loss, Schedule
-from rkmate.ir.simulate import simulate
+from rkmate.ir.simulate import buffers_of, simulate
 
 
 def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_loss: int = 0,
@@ -23,8 +23,10 @@ def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_
     others = calls - 1
     at = schedule.steps.index(Loss())
     forward, backward = result.timeline[:at], result.timeline[at + 1:]
-    # What a call holds before its backward, the gradients of its outputs included; and after it.
-    before, after = result.saved + graph.bytes(graph.output_grads), result.timeline[-1]
+    # What a call holds before its backward, the gradients of its outputs included; and after it, when the
+    # buffers of its copies are gone.
+    before = result.saved + graph.bytes(graph.output_grads)
+    after = result.timeline[-1] - buffers_of(graph, schedule)
     leaves: dict[int, list[int]] = {}
     for j, i in graph.releases.items():
         leaves.setdefault(i, []).append(j)

@@ -53,6 +53,11 @@ class Simulation:
     """The same of each copy back."""
 
 
+def buffers_of(graph: CDGraph, schedule: Schedule) -> int:
+    """Bytes of the device that copying takes from the start of a step to its end."""
+    return graph.link.buffer_bytes if graph.link is not None and schedule.copied else 0
+
+
 def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
              pinned: Iterable[int] = ()) -> Simulation:
     """Replay a schedule. Raises `ScheduleError` when it is not executable or incomplete, or decides
@@ -69,7 +74,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
     where = Residency(graph, pinned)
     peak_at = saved = 0
     copies = bool(schedule.copied)
-    live = peak = graph.link.buffer_bytes if graph.link is not None and copies else 0
+    live = peak = buffers_of(graph, schedule)
     taken: set[int] = set()
     seen_loss = False
     ran: set[int] = set()

@@ -19,6 +19,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.loss_inside import traceable
+from rkmate.pipeline.offload import offload_of
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
 from rkmate.pipeline.reserved import LEFT_ALONE
@@ -120,7 +121,8 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
                    most: int = 1 << 16, costs: str = "measured",
                    trains: str | int | Sequence[str | int] | None = None,
                    gradients: Gradients = "returned", progress: bool = True,
-                   calls: int = 1, device: GPU | str | None = None) -> BatchSize:
+                   calls: int = 1, device: GPU | str | None = None, offload: str | None = None,
+                   offload_bytes: int | str | None = None) -> BatchSize:
     """The largest batch whose training step fits in a device, and what it costs.
 
     Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
@@ -138,6 +140,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
             backward; see `wrap`.
         device: a GPU that need not be here, to plan for it, as of `plan`: costs are then estimated, and
             `device_memory` is its own unless given.
+        offload, offload_bytes: see `wrap`.
 
     Raises:
         InfeasibleBudget: not even a batch of one fits.
@@ -152,7 +155,8 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         with elsewhere.on_gpu(gpu, model):
             found = max_batch_size(model, inputs_there, device_memory=device_memory, costs="analytic",
                                    optimizer_states=optimizer_states, most=most, trains=trains,
-                                   gradients=gradients, progress=progress, calls=calls)
+                                   gradients=gradients, progress=progress, calls=calls, offload=offload,
+                                   offload_bytes=offload_bytes)
         return replace(found, plan=elsewhere.told(found.plan, gpu))
     devices.common((*model.parameters(), *model.buffers()))
     if costs not in ("measured", "analytic"):
@@ -161,7 +165,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         raise ArgumentError(f"most is {most!r}; it should be a positive number of samples")
     budget = _left_for_step(model, device_memory, optimizer_states)
     settings = Settings(costs=costs, trains=checked_trains(trains), calls=calls,  # type: ignore[arg-type]
-                        gradients=gradients)
+                        gradients=gradients, offload=offload_of(offload, offload_bytes))
     tried: dict[int, int | None] = {}
     plain: dict[int, int] = {}
     best: list[Prepared] = []

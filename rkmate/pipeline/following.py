@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
+from rkmate import device as devices
 from rkmate.errors import PlanError, ScheduleError
 from rkmate.pipeline import deferred_outputs
 from rkmate.pipeline.compiled import check_version
+from rkmate.pipeline.offload import buffers_at
 from rkmate.pipeline.planning import Planned
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, with_operation_costs
 from rkmate.pipeline.variants import Variant, first, named, possible
@@ -57,11 +60,27 @@ def _variants_of(traced: Traced, plans: Sequence[Plan]) -> list[Variant]:
 def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
     for plan in plans:
         if plan.fingerprint == blocked.fingerprint:
-            prepared = with_operation_costs(blocked, plan.costs)
-            _check(plan, prepared)
-            check_version(plan.compiled)
-            return Planned(plan, prepared)
+            here = _sent_here(plan, blocked.traced)
+            prepared = with_operation_costs(blocked, here.costs, link=here.graph.link)
+            _check(here, prepared)
+            check_version(here.compiled)
+            return Planned(here, prepared)
     return None
+
+
+def _sent_here(plan: Plan, traced: Traced) -> Plan:
+    """A plan with the place that this call names for what it sends away. Raises `PlanError` where it names
+    none."""
+    offload, link = traced.settings.offload, plan.graph.link
+    if not plan.schedule.copied or link is None:
+        return plan
+    if offload is None:
+        where = link.place or "another place"
+        raise PlanError(f"the plan sends data away while it computes (it was made for {where}), and this call "
+                        "does not say where to: say offload= again, or make another plan")
+    link = replace(link, place=offload.place, most_bytes=offload.most_bytes,
+                   buffer_bytes=buffers_at(offload, devices.of(traced.device)))
+    return replace(plan, graph=replace(plan.graph, link=link))
 
 
 def _check(plan: Plan, prepared: Prepared) -> None:
@@ -72,3 +91,9 @@ def _check(plan: Plan, prepared: Prepared) -> None:
     if peak != plan.peak_bytes:
         raise PlanError(f"the plan says that its peak is {plan.peak_bytes:,} bytes, the simulator "
                         f"says {peak:,}: make the plan again")
+    link = prepared.graph.link
+    if plan.schedule.copied and link is not None and link.most_bytes is not None:
+        away = prepared.simulate(plan.schedule).away
+        if away > link.most_bytes:
+            raise PlanError(f"the plan sends {away:,} bytes away, and offload_bytes is {link.most_bytes:,}: "
+                            "give more, or make another plan")

@@ -16,7 +16,7 @@ from rkmate.graph.blocks.lower import Program
 from rkmate.ilp import OptionSet
 from rkmate.ilp.evaluate_option import evaluate_option
 from rkmate.ir.cd import CDGraph, Cost, Kernel
-from rkmate.ir.schedule import Schedule, from_order
+from rkmate.ir.schedule import Compute, Schedule, from_order
 from rkmate.measure.temporaries import bytes_of, bytes_of_parts
 from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
@@ -101,7 +101,8 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
     if not sources:
         return None
     prepared = with_operation_costs(blocked, None if measured else bounded_costs(
-        scaled_costs(sources, cd), blocked.partition.program), limit=room_within(budget))
+        scaled_costs(sources, cd), blocked.partition.program), link=sources[0].graph.link,
+        limit=room_within(budget))
     limit = limit_of(prepared, budget)
     orders = next((k.orders for k in alike if k.orders), ())
     if prepared.baseline.peak <= limit:
@@ -201,18 +202,27 @@ def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: s
     graph, pinned, reserve = prepared.graph, prepared.pinned, prepared.reserve_at_loss
     found: list[Candidate] = []
     for other in schedules:
-        schedule = from_order(graph, other.order, other.loss_at, pinned)
-        result = prepared.simulate(schedule)
-        if result.peak <= limit:
-            found.append(Candidate(schedule, result.peak, result.seconds, note))
+        judged = [from_order(graph, other.order, other.loss_at, pinned)]
+        if other.copied and graph.link is not None:
+            judged.append(_without_kernels(other))
+        for schedule in judged:
+            result = prepared.simulate(schedule)
+            most = graph.link.most_bytes if graph.link is not None else None
+            if result.peak <= limit and (most is None or result.away <= most):
+                found.append(Candidate(schedule, result.peak, result.seconds, note))
     if not found:
         return None
     best = min(found, key=lambda c: (c.seconds, c.peak))
-    if best.peak > limit * (1 - UNUSED):
+    if best.peak > limit * (1 - UNUSED) or best.schedule.copied:
         return best
     schedule = finish(graph, best.schedule, limit, pinned=pinned, reserve_at_loss=reserve)
     result = prepared.simulate(schedule)
     return replace(best, schedule=schedule, peak=result.peak, seconds=result.seconds)
+
+
+def _without_kernels(schedule: Schedule) -> Schedule:
+    """The same steps, by each computation's own kernel: at another size there may be others."""
+    return Schedule(tuple(Compute(s.c) if isinstance(s, Compute) else s for s in schedule.steps))
 
 
 def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:

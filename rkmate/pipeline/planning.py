@@ -18,7 +18,7 @@ from rkmate.budget import Budget
 from rkmate.errors import ArgumentError
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.ir.plan import Run
-from rkmate.pipeline import deferred_outputs
+from rkmate.pipeline import deferred_outputs, offload
 from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
@@ -380,7 +380,8 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
 def _note(prepared: Prepared, note: str) -> str:
     blocked = prepared.blocked
     variant = blocked.variant.notes(blocked.concerned)
-    return "; ".join(part for part in (note, variant, deferred_outputs.note_of(blocked), note_of(prepared))
+    return "; ".join(part for part in (note, variant, deferred_outputs.note_of(blocked), note_of(prepared),
+                                      offload.note_of(prepared.graph.link, prepared.settings.costs))
                      if part)
 
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.checkpointed import checkpointed
 from rkmate.ir.kernels import choose_kernels
+from rkmate.ir.link import Link
 from rkmate.ir.origin import Origin
 from rkmate.ir.plan import BlockInfo
 from rkmate.ir.schedule import Schedule, from_order
@@ -46,6 +47,7 @@ from rkmate.measure.remembered import CostMemory
 from rkmate.pipeline.compiled import compile_all, with_compiler
 from rkmate.pipeline.loss_inside import traceable, trains_of
 from rkmate.pipeline.measuring import measured_within
+from rkmate.pipeline.offload import link_of
 from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.trained_outputs import trained_outputs
@@ -212,6 +214,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     arguments, _ = take_apart((args, kwargs), result=False)
     device = devices.common((*model.parameters(), *arguments))
     settings = with_compiler(settings, device.torch_device)
+    if settings.offload is not None:
+        settings.offload.check(device)
     if captured is None:
         with gc_pause(), progress.stage("capturing", None), capture_lock:
             captured = capture(model, args, kwargs, settings.opaque)
@@ -259,10 +263,10 @@ def _choices(variant: Variant, settings: Settings) -> Choices:
 
 
 @planning_lock
-def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, *,
+def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, *, link: Link | None = None,
                          limit: Callable[[Blocked], int] | None = None) -> Prepared:
-    """Measure each operation, or count. `costs`: of a saved plan, instead. `limit`: the bytes that measuring
-    may take."""
+    """Measure each operation, or count; and the way to where data may be sent. `costs`, `link`: of a saved plan,
+    instead. `limit`: the bytes that measuring may take."""
     traced, parts = blocked.traced, blocked.partition
     start = time.perf_counter()
     if costs is not None:
@@ -283,7 +287,11 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
                     raise
                 raise CaptureError(f"{traced.name} does not run on the sample inputs: {error}") from error
     cd = parts.program.cd
+    if costs is None and link is None:
+        link = link_of(traced.settings.offload, devices.of(traced.device), traced.settings.costs)
     graph = cd.with_costs(known[i] for i in range(len(cd.c)))
+    if link is not None:
+        graph = replace(graph, link=link)
     pinned = (*parts.program.pinned, *(j for j in cd.output_grads if cd.d[j].size <= 16))
     reserve = _reserve_at_loss(graph)
     whole = choose_kernels(graph, from_order(graph, range(len(graph.c)), graph.loss, pinned), pinned=pinned,

@@ -13,6 +13,7 @@ from rkmate.graph.capture.opaque_parts import Opaque
 from rkmate.ilp import settings as ilp_settings
 from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.settings import MeasureSettings
+from rkmate.pipeline.offload import Offload
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.settings import PlannerSettings
 
@@ -74,6 +75,9 @@ class Settings:
     """Compile groups of operations between products, convolutions and attention into kernels of their own,
     which takes seconds, and planned steps less time and memory; numbers differ from the original's within
     the type's precision. ``"auto"``: where a compiler is installed."""
+    offload: Offload | None = None
+    """Where data may be sent while a step computes, to come back when it is needed (`offload=` of a call); None:
+    nowhere."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"
@@ -97,6 +101,9 @@ class Settings:
         if isinstance(self.calls, bool) or not isinstance(self.calls, int) or self.calls < 1:
             raise ArgumentError(f"calls is {self.calls!r}; it should be how many times the module is called "
                                 "before the backward: 1, 2, ...")
+        if not isinstance(self.offload, Offload | None):
+            raise ArgumentError(f"Settings(offload={self.offload!r}): give it to the call (offload=), or a "
+                                "rkmate.Offload")
         if self.compile not in (False, True, "auto"):
             raise ArgumentError(f'compile is {self.compile!r}; it should be False, True or "auto"')
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
@@ -130,14 +137,18 @@ def checked_trains(trains: Any) -> Trains:
 
 
 def settings_of_call(settings: Settings | None, costs: str | None, trains: Any = None,
-                     gradients: str | None = None, compile: Compile | None = None) -> Settings:
-    """The settings, with the source of costs, the outputs of the loss, the way of gradients and the compiling
-    that a call names; those that it leaves out are the settings' own. Raises `ArgumentError`."""
+                     gradients: str | None = None, compile: Compile | None = None,
+                     offload: Offload | None = None) -> Settings:
+    """The settings, with the source of costs, the outputs of the loss, the way of gradients, the compiling and
+    the place for data that a call names; those that it leaves out are the settings' own. Raises `ArgumentError`.
+    """
     settings = settings or Settings()
     if gradients is not None:
         settings = replace(settings, gradients=gradients)  # type: ignore[arg-type]
     if compile is not None:
         settings = replace(settings, compile=compile)
+    if offload is not None:
+        settings = replace(settings, offload=offload)
     if trains is not None:
         settings = replace(settings, trains=checked_trains(trains))
     if costs is None:

@@ -29,7 +29,7 @@ def summarise(prepared: Prepared) -> GraphSummary:
     return GraphSummary(
         computations, storages, graph.loss, graph.outputs, graph.output_grads, graph.input_grads,
         dict(graph.releases), prepared.pinned, prepared.reserve_at_loss,
-        tuple(tuple(sorted(c)) for c in parts.cuts), _captured(prepared))
+        tuple(tuple(sorted(c)) for c in parts.cuts), _captured(prepared), graph.link)
 
 
 def _captured(prepared: Prepared) -> tuple[Captured, ...]:

@@ -14,6 +14,7 @@ from rkmate.device.copies import copy_all
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import adding
+from rkmate.runtime.away import Away
 
 _random = threading.RLock()
 """Held around every random operation of a planned step: a replay moves the default generator back,
@@ -26,18 +27,20 @@ class Environment:
     Consumed by one backward; the forward of another call has an environment of its own.
     """
 
-    __slots__ = ("_rng", "_sources", "_values", "_versions", "_watched", "device", "dry")
+    __slots__ = ("_away", "_rng", "_sources", "_values", "_versions", "_watched", "device", "dry")
 
     def __init__(self, sources: Mapping[str, torch.Tensor], versions: Mapping[str, int],
-                 device: torch.device, *, dry: bool = False) -> None:
+                 device: torch.device, *, dry: bool = False, away: Away | None = None) -> None:
         """`sources`: the tensors that the caller holds, by key. `versions`: theirs at the forward; without
         those that have none (inference tensors), and those that may change before the backward, because it
-        does not depend on their value. `dry`: nothing is written back."""
+        does not depend on their value. `dry`: nothing is written back. `away`: what copies values away, where
+        some are."""
         self._values: dict[str, torch.Tensor] = {}
         self._sources = sources
         self._rng: dict[str, tuple[RandomState, RandomState]] = {}
         self._versions = versions
         self._watched: dict[str, int] = {}
+        self._away = away
         self.device = device
         self.dry = dry
 
@@ -67,6 +70,27 @@ class Environment:
     def pop(self, name: str) -> torch.Tensor:
         """One value, taken."""
         return self._values.pop(name)
+
+    def copy_out(self, name: str) -> None:
+        """Begin to copy a value away."""
+        self._copies().out(name, self._values[name])
+
+    def leave(self, name: str) -> None:
+        """Wait for the end of that, and forget the value."""
+        del self._values[name]
+        self._copies().leave(name)
+
+    def copy_in(self, name: str) -> None:
+        """Make room for a value, and begin to copy it back."""
+        self._values[name] = self._copies().back(name)
+
+    def arrive(self, name: str) -> None:
+        """Wait for the end of that."""
+        self._copies().arrive(name)
+
+    def _copies(self) -> Away:
+        assert self._away is not None, "nothing copies values away"
+        return self._away
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._values[name]
@@ -137,10 +161,11 @@ class Environment:
                                     "drew or repeated its own: the gradients would be wrong")
 
     def held(self) -> int:
-        """Bytes of the storages that the values stand in, without the caller's."""
+        """Bytes of the storages that the values stand in, without the caller's; and of buffers of copies."""
         theirs = {t.untyped_storage().data_ptr() for t in self._sources.values()}
         found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self._values.values())}
-        return sum(size for where, size in found.items() if where not in theirs)
+        buffers = 0 if self._away is None else self._away.buffer_bytes
+        return buffers + sum(size for where, size in found.items() if where not in theirs)
 
     def clear(self) -> None:
         """Free everything."""
@@ -149,6 +174,9 @@ class Environment:
         self._rng.clear()
         self._versions = {}
         self._watched = {}
+        away, self._away = self._away, None
+        if away is not None:
+            away.close()
 
 
 def version(tensor: torch.Tensor) -> int:

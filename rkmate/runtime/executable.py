@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import linecache
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,16 @@ import torch
 from torch import fx, nn
 
 from rkmate.codegen.emit import Generated
+from rkmate.device.copy_engine import CopyEngine
 from rkmate.device.dispatch import all_ordinary
 from rkmate.device.random_state import RandomState
-from rkmate.errors import BackwardError
+from rkmate.errors import BackwardError, OffloadError
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.pieces import owner_name, piece_of
 from rkmate.runtime.added_gradients import Additions, Held
+from rkmate.runtime.away import Away
 from rkmate.runtime.deferred import DeferredOutputs
 from rkmate.runtime.double_backward import Again, Original
 from rkmate.runtime.environment import (
@@ -60,10 +63,15 @@ class PlannedStep:
     """Runs the generated source; one instance per signature and set of output gradients."""
 
     def __init__(self, model: nn.Module, capture: Capture, partition: Partition,
-                 generated: Generated, device: torch.device) -> None:
+                 generated: Generated, device: torch.device, engine: CopyEngine | None = None) -> None:
+        """`engine`: what copies values away, where the source says so; it is closed with this."""
         self.capture = capture
         self.generated = generated
         self.device = device
+        assert engine is not None or not generated.copies, "nothing copies values away"
+        self._engine = engine
+        if engine is not None:
+            weakref.finalize(self, engine.close)
         self.result = capture.result
         joint = partition.program.joint
         self.wanted = joint.wanted
@@ -139,9 +147,9 @@ class PlannedStep:
         versions = self.versions(sources)
         several = len(self.unplanned) + len(self._tangents) > 1
         state = generator_state(self.device) if self._draws else None
-        env = Environment(sources, versions, self.device)
+        env = Environment(sources, versions, self.device, away=self._opened())
         quick = self.generated.only_torch and all_ordinary(sources.values())
-        with torch.no_grad(), without_autocast(self.device), unrecorded(quick):
+        with torch.no_grad(), without_autocast(self.device), unrecorded(quick), _undone(env, state):
             results = self._forward(env)
         env.watch(self._output_names)
         call = Call(env, self._backward, self._last, self._targets)
@@ -260,14 +268,18 @@ class PlannedStep:
                 f"the loss leads to other outputs than this forward was planned for, and the forward "
                 f"cannot be run again, because it has overwritten {name!r}: run this step again; "
                 "from now on the plan expects this loss")
-        env = Environment(state.sources, state.versions, self.device, dry=True)
-        with torch.no_grad(), without_autocast(self.device):
+        env = Environment(state.sources, state.versions, self.device, dry=True, away=self._opened())
+        with torch.no_grad(), without_autocast(self.device), _cleared(env):
             if state.draws is None:
                 self._forward(env)
             else:
                 with generators_at(self.device, state.draws):
                     self._forward(env)
             return self.run_backward(env, given)
+
+    def _opened(self) -> Away | None:
+        """What copies the values of one call away; None where nothing is."""
+        return Away(self._engine) if self._engine is not None else None
 
     def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of output `i` in the layout that the traced backward expects."""
@@ -279,6 +291,28 @@ class PlannedStep:
         if same:
             return grad
         return self.empty_gradient(i).copy_(grad)
+
+
+@contextmanager
+def _cleared(env: Environment) -> Iterator[None]:
+    """After a whole step, or where it fails, its environment holds nothing."""
+    try:
+        yield
+    finally:
+        env.clear()
+
+
+@contextmanager
+def _undone(env: Environment, draws: RandomState | None) -> Iterator[None]:
+    """Around a forward: where it fails, it holds nothing; and where it could not send its data away, its draws
+    are not missing, so that it can be run again."""
+    try:
+        yield
+    except BaseException as error:
+        env.clear()
+        if isinstance(error, OffloadError) and draws is not None:
+            draws.restore()
+        raise
 
 
 def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
 from rkmate.errors import InfeasibleBudget
@@ -26,6 +27,7 @@ from rkmate.pipeline.compiled import compile_all
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss_inside import traceable
+from rkmate.pipeline.offload import engine_of
 from rkmate.pipeline.other_sizes import KnownPlan, plan_at_other_size
 from rkmate.pipeline.planning import make_plan
 from rkmate.pipeline.prepare import Traced, held_tensors, trace
@@ -334,7 +336,9 @@ class PlanCache:
         compile_all(prepared.partition.program.operation, traced.progress)
         generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
         plan = replace(plan, source=generated.text)
-        step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device)
+        step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device,
+                           engine_of(prepared.settings.offload, devices.of(prepared.device))
+                           if generated.copies else None)
         if self.planning.cuda_graph:
             check_plan(plan, step)
         return Executable(plan, step, known=KnownPlan(plan, not derived, planned.orders),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rkmate.codegen.printer import print_listing, print_slice
-from rkmate.codegen.slices import Call, Drop, Free, Function, Listing, Run, Slice, Write
+from rkmate.codegen.slices import Call, Copy, Drop, Free, Function, Listing, Run, Slice, Write
 from rkmate.errors import GraphError
 
 FORWARD = Slice(
@@ -135,3 +135,53 @@ def test_the_environment_has_what_is_read() -> None:
 def test_no_torch_is_needed() -> None:
     code = "import sys, rkmate.codegen.printer, rkmate.codegen.liveness; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _copied(*forward: Copy | Drop | Write | Call, backward: tuple[Copy | Drop | Call, ...] = (),
+            returns: tuple[str, ...] = ()) -> Listing:
+    """X is made, then what is given."""
+    made = Call(Slice("a", (), (), (), (Run("aten.f.default()", (), ("x",)),), ("x",)), (), (), (), ("x",), ())
+    return Listing("", {"aten": "aten"}, (Function("forward", "", (made, *forward), returns),
+                                          Function("backward_0", "", backward, ())), ())
+
+
+def _reading(key: str, *, end: bool = False, give: bool = False) -> Call:
+    step = Run("aten.g.default(x)", ("x",), ("y" if give else None,))
+    body = (step, Free(("x",), 1)) if end else (step,)
+    part = Slice("b", ("x",) if end else (), () if end else ("x",), (), body, ("y",) if give else ())
+    return Call(part, (key,) if end else (), () if end else (key,), (), (key,) if give else (), ())
+
+
+OUT, LEAVE, IN, ARRIVE = (Copy(word, "x") for word in  # type: ignore[arg-type]
+                          ("copy_out", "leave", "copy_in", "arrive"))
+
+
+def test_a_value_goes_away_and_comes_back_twice() -> None:
+    _copied(OUT, _reading("x"), LEAVE, backward=(
+        IN, ARRIVE, _reading("x", end=True), IN, ARRIVE, _reading("x", end=True))).verify()
+
+
+@pytest.mark.parametrize(("listing", "message"), [
+    (_copied(LEAVE), "leave of x, out of turn"),
+    (_copied(IN), "copy_in of x, out of turn"),
+    (_copied(OUT, OUT), "copy_out of x, out of turn"),
+    (_copied(OUT, LEAVE, LEAVE), "leave of x, out of turn"),
+    (_copied(OUT, IN), "copy_in of x, out of turn"),
+    (_copied(OUT, LEAVE, ARRIVE), "arrive of x, out of turn"),
+    (_copied(OUT, LEAVE, IN, IN), "copy_in of x, out of turn"),
+    (_copied(OUT, LEAVE, _reading("x")), "reads x, which is not there"),
+    (_copied(OUT, LEAVE, IN, _reading("x")), "reads x, which has not arrived"),
+    (_copied(OUT, LEAVE, IN, _reading("x", end=True)), "reads x, which has not arrived"),
+    (_copied(OUT, LEAVE, IN, Drop(("x",))), "x ends while it is copied"),
+    (_copied(OUT, Drop(("x",))), "x ends while it is copied"),
+    (_copied(OUT, _reading("x", end=True)), "x ends while it is copied"),      # and may be overwritten
+    (_copied(OUT, _reading("x", give=True)), "b makes x while it is copied"),
+    (_copied(OUT, LEAVE, Write("buffer:n", "env['x']")), "reads x, which is not there"),
+    (_copied(OUT, LEAVE, IN, Write("buffer:n", "env['x'].t()")), "reads x, which has not arrived"),
+    (_copied(OUT, LEAVE, returns=("None", "env['x'].t()")), "reads x, which is not there"),
+    (_copied(OUT, returns=("env['x']",)), "returns x, which is copied away"),
+    (_copied(backward=(OUT,), returns=("env.pop('x')",)), "copy_out of x, which the caller has"),
+])
+def test_copies_that_cannot_be(listing: Listing, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        listing.verify()

@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from rkmate.errors import ScheduleError
+from rkmate.ir.allocator import MIB, CachingAllocator
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.link import Clocks, Link, read_link
 from rkmate.ir.plan import _read_step, _step
+from rkmate.ir.reserved import reserved_bytes
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
+from rkmate.ir.several_calls import peak_of_calls
 from rkmate.ir.simulate import simulate
 
 LINK = Link(10.0, 20.0)
@@ -104,3 +107,26 @@ def test_steps_and_link_are_written_and_read() -> None:
     assert read_link(None) is None
     with pytest.raises(ValueError, match="no link"):
         read_link({**LINK.content(), "in_bytes_per_second": 0})
+
+
+def test_buffers_of_each_call_that_is_open() -> None:
+    buffered = replace(LINK, buffer_bytes=1000)
+    one, two = (peak_of_calls(graph(buffered), Schedule(AWAY), n) for n in (1, 2))
+    assert one == peak_of_calls(graph(), Schedule(AWAY), 1) + 1000
+    # The first backward, at 250, while the other call holds 60 and a gradient of 10; after it, its own buffers
+    # are gone.
+    assert two == (1000 + 250) + (1000 + 60 + 10)
+
+
+def test_what_is_away_is_given_back_to_the_allocator() -> None:
+    """X leaves, and what is made meanwhile takes its place."""
+    d = [DNode(n.name, n.size * MIB, n.kind) for n in graph().d]
+    large = replace(graph(replace(LINK, buffer_bytes=64 * MIB)), d=tuple(d))
+    plain = Schedule(tuple(s for s in AWAY if not isinstance(s, CopyOut | Leave | CopyIn)))
+    late = Schedule((*AWAY[:2], CopyOut(0), Leave(0), *AWAY[3:4], *AWAY[5:]))
+
+    def reserved(schedule: Schedule) -> int:
+        return reserved_bytes(CachingAllocator(), large, schedule, updates=1)
+
+    assert reserved(late) == max(64 + 150, 64 + 50 + 10 + 10 + 100 + 50) * MIB
+    assert reserved(plain) == (150 + 10 + 10 + 50) * MIB

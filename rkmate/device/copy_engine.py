@@ -1,0 +1,58 @@
+"""What copies a device's data away during a step, and back: one protocol for disks and host memory.
+
+Keys are the caller's; a key is copied out at most once in a call. Errors of the place are `OffloadError`,
+which names the place and the bytes; they are raised in the calling thread, by `out`, `leave`, `back` or
+`arrive`. After one the call can only be closed, and the next call works.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class StepCopies(Protocol):
+    """The copies of one call: one forward and its backward."""
+
+    def out(self, key: str, tensor: torch.Tensor) -> None:
+        """Begin to copy the tensor's whole storage away. Nobody may write to it before `leave`."""
+
+    def leave(self, key: str) -> None:
+        """Wait for the end of that copy; nothing here refers to the tensor any more."""
+
+    def back(self, key: str) -> torch.Tensor:
+        """Make room (a new storage, allocated by torch in the calling thread, of the same bytes; same dtype,
+        shape, strides, offset) and begin the copy back. May be called several times for a key, one after
+        another, after its `leave`."""
+
+    def arrive(self, key: str) -> None:
+        """Wait for the end of that copy: nobody may read the tensor before. Where none is under way, nothing
+        happens."""
+
+    def close(self) -> None:
+        """Wait for, or give up, what is under way; free buffers and room. Idempotent; safe from any thread
+        and from ``__del__``."""
+
+
+class CopyEngine(Protocol):
+    """Copies between one device and one place, for any number of calls at once."""
+
+    @property
+    def place(self) -> str:
+        """Where data is sent: ``"host"``, or a folder."""
+
+    @property
+    def most_bytes(self) -> int | None:
+        """That its calls may have away at once, in all; None: as many as there is room for."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the device that an open call takes, as the device's meter counts them."""
+
+    def open(self) -> StepCopies:
+        """For one call; takes its buffers (in the calling thread: the meter sees them), which are freed
+        at its `close`."""
+
+    def close(self) -> None:
+        """No more calls are opened; the place is given back when the open ones are closed."""

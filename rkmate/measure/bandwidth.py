@@ -1,0 +1,148 @@
+"""How fast a device's data goes away and comes back: both ways at once, while the device computes.
+
+It is measured with the engine that will do it, in a few hundred million bytes and about a second or two, and
+remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from rkmate.device import Device
+from rkmate.device.copy_engine import CopyEngine
+from rkmate.ir.link import Link
+from rkmate.support.json_store import read_json, write_json
+
+FORMAT = 1
+"""Raised whenever what is measured changes: entries of another format count as unknown."""
+REPEATS = 3
+"""Measurements; their median counts."""
+FIRST_BYTES = 2**22
+"""Each way, to see how large copies may be."""
+MOST_BYTES = 2**26
+"""Each way in a measurement. Of the device's memory measuring takes a quarter more at most, and what
+computing and the engine's buffers take."""
+TENSORS = 4
+"""That are copied at once, each way."""
+SECONDS = 0.3
+"""So long a measurement may take."""
+SMALL, SMALL_BYTES = 16, 4096
+"""Small copies, which tell what one takes however small it is."""
+WIDTH = 512
+"""Of the matrices whose product is computed meanwhile."""
+
+
+def measure_link(device: Device, engine: CopyEngine, folder: Path | None = None) -> Link:
+    """The link between a device and an engine's place. `folder`: where it is remembered beside this process;
+    None: nowhere.
+
+    Raises:
+        OffloadError: nothing can be sent there.
+    """
+    key = _key(device, engine.place)
+    file = None if folder is None else folder / "links" / f"{key}.json"
+    rates = _known.get(key) or (_rates(read_json(file)) if file is not None else None)
+    if rates is None:
+        rates = _measured(device, engine)
+        _remember(file, rates)
+    _known[key] = rates
+    return Link(*rates, buffer_bytes=engine.buffer_bytes, most_bytes=engine.most_bytes, place=engine.place)
+
+
+Rates = tuple[float, float, float]
+"""Bytes per second out and in, seconds per copy."""
+_known: dict[str, Rates] = {}
+
+
+def _measured(device: Device, engine: CopyEngine) -> Rates:
+    most = MOST_BYTES if engine.most_bytes is None else min(MOST_BYTES, engine.most_bytes // 2)
+    compute = _computing(device)
+    begun = min(FIRST_BYTES, most)
+    slow = max(1e-9, *_round(device, engine, begun, 1, compute))
+    small = [_round(device, engine, min(SMALL * SMALL_BYTES, most), SMALL, compute) for _ in range(REPEATS)]
+    each = median(max(seconds) for seconds in small) / SMALL
+    size = min(most, int(begun * SECONDS / slow))
+    rounds = [_round(device, engine, size, TENSORS, compute) for _ in range(REPEATS)]
+    out, back = (median(seconds[way] for seconds in rounds) for way in (0, 1))
+    return _rate(size, out, each), _rate(size, back, each), each
+
+
+def _rate(size: int, seconds: float, each: float) -> float:
+    """Bytes a second, of copies that take `each` however small they are; where that is nearly all of the
+    time, half of it is taken to be."""
+    return max(1, size) / max(seconds - TENSORS * each, seconds / 2)
+
+
+def _round(device: Device, engine: CopyEngine, size: int, count: int, compute: Callable[[], object]
+           ) -> tuple[float, float]:
+    """Seconds that `count` copies out of `size` bytes in all take, and as many copies back meanwhile."""
+    sent, now = [f"sent {k}" for k in range(count)], [f"now {k}" for k in range(count)]
+    held: list[torch.Tensor] = []
+    call = engine.open()
+    try:
+        tensor = torch.ones(max(1, size // count), dtype=torch.uint8, device=device.torch_device)
+        for key in sent:
+            call.out(key, tensor)
+        for key in sent:
+            call.leave(key)
+        device.synchronize()
+
+        def begin() -> None:
+            for leaving, coming in zip(now, sent, strict=True):
+                call.out(leaving, tensor)
+                held.append(call.back(coming))
+
+        return device.ends_of(call, begin, now, sent, compute)
+    finally:
+        device.synchronize()
+        call.close()
+
+
+def _computing(device: Device) -> Callable[[], object]:
+    """A product of matrices."""
+    matrix = torch.ones(WIDTH, WIDTH, device=device.torch_device)
+    result = torch.empty_like(matrix)
+
+    def product() -> None:
+        with torch.no_grad():
+            torch.mm(matrix, matrix, out=result)
+
+    return product
+
+
+def _remember(file: Path | None, rates: Rates) -> None:
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, list(rates))
+    except OSError:
+        return              # a folder that cannot be written costs time later, nothing else
+
+
+def _rates(content: Any) -> Rates | None:
+    """What a file says; None where that is no link's."""
+    try:
+        out, back, each = map(float, content)
+    except (TypeError, ValueError):
+        return None
+    return (out, back, each) if min(out, back) > 0 and each >= 0 else None
+
+
+def _key(device: Device, place: str) -> str:
+    """All that the rates depend on."""
+    where = [place]
+    with contextlib.suppress(OSError):
+        path = Path(place).expanduser().absolute()
+        where = [str(path), str(path.stat().st_dev)]
+    content = [FORMAT, device.key(), *where, torch.__version__, torch.get_num_threads(), platform.machine()]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -1,0 +1,125 @@
+"""Where data may be sent while a step computes: what a user says of it, and how fast the way there is."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rkmate.budget import parse_budget
+from rkmate.device import Device
+from rkmate.device.copy_engine import CopyEngine
+from rkmate.devices import DISK_BYTES_PER_SECOND, DISK_SECONDS_PER_COPY
+from rkmate.errors import ArgumentError
+from rkmate.ir.link import Link
+
+HOST = "host"
+"""The place that is the host's own memory."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A place to which a step may send data, and how much of it."""
+
+    place: str
+    """``"host"``: the host's memory, for a model on an accelerator; else a folder on a disk."""
+    most_bytes: int | None = None
+    """That may be away at once; None: as many as there is room for."""
+
+    def check_folder(self) -> None:
+        """Raise `ArgumentError` for a folder that is not there, or that cannot be written."""
+        if self.place == HOST:
+            return
+        if not os.path.isdir(self.place):
+            raise ArgumentError(f"offload is {self.place!r}; there is no such folder")
+        if not os.access(self.place, os.W_OK | os.X_OK):
+            raise ArgumentError(f"offload is {self.place!r}; the folder cannot be written to")
+
+    def check(self, device: Device) -> None:
+        """The same, and raise it where the device that a model is on has nothing to send there."""
+        if device.elsewhere is not None:
+            return
+        if self.place == HOST and device.host:
+            raise ArgumentError('offload is "host", and the model is on the CPU, whose memory that is: give a '
+                                'folder on a disk (offload="/scratch")')
+        self.check_folder()
+
+
+def offload_of(place: Any, most: Any) -> Offload | None:
+    """What a user gave as `offload` and `offload_bytes`. Raises `ArgumentError` for what is neither."""
+    if place is None:
+        if most is not None:
+            raise ArgumentError(f"offload_bytes is {most!r}, and offload does not say where to: give a folder, "
+                                'or "host"')
+        return None
+    if isinstance(place, Offload):
+        return place if most is None else replace(place, most_bytes=_bytes(most))
+    if not isinstance(place, (str, os.PathLike)) or not os.fspath(place):
+        raise ArgumentError(f'offload is {place!r}; it should be a folder on a disk, or "host"')
+    text = os.fspath(place)
+    return Offload(text if text == HOST else os.path.abspath(os.path.expanduser(text)),
+                   None if most is None else _bytes(most))
+
+
+def _bytes(most: Any) -> int:
+    try:
+        found = parse_budget(most).bytes
+    except ArgumentError:
+        found = None
+    if found is None:
+        raise ArgumentError(f'offload_bytes is {most!r}; it should be bytes (an int), or text such as "20GiB"')
+    return found
+
+
+_MEASURED: dict[tuple[str, str], Link] = {}
+"""By device and place: plans of one process rest on the same numbers."""
+
+
+def link_of(offload: Offload | None, device: Device, costs: str) -> Link | None:
+    """The way from a device to where its data may be sent; None where it may not. It is measured where `costs`
+    are, and the device is here; else stated. Raises `ArgumentError`, and `OffloadError` where the place fails.
+    """
+    if offload is None:
+        return None
+    if device.elsewhere is not None:
+        return stated_link(offload, device, 0)
+    if costs != "measured":
+        return stated_link(offload, device, buffers_at(offload, device))
+    from rkmate.measure.bandwidth import measure_link
+
+    key = device.key(), offload.place
+    if key not in _MEASURED:
+        with closing(device.copy_engine(offload.place)) as engine:
+            _MEASURED[key] = replace(measure_link(device, engine), place=offload.place)
+    return replace(_MEASURED[key], most_bytes=offload.most_bytes)
+
+
+def stated_link(offload: Offload, device: Device, buffer_bytes: int) -> Link:
+    """The same without measuring: by published rates, or those of an ordinary disk."""
+    speed, each = DISK_BYTES_PER_SECOND, DISK_SECONDS_PER_COPY
+    if offload.place == HOST:
+        speed, each = device.rates.host_bytes_per_second, device.rates.seconds_per_call
+    return Link(speed, speed, each, buffer_bytes, offload.most_bytes, offload.place)
+
+
+def engine_of(offload: Offload | None, device: Device) -> CopyEngine:
+    """What copies data away and back. Raises as `link_of`, and `ArgumentError` where no place is given."""
+    if offload is None:
+        raise ArgumentError("the plan sends data away, and offload does not say where to")
+    return device.copy_engine(offload.place, offload.most_bytes)
+
+
+def buffers_at(offload: Offload, device: Device) -> int:
+    """Bytes of the device that copying takes in each step."""
+    with closing(engine_of(offload, device)) as engine:
+        return engine.buffer_bytes
+
+
+def note_of(link: Link | None, costs: str) -> str:
+    """What a plan says of a way that was not measured; empty where it was, or there is none."""
+    if link is None or costs == "measured":
+        return ""
+    where = "the host's memory" if link.place == HOST else link.place
+    return (f"that data goes to {where} and back at {link.out_bytes_per_second / 1e9:.3g} GB/s each way is an "
+            "estimate")

@@ -1,0 +1,96 @@
+"""The link between a device and a folder, measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rkmate import device
+from rkmate.device.fake import FakeDevice
+from rkmate.errors import OffloadError, RkmateWarning
+from rkmate.measure import bandwidth
+from rkmate.measure.bandwidth import measure_link
+from rkmate.measure.meter import measure_peak
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is memory:rkmate.errors.RkmateWarning")
+CPU = device.of("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is remembered from test to test, and few bytes are copied."""
+    monkeypatch.setattr(bandwidth, "_known", {})
+    monkeypatch.setattr(bandwidth, "MOST_BYTES", 2**21)
+    monkeypatch.setattr(bandwidth, "FIRST_BYTES", 2**18)
+    monkeypatch.setattr(bandwidth, "WIDTH", 16)
+
+
+def test_it_takes_no_more_memory_than_it_says(tmp_path: Path) -> None:
+    engine = CPU.copy_engine(str(tmp_path), 10**7)
+    found = measure_peak(lambda: measure_link(CPU, engine))
+    link = found.result
+    assert min(link.out_bytes_per_second, link.in_bytes_per_second) > 0 < link.seconds_per_copy
+    assert (link.place, link.most_bytes, link.buffer_bytes) == (str(tmp_path), 10**7, engine.buffer_bytes)
+    assert found.peak <= bandwidth.MOST_BYTES * 5 // 4 + engine.buffer_bytes + 2 * 16 * 16 * 4
+    assert found.net == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_more_is_sent_than_may_be(tmp_path: Path) -> None:
+    assert measure_link(CPU, CPU.copy_engine(str(tmp_path), 100_000)).most_bytes == 100_000
+
+
+def test_a_faster_way_is_a_faster_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(call: object, begin: object, out: list[str], back: list[str], compute: object
+             ) -> tuple[float, float]:
+        size = bandwidth.SMALL_BYTES * 16 if len(out) == bandwidth.SMALL else \
+            2**18 if len(out) == 1 else min(2**21, int(2**18 * bandwidth.SECONDS / (0.001 + 2**18 / 1e8)))
+        return len(out) * 0.001 + size / 4e8 * (len(out) != bandwidth.SMALL), \
+            len(out) * 0.001 + size / 1e8 * (len(out) != bandwidth.SMALL)
+
+    fake = FakeDevice()
+    monkeypatch.setattr(fake, "ends_of", ends)
+    link = measure_link(fake, fake.copy_engine("host"))
+    assert (link.out_bytes_per_second, link.in_bytes_per_second, link.seconds_per_copy) \
+        == pytest.approx((4e8, 1e8, 1e-3), rel=1e-3)
+
+
+def test_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away, cache = tmp_path / "away", tmp_path / "cache"
+    away.mkdir()
+    link = measure_link(CPU, CPU.copy_engine(str(away)), cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(bandwidth, "_measured", None)
+        assert measure_link(CPU, CPU.copy_engine(str(away)), cache) == link
+        bandwidth._known.clear()                            # another process
+        assert measure_link(CPU, CPU.copy_engine(str(away), 7), cache).in_bytes_per_second \
+            == link.in_bytes_per_second
+        with pytest.raises(TypeError):
+            measure_link(FakeDevice(), FakeDevice().copy_engine(str(away)), cache)
+    file, = (cache / "links").iterdir()
+    for content in ("[1, 2]", "[0, 1, 1]", "null", '["a", 1, 1]'):
+        file.write_text(content)
+        bandwidth._known.clear()
+        measure_link(CPU, CPU.copy_engine(str(away)), cache)
+        assert file.read_text() != content
+    file.write_text("[1,")
+    bandwidth._known.clear()
+    with pytest.warns(RkmateWarning, match="is broken"):
+        measure_link(CPU, CPU.copy_engine(str(away)), cache)
+
+
+def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    measure_link(CPU, CPU.copy_engine(str(tmp_path)), tmp_path / "cache")
+
+
+def test_a_fault_of_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    engine = CPU.copy_engine(str(tmp_path))
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OffloadError, match="could not be read"):
+        measure_link(CPU, engine)

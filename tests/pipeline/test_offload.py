@@ -1,0 +1,194 @@
+"""`offload=`: what is refused before any work, how the way there gets into plans, and back out of files."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from rkmate.cli.main import main
+from rkmate.device.cpu import Cpu
+from rkmate.devices import H100
+from rkmate.errors import ArgumentError, PlanError
+from rkmate.ir.link import Link
+from rkmate.measure import bandwidth
+from rkmate.pipeline import offload as places
+from rkmate.pipeline.offload import Offload, offload_of
+from rkmate.show.plan import Plan
+from tests.copying import BUFFERS, LateEngine, sending, use
+
+
+def model() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh()))), (torch.randn(64, 32),)
+
+
+def plan(**more: Any) -> Plan:
+    return rkmate.plan(*model(), **{"budget": 1.0, "costs": "analytic", "progress": False, **more})
+
+
+@functools.cache
+def plain() -> Plan:
+    return plan()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> LateEngine:
+    return use(monkeypatch, LateEngine())
+
+
+def test_what_users_write() -> None:
+    here = str(Path.cwd() / "away")
+    assert offload_of(None, None) is None
+    assert offload_of("host", "20GiB") == Offload("host", 20 * 2**30)
+    assert offload_of("away", 7) == Offload(here, 7) == offload_of(Path("away"), 7)
+    assert offload_of(Offload("host", 3), None) == Offload("host", 3)
+    assert offload_of(Offload("host"), 5) == Offload("host", 5)
+
+
+@pytest.mark.parametrize(("place", "most", "message"), [
+    (None, "1GiB", "offload_bytes is '1GiB', and offload does not say where to"),
+    (3, None, "offload is 3; it should be a folder"), ("", None, "offload is ''"),
+    ("host", 0.5, 'offload_bytes is 0.5; it should be bytes .an int., or text such as "20GiB"'),
+    ("host", "50%", "offload_bytes is '50%'"), ("host", -1, "offload_bytes is -1"),
+    ("host", "many", "offload_bytes is 'many'"),
+])
+def test_what_is_no_place(place: Any, most: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        offload_of(place, most)
+
+
+@pytest.fixture
+def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("captured")
+
+    monkeypatch.setattr("rkmate.pipeline.prepare.capture", refuse)
+
+
+@pytest.mark.usefixtures("no_capture")
+@pytest.mark.parametrize("call", [rkmate.wrap, rkmate.plan, rkmate.apply])
+def test_places_are_checked_before_any_work(call: Any, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for place, message in (("host", "model is on the CPU, whose memory that is: give a folder"),
+                           (tmp_path / "none", "there is no such folder"), (file, "there is no such folder")):
+        with pytest.raises(ArgumentError, match=message):
+            call(*model(), budget=0.5, offload=place, progress=False)
+    for more in ({"budgets": [0.5]},):
+        with pytest.raises(ArgumentError, match="no such folder"):
+            rkmate.tradeoff(*model(), offload=tmp_path / "none", progress=False, **more)
+    with pytest.raises(ArgumentError, match="no such folder"):
+        rkmate.compare(*model(), offload=tmp_path / "none", progress=False)
+    with pytest.raises(ArgumentError, match="no such folder"):
+        rkmate.max_batch_size(model()[0], lambda n: (torch.randn(n, 32),), device_memory="1GiB",
+                              offload=str(tmp_path / "none"), progress=False)
+    with pytest.raises(ArgumentError, match="Settings.offload='x'.: give it to the call"):
+        rkmate.Settings(offload="x")  # type: ignore[arg-type]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ArgumentError, match="cannot be written to"):
+        Offload(str(tmp_path)).check_folder()
+
+
+def test_a_folder_is_checked_when_a_budget_is_applied(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="no such folder"):
+        rkmate.apply(model()[0], budget=0.5, offload=str(tmp_path / "none"))
+
+
+def test_recorded_steps_send_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="cuda_graph=True .* leave offload= out"):
+        rkmate.wrap(*model(), budget=0.5, offload=str(tmp_path), cuda_graph=True, progress=False)
+
+
+def test_a_stated_way_is_in_the_plan(engine: LateEngine, tmp_path: Path) -> None:
+    made = plan(offload=str(tmp_path), offload_bytes="1MiB")
+    assert made.graph.link == Link(1e9, 1e9, 1e-3, BUFFERS, 2**20, str(tmp_path))
+    assert "at 1 GB/s each way is an estimate" in made.note
+    assert plain().graph.link is None and "estimate" not in plain().note
+    assert made.schedule == plain().schedule        # nothing is gained where the step fits whole
+
+
+def test_a_measured_way_is_measured_once(engine: LateEngine, tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def measure(device: Any, used: Any, **_: Any) -> Link:
+        calls.append((device, used))
+        return Link(3e9, 4e9, 1e-4, BUFFERS)
+
+    monkeypatch.setattr(bandwidth, "measure_link", measure)
+    monkeypatch.setattr(places, "_MEASURED", {})
+    made = [plan(offload=str(tmp_path), offload_bytes=n, costs="measured") for n in (None, 100)]
+    assert [p.graph.link for p in made] == [Link(3e9, 4e9, 1e-4, BUFFERS, n, str(tmp_path)) for n in (None, 100)]
+    assert len(calls) == 1 and isinstance(calls[0][0], Cpu) and calls[0][1] is engine
+    assert all("estimate" not in p.note for p in made)
+
+
+def test_a_gpu_that_is_not_here() -> None:
+    made = plan(device="h100", offload="host", costs=None)
+    link = made.graph.link
+    assert link is not None and link.place == "host" and link.buffer_bytes == 0
+    assert link.out_bytes_per_second == H100.expected.host_bytes_per_second == pytest.approx(0.7 * 63e9)
+    assert "data goes to the host's memory and back at 44.1 GB/s each way is an estimate" in made.note
+    elsewhere = plan(device="h100", offload="/not/here", costs=None)
+    assert elsewhere.graph.link is not None and elsewhere.graph.link.place == "/not/here"
+
+
+def test_a_saved_plan_says_where_to(engine: LateEngine, tmp_path: Path) -> None:
+    sent = sending(plan(offload=str(tmp_path), offload_bytes=2**30))
+    sent = replace(sent, graph=replace(sent.graph, link=Link(1.0, 2.0, 0.5, BUFFERS, 2**30, str(tmp_path))))
+    sent.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["graph"]["link"]["place"] == str(tmp_path)
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.graph.link == sent.graph.link and loaded.schedule == sent.schedule
+    with pytest.raises(PlanError, match=f"made for {tmp_path}.*say offload= again"):
+        rkmate.wrap(*model(), plan=loaded, progress=False)
+    with pytest.raises(PlanError, match="bytes away, and offload_bytes is 100"):
+        rkmate.wrap(*model(), plan=loaded, progress=False, offload=str(tmp_path), offload_bytes=100)
+    other = tmp_path / "other"
+    other.mkdir()
+    module = rkmate.wrap(*model(), plan=loaded, progress=False, offload=str(other), offload_bytes="1MiB")
+    assert module.plan.graph.link == replace(sent.graph.link, place=str(other),  # type: ignore[type-var]
+                                             most_bytes=2**20)
+    monkeypatched = replace(sent, graph=replace(sent.graph, link=replace(loaded.graph.link,  # type: ignore[type-var]
+                                                                         buffer_bytes=1)))
+    with pytest.raises(PlanError, match="make the plan again"):
+        rkmate.wrap(*model(), plan=replace(monkeypatched, peak_bytes=sent.peak_bytes - BUFFERS + 1),
+                    progress=False, offload=str(other))
+
+
+def test_a_plan_that_sends_nothing_needs_no_place(engine: LateEngine, tmp_path: Path) -> None:
+    made = plan(offload=str(tmp_path))
+    assert rkmate.wrap(*model(), plan=made, progress=False).plan.schedule == made.schedule
+
+
+def test_other_sizes_keep_the_way(engine: LateEngine, tmp_path: Path) -> None:
+    """Their plans may be made from a known one's, copies and all."""
+    m, args = model()
+    link = Link(1e12, 1e12, 0.0, BUFFERS, None, str(tmp_path))
+    sent = sending(plan(offload=str(tmp_path)), link=link)
+    sent = replace(sent, budget_bytes=sent.peak_bytes)
+    module = rkmate.wrap(m, args, plan=sent, costs="analytic", progress=False, offload=str(tmp_path))
+    for n in (32, 48, 40):
+        module(torch.randn(n, 32)).sum().backward()
+        assert module.plan.graph.link is not None
+        assert module.plan.peak_bytes <= sent.peak_bytes
+
+
+def test_the_command(engine: LateEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mlp", "--budget", "100%", "--analytic", "--quiet", "--offload", str(tmp_path),
+                 "--offload-bytes", "1GiB"]) == 0
+    assert str(tmp_path) in capsys.readouterr().out
+    assert main(["plan", "mlp", "--budget", "100%", "--analytic", "--quiet", "--offload", "host"]) == 2
+    assert "give a folder" in capsys.readouterr().err
