@@ -15,7 +15,7 @@ from rkmate.show.replay import Occupancy
 
 _MIB = float(1 << 20)
 LANES = ("computing", "out", "back")
-_SINGLE = 100
+_SINGLE = 40
 """Copies of a direction up to which each is a bar of its own; more are drawn as one where they touch."""
 Bars = list[tuple[float, float]]
 """(start, end) in seconds."""
