@@ -101,7 +101,7 @@ class LateCopies:
 
 def use(monkeypatch: pytest.MonkeyPatch, engine: LateEngine) -> LateEngine:
     """On the CPU, plans send data to this engine, whatever folder they name."""
-    monkeypatch.setattr(Cpu, "copy_engine", lambda self, place, most_bytes=None: engine, raising=False)
+    monkeypatch.setattr(Cpu, "copy_engine", lambda self, place, most_bytes=None, *, verify=False: engine)
     return engine
 
 

@@ -47,8 +47,8 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
 
 def add_offload(parser: argparse.ArgumentParser) -> None:
     """Declare where data may be sent while a step computes."""
-    parser.add_argument("--offload", metavar="PLACE", help="a folder on a disk to which a step may send data while "
-                        "it computes, or host: the host's memory, for a model on a GPU (default: nowhere)")
+    parser.add_argument("--offload", metavar="PLACE", help="a folder on a disk to which a step may send data "
+                        "while it computes, or host: the host's memory, for a model on a GPU (default: none)")
     parser.add_argument("--offload-bytes", metavar="B", help="how much may be there at once: 20GiB, or bytes")
 
 

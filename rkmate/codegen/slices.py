@@ -220,8 +220,8 @@ class Listing:
     """Statements that these need before them."""
 
     def verify(self) -> Listing:
-        """Check every slice, that the environment has what is taken and read, and that nothing is overwritten,
-        ends or leaves while it is copied; returns the listing itself. Raises `GraphError`."""
+        """Check every slice, that the environment has what is taken and read, and that nothing ends or is
+        overwritten while it is copied; returns the listing itself. Raises `GraphError`."""
         there = _Environment()
         for number, function in enumerate(self.functions):
             there.function = function.name

@@ -68,8 +68,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             are the same on every machine. What a planner finds within a limit in seconds, as the
             default's and other integer programs do, need not be. Unless given, what the settings say.
         trains: which outputs the loss is computed from, as of `rkmate.wrap`.
-        gradients, compile, offload, offload_bytes: as of `rkmate.wrap`. Planners that send nothing away plan as
-            without.
+        gradients, compile, offload, offload_bytes: as of `rkmate.wrap`.
         settings: of the stages. With `calls`, budgets and peaks are of steps in which the model is called
             so many times before the backward.
 

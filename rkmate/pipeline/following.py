@@ -10,7 +10,6 @@ from rkmate import device as devices
 from rkmate.errors import PlanError, ScheduleError
 from rkmate.pipeline import deferred_outputs
 from rkmate.pipeline.compiled import check_version
-from rkmate.pipeline.offload import buffers_at
 from rkmate.pipeline.planning import Planned
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, with_operation_costs
 from rkmate.pipeline.variants import Variant, first, named, possible
@@ -76,10 +75,10 @@ def _sent_here(plan: Plan, traced: Traced) -> Plan:
         return plan
     if offload is None:
         where = link.place or "another place"
-        raise PlanError(f"the plan sends data away while it computes (it was made for {where}), and this call "
-                        "does not say where to: say offload= again, or make another plan")
+        raise PlanError(f"the plan sends data away while it computes (it was made for {where}), and this "
+                        "call does not say where to: say offload= again, or make another plan")
     link = replace(link, place=offload.place, most_bytes=offload.most_bytes,
-                   buffer_bytes=buffers_at(offload, devices.of(traced.device)))
+                   buffer_bytes=offload.buffer_bytes(devices.of(traced.device)))
     return replace(plan, graph=replace(plan.graph, link=link))
 
 

@@ -12,7 +12,9 @@ from rkmate.device import Device
 from rkmate.device.copy_engine import CopyEngine
 from rkmate.devices import DISK_BYTES_PER_SECOND, DISK_SECONDS_PER_COPY
 from rkmate.errors import ArgumentError
+from rkmate.ilp import cache_folder
 from rkmate.ir.link import Link
+from rkmate.measure.bandwidth import measure_link
 
 HOST = "host"
 """The place that is the host's own memory."""
@@ -26,6 +28,8 @@ class Offload:
     """``"host"``: the host's memory, for a model on an accelerator; else a folder on a disk."""
     most_bytes: int | None = None
     """That may be away at once; None: as many as there is room for."""
+    verify: bool = False
+    """Whether what comes back must have the checksum of what went, which takes time."""
 
     def check_folder(self) -> None:
         """Raise `ArgumentError` for a folder that is not there, or that cannot be written."""
@@ -37,29 +41,36 @@ class Offload:
             raise ArgumentError(f"offload is {self.place!r}; the folder cannot be written to")
 
     def check(self, device: Device) -> None:
-        """The same, and raise it where the device that a model is on has nothing to send there."""
-        if device.elsewhere is not None:
-            return
-        if self.place == HOST and device.host:
-            raise ArgumentError('offload is "host", and the model is on the CPU, whose memory that is: give a '
-                                'folder on a disk (offload="/scratch")')
-        self.check_folder()
+        """Raise `ArgumentError` where nothing can be sent there from a device; nobody knows of one that is
+        not here."""
+        if device.elsewhere is None:
+            self.check_folder()
+            self.engine(device).close()
+
+    def engine(self, device: Device) -> CopyEngine:
+        """What copies data from a device there, and back. Raises `ArgumentError` where nothing can."""
+        return device.copy_engine(self.place, self.most_bytes, verify=self.verify)
+
+    def buffer_bytes(self, device: Device) -> int:
+        """Bytes of the device that copying takes in each step."""
+        with closing(self.engine(device)) as engine:
+            return engine.buffer_bytes
 
 
 def offload_of(place: Any, most: Any) -> Offload | None:
     """What a user gave as `offload` and `offload_bytes`. Raises `ArgumentError` for what is neither."""
     if place is None:
         if most is not None:
-            raise ArgumentError(f"offload_bytes is {most!r}, and offload does not say where to: give a folder, "
-                                'or "host"')
+            raise ArgumentError(f"offload_bytes is {most!r}, and offload does not say where to: give a "
+                                'folder, or "host"')
         return None
+    size = None if most is None else _bytes(most)
     if isinstance(place, Offload):
-        return place if most is None else replace(place, most_bytes=_bytes(most))
+        return place if size is None else replace(place, most_bytes=size)
     if not isinstance(place, (str, os.PathLike)) or not os.fspath(place):
         raise ArgumentError(f'offload is {place!r}; it should be a folder on a disk, or "host"')
-    text = os.fspath(place)
-    return Offload(text if text == HOST else os.path.abspath(os.path.expanduser(text)),
-                   None if most is None else _bytes(most))
+    text = str(os.fspath(place))
+    return Offload(text if text == HOST else os.path.abspath(os.path.expanduser(text)), size)
 
 
 def _bytes(most: Any) -> int:
@@ -68,31 +79,21 @@ def _bytes(most: Any) -> int:
     except ArgumentError:
         found = None
     if found is None:
-        raise ArgumentError(f'offload_bytes is {most!r}; it should be bytes (an int), or text such as "20GiB"')
+        raise ArgumentError(f"offload_bytes is {most!r}; it should be bytes (an int), or text such as "
+                            '"20GiB"')
     return found
 
 
-_MEASURED: dict[tuple[str, str], Link] = {}
-"""By device and place: plans of one process rest on the same numbers."""
-
-
 def link_of(offload: Offload | None, device: Device, costs: str) -> Link | None:
-    """The way from a device to where its data may be sent; None where it may not. It is measured where `costs`
-    are, and the device is here; else stated. Raises `ArgumentError`, and `OffloadError` where the place fails.
-    """
+    """The way from a device to where its data may be sent; None where it may not. It is measured where
+    `costs` are, and stated otherwise. Raises `ArgumentError`, and `OffloadError` where the place fails."""
     if offload is None:
         return None
-    if device.elsewhere is not None:
-        return stated_link(offload, device, 0)
     if costs != "measured":
-        return stated_link(offload, device, buffers_at(offload, device))
-    from rkmate.measure.bandwidth import measure_link
-
-    key = device.key(), offload.place
-    if key not in _MEASURED:
-        with closing(device.copy_engine(offload.place)) as engine:
-            _MEASURED[key] = replace(measure_link(device, engine), place=offload.place)
-    return replace(_MEASURED[key], most_bytes=offload.most_bytes)
+        buffers = 0 if device.elsewhere is not None else offload.buffer_bytes(device)
+        return stated_link(offload, device, buffers)
+    with closing(offload.engine(device)) as engine:
+        return measure_link(device, engine, cache_folder())
 
 
 def stated_link(offload: Offload, device: Device, buffer_bytes: int) -> Link:
@@ -103,23 +104,10 @@ def stated_link(offload: Offload, device: Device, buffer_bytes: int) -> Link:
     return Link(speed, speed, each, buffer_bytes, offload.most_bytes, offload.place)
 
 
-def engine_of(offload: Offload | None, device: Device) -> CopyEngine:
-    """What copies data away and back. Raises as `link_of`, and `ArgumentError` where no place is given."""
-    if offload is None:
-        raise ArgumentError("the plan sends data away, and offload does not say where to")
-    return device.copy_engine(offload.place, offload.most_bytes)
-
-
-def buffers_at(offload: Offload, device: Device) -> int:
-    """Bytes of the device that copying takes in each step."""
-    with closing(engine_of(offload, device)) as engine:
-        return engine.buffer_bytes
-
-
 def note_of(link: Link | None, costs: str) -> str:
     """What a plan says of a way that was not measured; empty where it was, or there is none."""
     if link is None or costs == "measured":
         return ""
     where = "the host's memory" if link.place == HOST else link.place
-    return (f"that data goes to {where} and back at {link.out_bytes_per_second / 1e9:.3g} GB/s each way is an "
-            "estimate")
+    return (f"that data goes to {where} and back at {link.out_bytes_per_second / 1e9:.3g} GB/s each way is "
+            "an estimate")

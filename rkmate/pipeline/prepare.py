@@ -265,8 +265,8 @@ def _choices(variant: Variant, settings: Settings) -> Choices:
 @planning_lock
 def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, *, link: Link | None = None,
                          limit: Callable[[Blocked], int] | None = None) -> Prepared:
-    """Measure each operation, or count; and the way to where data may be sent. `costs`, `link`: of a saved plan,
-    instead. `limit`: the bytes that measuring may take."""
+    """Measure each operation, or count; and the way to where data may be sent. `costs`, `link`: of a saved
+    plan, instead. `limit`: the bytes that measuring may take."""
     traced, parts = blocked.traced, blocked.partition
     start = time.perf_counter()
     if costs is not None:

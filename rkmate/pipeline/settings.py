@@ -76,8 +76,8 @@ class Settings:
     which takes seconds, and planned steps less time and memory; numbers differ from the original's within
     the type's precision. ``"auto"``: where a compiler is installed."""
     offload: Offload | None = None
-    """Where data may be sent while a step computes, to come back when it is needed (`offload=` of a call); None:
-    nowhere."""
+    """Where data may be sent while a step computes, to come back when it is needed (`offload=` of a call);
+    None: nowhere."""
     planner: PlannerSettings | None = None
     """How long the default planner looks; None: its defaults."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"
@@ -139,9 +139,9 @@ def checked_trains(trains: Any) -> Trains:
 def settings_of_call(settings: Settings | None, costs: str | None, trains: Any = None,
                      gradients: str | None = None, compile: Compile | None = None,
                      offload: Offload | None = None) -> Settings:
-    """The settings, with the source of costs, the outputs of the loss, the way of gradients, the compiling and
-    the place for data that a call names; those that it leaves out are the settings' own. Raises `ArgumentError`.
-    """
+    """The settings, with the source of costs, the outputs of the loss, the way of gradients, the compiling
+    and the place for data that a call names; those that it leaves out are the settings' own. Raises
+    `ArgumentError`."""
     settings = settings or Settings()
     if gradients is not None:
         settings = replace(settings, gradients=gradients)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Sche
 
 
 class Gap(NamedTuple):
-    """A time in which a D node is in memory and nothing reads it. Places are indices of a schedule's steps."""
+    """A time in which a D node is in memory and nothing reads it. Numbers are those of a schedule's steps."""
 
     d: int
     after: int
@@ -26,7 +26,7 @@ class Gap(NamedTuple):
 def gaps(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = ()) -> list[Gap]:
     """Where D nodes that may be sent away wait. `pinned`: those that the user holds.
 
-    What leaves the graph stays (outputs, gradients of inputs and of parameters), and what arrives from outside.
+    What leaves the graph stays (outputs, gradients of inputs and parameters), and what comes from outside.
     """
     stays = {*pinned, *graph.outputs, *graph.input_grads, *graph.releases, *graph.decided}
     stays.update(j for j, made in enumerate(graph.producer) if made is None or not graph.d[j].size)
@@ -52,7 +52,7 @@ def clear_after(steps: tuple[Step, ...], k: int) -> int:
 
 
 def inserted(schedule: Schedule, more: Iterable[tuple[int, Step]]) -> Schedule:
-    """The schedule with further steps, each before the step of that index; those of one place in their order."""
+    """The schedule with further steps, each before the step of that number; those of one place in order."""
     at: dict[int, list[Step]] = {}
     for k, step in more:
         at.setdefault(k, []).append(step)
@@ -64,8 +64,8 @@ def inserted(schedule: Schedule, more: Iterable[tuple[int, Step]]) -> Schedule:
 
 def send_all(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = (), *,
              every_gap: bool = False) -> Schedule:
-    """All that the backward waits for is away meanwhile: it leaves right after its last use in the forward, and
-    comes back right before its first one in the backward. `every_gap`: also between any other two uses."""
+    """All that the backward waits for is away meanwhile: it leaves right after its last use in the forward,
+    and comes back right before its first one in the backward. `every_gap`: also between other two uses."""
     at_loss = schedule.steps.index(Loss())
     frees: list[tuple[int, Step]] = []
     outs: list[tuple[int, Step]] = []

@@ -64,14 +64,12 @@ class PlannedStep:
 
     def __init__(self, model: nn.Module, capture: Capture, partition: Partition,
                  generated: Generated, device: torch.device, engine: CopyEngine | None = None) -> None:
-        """`engine`: what copies values away, where the source says so; it is closed with this."""
+        """`engine`: what copies values away, where the source says so."""
         self.capture = capture
         self.generated = generated
         self.device = device
         assert engine is not None or not generated.copies, "nothing copies values away"
         self._engine = engine
-        if engine is not None:
-            weakref.finalize(self, engine.close)
         self.result = capture.result
         joint = partition.program.joint
         self.wanted = joint.wanted
@@ -304,8 +302,8 @@ def _cleared(env: Environment) -> Iterator[None]:
 
 @contextmanager
 def _undone(env: Environment, draws: RandomState | None) -> Iterator[None]:
-    """Around a forward: where it fails, it holds nothing; and where it could not send its data away, its draws
-    are not missing, so that it can be run again."""
+    """Around a forward: where it fails, it holds nothing; and where it could not send its data away, its
+    draws are not missing, so that it can be run again."""
     try:
         yield
     except BaseException as error:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
+from rkmate.device.copy_engine import CopyEngine
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
@@ -27,10 +29,9 @@ from rkmate.pipeline.compiled import compile_all
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss_inside import traceable
-from rkmate.pipeline.offload import engine_of
 from rkmate.pipeline.other_sizes import KnownPlan, plan_at_other_size
 from rkmate.pipeline.planning import make_plan
-from rkmate.pipeline.prepare import Traced, held_tensors, trace
+from rkmate.pipeline.prepare import Prepared, Traced, held_tensors, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.runtime.changes import changing, differing
 from rkmate.runtime.deferred import Reads
@@ -131,6 +132,7 @@ class PlanCache:
         self.new_sizes = NewSizes()
         self.reads = Reads()
         self.observations = Observations()
+        self._engines: dict[torch.device, CopyEngine] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -337,12 +339,20 @@ class PlanCache:
         generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
         plan = replace(plan, source=generated.text)
         step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device,
-                           engine_of(prepared.settings.offload, devices.of(prepared.device))
-                           if generated.copies else None)
+                           self._engine_of(prepared) if generated.copies else None)
         if self.planning.cuda_graph:
             check_plan(plan, step)
         return Executable(plan, step, known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))
+
+    def _engine_of(self, prepared: Prepared) -> CopyEngine:
+        """What copies data away, for all plans: together they keep to its limit."""
+        where, offload = prepared.device, prepared.settings.offload
+        assert offload is not None, "a plan that sends nothing"
+        if where not in self._engines:
+            self._engines[where] = offload.engine(devices.of(where))
+            weakref.finalize(self, self._engines[where].close)
+        return self._engines[where]
 
 
 def _names(mask: TangentMask) -> str:

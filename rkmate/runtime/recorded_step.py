@@ -26,11 +26,11 @@ _OPTION = "cuda_graph=True"
 
 
 def check_device(devices: Sequence[torch.device], *, sends: bool) -> None:
-    """Raises `ArgumentError` where a step cannot be recorded because of where it runs, or because it `sends` data
-    away meanwhile."""
+    """Raises `ArgumentError` where a step cannot be recorded because of where it runs, or because it `sends`
+    data away meanwhile."""
     if sends:
-        raise ArgumentError(f"{_OPTION} replays what a device was asked to do, and copies to another place are not "
-                            "among that: leave offload= out")
+        raise ArgumentError(f"{_OPTION} replays what a device was asked to do, and copies to another place "
+                            "are not among that: leave offload= out")
     wrong = [d for d in devices if not can_record(d)]
     if wrong or not devices:
         raise ArgumentError(f"{_OPTION} records the step on a CUDA device, and the model is on "

@@ -140,7 +140,8 @@ def test_no_torch_is_needed() -> None:
 def _copied(*forward: Copy | Drop | Write | Call, backward: tuple[Copy | Drop | Call, ...] = (),
             returns: tuple[str, ...] = ()) -> Listing:
     """X is made, then what is given."""
-    made = Call(Slice("a", (), (), (), (Run("aten.f.default()", (), ("x",)),), ("x",)), (), (), (), ("x",), ())
+    make = Slice("a", (), (), (), (Run("aten.f.default()", (), ("x",)),), ("x",))
+    made = Call(make, (), (), (), ("x",), ())
     return Listing("", {"aten": "aten"}, (Function("forward", "", (made, *forward), returns),
                                           Function("backward_0", "", backward, ())), ())
 

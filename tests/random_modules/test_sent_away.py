@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tests.models.sample import Sample
 from tests.random_modules.programs import Program, Recipe, recipes
 from tests.random_modules.test_random_modules import QUICK, _loss
 
+_examples = itertools.count()
 SCALARS = 512
 """Bytes that the simulator leaves for the loss and its gradient."""
 
@@ -69,11 +72,20 @@ def _stays(graph: CDGraph, steps: tuple[Step, ...], d: int) -> bool:
                    for s in steps)
 
 
-def check(recipe: Recipe, share: float, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_draws(recipe: Recipe) -> Recipe:
+    """The same with other operations in the place of those that draw random numbers."""
+    instead = {"noise": "norm", "dropout": "other linear"}
+    return replace(recipe, steps=tuple(replace(s, operation=instead.get(s.operation, s.operation))
+                                       for s in recipe.steps))
+
+
+def check(recipe: Recipe, share: float, number: int, monkeypatch: pytest.MonkeyPatch, *, exact: bool) -> None:
+    """Beside the plan that keeps what this one sends. `exact`: nothing is drawn; of what draws, the simulator
+    knows the most that it may take."""
     engine = use(monkeypatch, LateEngine())
     model, x = WithLoss(recipe), torch.randn(4, 6, 8)
     twin = copy.deepcopy(model)
-    with captured_once(), tempfile.TemporaryDirectory() as folder:
+    with captured_once(f"sent away {next(_examples)}"), tempfile.TemporaryDirectory() as folder:
         try:
             plain = rkmate.plan(model, (x,), budget=share, progress=False, settings=QUICK)
         except rkmate.InfeasibleBudget as error:
@@ -81,10 +93,12 @@ def check(recipe: Recipe, share: float, number: int, monkeypatch: pytest.MonkeyP
         chance = random.Random(number)
         sent = sending(plain, lambda *of: at_random(chance, *of))
         module = rkmate.wrap(model, (x,), plan=sent, progress=False, settings=QUICK, offload=folder)
+        kept = rkmate.wrap(twin, (x,), plan=plain, progress=False, settings=QUICK)
     sample = Sample(model, (x,), {}, lambda output: output)
-    assert_same_step(twin, module, sample)
+    assert_same_step(kept, module, sample)
     measured, predicted = measured_peak(module, sample), module.plan.peak_bytes
-    assert predicted - SCALARS <= measured <= predicted
+    assert measured <= predicted
+    assert measured >= predicted - SCALARS or not exact
     assert engine.opened == engine.closed
 
 
@@ -92,18 +106,18 @@ def examples(count: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     @seed(number)
     @settings(max_examples=count, deadline=None, database=None, phases=(Phase.generate,),
               suppress_health_check=list(HealthCheck))
-    @given(recipes, st.floats(0.2, 1), st.integers(0, 2**30))
-    def run(recipe: Recipe, share: float, chance: int) -> None:
-        check(recipe, share, chance, monkeypatch)
+    @given(recipes, st.floats(0.2, 1), st.integers(0, 2**30), st.booleans())
+    def run(recipe: Recipe, share: float, chance: int, exact: bool) -> None:
+        check(without_draws(recipe) if exact else recipe, share, chance, monkeypatch, exact=exact)
 
     run()
 
 
-def test_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    examples(4, 0, monkeypatch)
+def test_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples(3, 0, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
-def test_a_thousand(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", range(10))
+def test_five_hundred(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     examples(50, 100 + part, monkeypatch)
