@@ -185,7 +185,7 @@ def _forward(name: str, case: Case, eager: int) -> tuple[Forward, rkmate.Plan | 
     return lambda: wrapped(**case.kwargs).loss, wrapped.plan
 
 
-def _sharing(case: Case) -> Case:
+def sharing(case: Case) -> Case:
     """The same model with `torch.utils.checkpoint` around each layer, and the same parameters."""
     known = {id(t): t for t in (*case.model.parameters(), *case.model.buffers())}
     other = Case(copy.deepcopy(case.model, known), case.kwargs, case.lists, case.sequence)
@@ -193,7 +193,8 @@ def _sharing(case: Case) -> Case:
     return other
 
 
-def _loss_of(case: Case) -> torch.Tensor:
+def loss_of(case: Case) -> torch.Tensor:
+    """Of eager's forward."""
     loss: torch.Tensor = case.model(**case.kwargs).loss
     return loss
 
@@ -202,7 +203,7 @@ def measured(name: str, method: str, case: Case, level: int, repeats: int) -> Ro
     """One method beside eager. `level`: eager's peak in bytes."""
     start = time.perf_counter()
     try:
-        forward, plan = _forward(method, _sharing(case) if method == "checkpoint" else case, level)
+        forward, plan = _forward(method, sharing(case) if method == "checkpoint" else case, level)
     except rkmate.InfeasibleBudget as error:
         return Row(name, method, ready=time.perf_counter() - start, eager_bytes=level,
                    failed=f"infeasible: at least {error.minimum_bytes / level:.1%}")
@@ -210,7 +211,7 @@ def measured(name: str, method: str, case: Case, level: int, repeats: int) -> Ro
         return Row(name, method, ready=time.perf_counter() - start, eager_bytes=level,
                    failed=str(error)[:120])
     ready = time.perf_counter() - start
-    found = beside(functools.partial(_loss_of, case), case.model, forward, case.model, repeats)
+    found = beside(functools.partial(loss_of, case), case.model, forward, case.model, repeats)
     return Row(name, method, found.peak / level, found.ratio,
                None if plan is None else plan.peak_bytes / level, None if plan is None else 1 + plan.overhead,
                ready, level, found.eager_seconds)
@@ -273,7 +274,7 @@ def run(names: Sequence[str], fractions: Sequence[float] | None, path: Path | No
         torch.manual_seed(0)
         case = MODELS[name].make(small)
         case.model.train()
-        level = peak_of(functools.partial(_loss_of, case), case.model)
+        level = peak_of(functools.partial(loss_of, case), case.model)
         for method in missing:
             row = rows[name, method] = measured(name, method, case, level, repeats)
             add_row(row, path)

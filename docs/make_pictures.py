@@ -90,6 +90,20 @@ def reports() -> None:
         screenshot(wrapped.plan, curve, None, IMAGES / f"report-{width}.png", width, height)
 
 
+def copies() -> None:
+    """Both clocks of a GPT-2 at a fifth of its peak that sends to a disk, whose rates are stated."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=4, n_embd=384, n_head=8, vocab_size=256, n_positions=256, bos_token_id=0,
+                        eos_token_id=0)
+    ids = torch.randint(0, 256, (4, 256))
+    model: Any = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"
+    with tempfile.TemporaryDirectory() as folder:
+        rkmate.plan(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}, budget=0.2,
+                    progress=False, costs=COSTS, offload=folder).draw(IMAGES / "copies.png", "copies")
+
+
 def memory_and_time(measure: bool) -> None:
     """The timeline with a measured step on top, the curve, and the report."""
     model, args, kwargs = make_demo("gpt2")
@@ -140,6 +154,7 @@ if __name__ == "__main__":
     readme()
     graphs()
     reports()
+    copies()
     memory_and_time("--measure" in sys.argv[1:])
     print(*sorted(str(p.relative_to(Path.cwd())) if p.is_relative_to(Path.cwd()) else str(p)
                   for p in IMAGES.rglob("*.*")), sep="\n")

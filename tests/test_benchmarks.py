@@ -152,3 +152,44 @@ def test_rows_of_gpus_stand_on_their_page(on_the_path: None, tmp_path: Path) -> 
         [" bert ", " 1.0 "], [" vit ", " 1.0 "], [" vit ", " 0.6 "]]
     assert "| 3.14 | 1869 | -0.10% |" in lines[3] and "at least 2.0 MiB" in lines[4]
     assert first.startswith("Before.") and first.endswith("After <!-- auto: begin -->.\n")
+
+
+@pytest.mark.slow
+def test_offload_is_measured_beside_recomputation(on_the_path: None, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    import offload
+
+    (tmp_path / "away").mkdir()
+    path = tmp_path / "rows.json"
+
+    def run() -> dict[tuple[str, str], Any]:
+        return offload.run(["gpt2-6", "unet"], offload.METHODS, path, tmp_path / "away", small=True,
+                           repeats=1, fraction=0.8)
+
+    found = run()
+    assert [*found] == [(model, method) for model in ("gpt2-6", "unet") for method in offload.METHODS]
+    for (_, method), row in found.items():
+        assert not row.failed and row.eager_bytes > 0
+        if method != "checkpoint":
+            assert row.peak <= 0.8 and abs(row.predicted_peak / row.peak - 1) < 0.02
+        assert (row.out_rate is not None) == (method == "offload")
+    assert not any((tmp_path / "away").iterdir())
+    monkeypatch.delattr(offload, "measured")                # nothing is measured again
+    assert run() == found
+
+
+def test_offload_s_table_has_a_line_for_each_method(on_the_path: None) -> None:
+    import offload
+
+    eager: dict[str, Any] = {"eager_bytes": 4 << 30, "eager_seconds": 8.0}
+    rows = [offload.Row("unet", "checkpoint", None, 0.5, 1.3, **eager),
+            offload.Row("unet", "recompute", 0.25, ready=3.0, failed="infeasible: at least 30.0%", **eager),
+            offload.Row("unet", "offload", 0.25, 0.25, 1.04, 8.3, 8.2, 0.2501, 1.031, 12, 3 << 30, 0.25, 0.6,
+                        1.5e9, 1.25e9, 20.0, **eager)]
+    text = offload.table("unet", {(row.model, row.method): row for row in rows})
+    about, _, *lines = text.splitlines()
+    assert about == ("Eager takes 4.0 GiB and 8.00 s: 512 MiB for each second of the step. "
+                     "The link takes 1.4 GiB/s and gives 1.2 GiB/s.")
+    assert len(lines) == 5 and all(line.count("|") == 12 for line in lines)
+    assert lines[-1] == ("| offload, at 25.0% | 25.0% | 1.040 | 8.30 s | 25.0% | 1.031 | 8.20 s | 3.0 GiB | "
+                         "250 ms | 60% | 20 s |")

@@ -19,7 +19,7 @@ def add_draw_arguments(draw: argparse.ArgumentParser) -> None:
     add_target(draw, budget=True, plan_file=True)
     draw.add_argument("file", metavar="FILE", help="picture to write (.svg, .png, .pdf, .dot)")
     draw.add_argument("--what", default="chain", help="chain, forward, simplified, block, schedule, "
-                      "or memory (default: chain)")
+                      "copies, or memory (default: chain)")
     draw.add_argument("--block", metavar="N", help="number or class of the block")
     draw.add_argument("--whole", action="store_true",
                       help="every operation of a large forward, which else is folded into its blocks")

@@ -10,6 +10,8 @@ from typing import Any
 from rkmate.cli.arguments import add_target, budget_of, elsewhere_options, planning_options
 from rkmate.cli.targets import load_target
 from rkmate.ir.plan import PlanData
+from rkmate.show.copies import copies_of
+from rkmate.show.replay import replay
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
@@ -47,9 +49,15 @@ def run(args: argparse.Namespace) -> int:
 
 def as_json(plan: PlanData) -> dict[str, Any]:
     """The figures of a plan, as ``--json`` prints them. Bytes and seconds."""
+    copies = copies_of(replay(plan)) if plan.graph.link is not None else None
+    sent = {} if copies is None else {"offload": {
+        "place": copies.link.place, "tensors": copies.tensors, "away_bytes": copies.away_bytes,
+        "busy_seconds": copies.busy_seconds, "stalled_seconds": copies.stalled,
+        "out_bytes_per_second": copies.link.out_bytes_per_second,
+        "in_bytes_per_second": copies.link.in_bytes_per_second}}
     return {"planner": plan.planner, "budget_bytes": plan.budget_bytes, "peak_bytes": plan.peak_bytes,
             "baseline_peak_bytes": plan.baseline_peak_bytes, "minimum_bytes": plan.minimum_bytes,
             "step_seconds": plan.step_seconds, "baseline_seconds": plan.baseline_seconds,
             "bound_seconds": plan.bound_seconds,
             "overhead": plan.overhead, "blocks": [vars(b) for b in plan.blocks],
-            "stage_seconds": dict(plan.stage_seconds), "nodes": dict(plan.nodes), "note": plan.note}
+            "stage_seconds": dict(plan.stage_seconds), "nodes": dict(plan.nodes), "note": plan.note, **sent}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, overload
 
 from rkmate.show.amounts import duration, size
+from rkmate.show.copies import away_bytes
 from rkmate.show.plan import Plan
 from rkmate.show.plots import save
 from rkmate.show.time_memory import Point, overhead, time_memory
+
+_SENT = "sent away"
 
 
 @dataclass(frozen=True)
@@ -40,33 +43,38 @@ class Curve(Sequence[Plan]):
         return Curve(self.plans, (*self.points, Point(name, peak_bytes, step_seconds)))
 
     def __str__(self) -> str:
-        lines = [f"{'budget':>10}  {'peak':>10}  {'time':>7}  step"]
-        lines += [f"{size(p.budget_bytes):>10}  {size(p.peak_bytes):>10}  {p.overhead:>+7.1%}  "
-                  f"{duration(p.step_seconds)}" for p in self.plans]
-        lines += [f"{'':>10}  {size(q.peak_bytes):>10}  {overhead(self.plans, q.step_seconds):>+7.1%}  "
-                  f"{duration(q.step_seconds)}  {q.name}" for q in self.points]
+        sends = any(p.schedule.copied for p in self.plans)
+        lines = [f"{'budget':>10}  {'peak':>10}  {'time':>7}{f'  {_SENT:>10}' if sends else ''}  step"]
+        lines += [f"{size(p.budget_bytes):>10}  {size(p.peak_bytes):>10}  {p.overhead:>+7.1%}"
+                  f"{f'  {_sent(p):>10}' if sends else ''}  {duration(p.step_seconds)}" for p in self.plans]
+        lines += [f"{'':>10}  {size(q.peak_bytes):>10}  {overhead(self.plans, q.step_seconds):>+7.1%}"
+                  f"{' ' * 12 * sends}  {duration(q.step_seconds)}  {q.name}" for q in self.points]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<rkmate.Curve: {len(self.plans)} plans, {len(self.points)} other points>"
 
     def _repr_html_(self) -> str:
+        sends = any(p.schedule.copied for p in self.plans)
         rows = "".join(f"<tr><td>{size(p.budget_bytes)}</td><td>{size(p.peak_bytes)}</td>"
-                       f"<td>{p.overhead:+.1%}</td><td>{p.planner}</td></tr>" for p in self.plans)
+                       f"<td>{p.overhead:+.1%}</td>{f'<td>{_sent(p)}</td>' if sends else ''}"
+                       f"<td>{p.planner}</td></tr>" for p in self.plans)
         rows += "".join(f"<tr><td></td><td>{size(q.peak_bytes)}</td>"
-                        f"<td>{overhead(self.plans, q.step_seconds):+.1%}</td><td>{escape(q.name)}</td></tr>"
-                        for q in self.points)
-        return ("<table><tr><th>budget</th><th>peak</th><th>time</th><th>by</th></tr>"
-                f"{rows}</table>")
+                        f"<td>{overhead(self.plans, q.step_seconds):+.1%}</td>{'<td></td>' if sends else ''}"
+                        f"<td>{escape(q.name)}</td></tr>" for q in self.points)
+        return (f"<table><tr><th>budget</th><th>peak</th><th>time</th>{f'<th>{_SENT}</th>' if sends else ''}"
+                f"<th>by</th></tr>{rows}</table>")
 
     def plot(self, path: str | Path | None = None, *, here: Plan | None = None,
-             title: str = "time against memory") -> Any:
+             title: str = "time against memory",
+             beside: Mapping[str, Sequence[Plan]] | None = None) -> Any:
         """Draw the curve.
 
         Args:
             path: where to write the picture (.svg, .png, .pdf); without it, nothing is written.
             here: a plan to mark.
             title: of the picture.
+            beside: other curves of the same model by what they are called, such as those without `offload`.
 
         Returns:
             The matplotlib figure.
@@ -74,6 +82,10 @@ class Curve(Sequence[Plan]):
         Raises:
             MissingExtra: matplotlib is not installed (``pip install "rkmate[plots]"``).
         """
-        made = time_memory(self.plans, self.points, here, title)
+        made = time_memory(self.plans, self.points, here, title, beside=beside)
         save(made, path)
         return made
+
+
+def _sent(plan: Plan) -> str:
+    return size(away_bytes(plan)) if plan.schedule.copied else "-"

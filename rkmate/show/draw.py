@@ -24,9 +24,9 @@ from rkmate.show.graphs import (
 from rkmate.show.replay import Occupancy, replay
 from rkmate.support.warn import warn
 
-Picture = Literal["chain", "forward", "simplified", "block", "schedule"]
+Picture = Literal["chain", "forward", "simplified", "block", "schedule", "copies"]
 """What `Plan.draw` draws."""
-WHAT: tuple[Picture, ...] = ("chain", "forward", "simplified", "block", "schedule")
+WHAT: tuple[Picture, ...] = ("chain", "forward", "simplified", "block", "schedule", "copies")
 _TEXT = (".dot", ".gv")
 _SUFFIXES = (".svg", ".png", ".pdf", *_TEXT)
 LEGIBLE = 120
@@ -43,6 +43,10 @@ def draw(plan: PlanData, path: str | Path, what: Picture, block: int | str | Non
         from rkmate.show.timeline import draw_block_schedule
 
         return draw_block_schedule(plan, block_number(plan, block), path)
+    if what == "copies":
+        from rkmate.show.timeline import draw_copies
+
+        return draw_copies(plan, path)
     if what == "block":
         return write(block_graph(plan, block_number(plan, block), replay(plan)), path)
     if what == "chain":
@@ -65,14 +69,14 @@ def check(path: str | Path, what: str, block: int | str | None, whole: bool = Fa
         raise ArgumentError(f"what is {what!r}; it should be one of {', '.join(WHAT)}")
     if path.suffix not in _SUFFIXES:
         raise ArgumentError(f"path is {str(path)!r}; its suffix should be one of {', '.join(_SUFFIXES)}")
-    if (block is None) != (what in ("chain", "forward", "simplified")):
+    if (block is None) != (what not in ("block", "schedule")):
         raise ArgumentError(f"what is {what!r} and block is {block!r}; a block (a number, or the label "
                             'of a class) goes with "block" and "schedule", and only with them')
     if whole and what not in ("forward", "simplified"):
         raise ArgumentError(f'what is {what!r}, which is never folded; whole goes with "forward" and '
                             '"simplified"')
-    if what == "schedule" and path.suffix in _TEXT:
-        raise ArgumentError("a schedule is no graph: write it as .svg, .png or .pdf")
+    if what in ("schedule", "copies") and path.suffix in _TEXT:
+        raise ArgumentError(f"what is {what!r}, which is no graph: write it as .svg, .png or .pdf")
     return path
 
 
@@ -100,7 +104,8 @@ def pages_of(plan: PlanData, replayed: Occupancy | None) -> list[int]:
         if replayed is not None:
             for i in plan.graph.block_c[b]:
                 key.append(runs.get(i, 0))
-                key.extend(j in replayed.alive_at_loss for j in plan.graph.computations[i].outputs)
+                key.extend((j in replayed.alive_at_loss, j in replayed.copied)
+                           for j in plan.graph.computations[i].outputs)
         result.append(first.setdefault(tuple(key), b))
     return result
 

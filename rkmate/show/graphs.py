@@ -17,6 +17,7 @@ from rkmate.ir.cd import HOISTED
 from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import count, duration, size
+from rkmate.show.copies import block_sent
 from rkmate.show.fold import folded, stands_for
 from rkmate.show.labels import WHOLE, label_lines, short_path
 from rkmate.show.replay import Occupancy
@@ -43,6 +44,7 @@ def chain_graph(plan: PlanData, replayed: Occupancy, link: Link = no_links) -> g
     colours = styles.class_colours([b.label for b in plan.blocks])
     counts = Counter(b.label for b in plan.blocks)
     kept, whole = block_memory(plan, replayed)
+    sent = block_sent(plan, replayed)
     if HOISTED in plan.graph.block_c:
         graph.node("constants", _lines("computed once, kept",
                                      count(len(plan.graph.block_c[HOISTED]), "operation")),
@@ -54,6 +56,7 @@ def chain_graph(plan: PlanData, replayed: Occupancy, link: Link = no_links) -> g
                  info.path or "(the model itself)",
                  f"{info.forward_nodes} forward, {info.backward_nodes} backward",
                  f"keeps {size(kept[b])} of {size(whole[b])}",
+                 f"sends {size(sent[b])} away" if sent[b] else "",
                  f"redoes {duration(again)}" if again else "redoes nothing"]
         graph.node(f"b{b}", _lines(*lines), fillcolor=colours[info.label], URL=link(b),
                    tooltip=f"{block_name(plan, b)}: {info.path}")
@@ -249,7 +252,7 @@ def block_graph(plan: PlanData, block: int, replayed: Occupancy) -> graphviz.Dig
         for j in c.outputs:
             graph.edge(f"c{i}", f"d{j}")
     _loss_node(graph, plan, block, touched)
-    _legend(graph)
+    _legend(graph, bool(replayed.copied))
     return graph
 
 
@@ -259,6 +262,7 @@ def _data_node(graph: graphviz.Digraph, plan: PlanData, j: int, replayed: Occupa
     d, maker = g.storages[j], g.maker[j]
     outside = maker is None or maker not in members
     kept = d.kind != "grad" and j in replayed.alive_at_loss
+    away = not kept and j in replayed.copied
     constant = maker is not None and g.computations[maker].block == HOISTED
     lines = [d.name, size(d.size)]
     if outside:
@@ -271,10 +275,11 @@ def _data_node(graph: graphviz.Digraph, plan: PlanData, j: int, replayed: Occupa
     if outside:
         styled.append("dotted")
     graph.node(f"d{j}", _lines(*lines), shape="ellipse", style=",".join(styled),
-               fillcolor=styles.CONSTANT if constant else styles.KEPT if kept else "white",
+               fillcolor=styles.CONSTANT if constant else styles.KEPT if kept else styles.AWAY if away
+               else "white",
                color=styles.BACKWARD_LINE if d.kind == "grad" else styles.KEPT_LINE if kept
-               else styles.FAINT, margin="0.02",
-               tooltip=f"{d.name} {d.shape}: {'kept' if kept else d.kind}")
+               else styles.AWAY_LINE if away else styles.FAINT, margin="0.02",
+               tooltip=f"{d.name} {d.shape}: {'kept' if kept else 'sent away' if away else d.kind}")
 
 
 def _loss_node(graph: graphviz.Digraph, plan: PlanData, block: int, touched: list[int]) -> None:
@@ -293,9 +298,10 @@ def _loss_node(graph: graphviz.Digraph, plan: PlanData, block: int, touched: lis
         graph.edge("loss", f"d{j}")
 
 
-def _legend(graph: graphviz.Digraph) -> None:
+def _legend(graph: graphviz.Digraph, sends: bool) -> None:
     rows = (("forward computation", styles.FORWARD), ("backward computation", styles.BACKWARD),
             ("runs again in the backward", styles.AGAIN_FILL), ("data kept for the backward", styles.KEPT),
+            *([("data copied away and back", styles.AWAY)] if sends else []),
             ("data forgotten, or gradient", "white"), ("constant", styles.CONSTANT))
     cells = "".join(f'<TR><TD BGCOLOR="{colour}" WIDTH="18"></TD>'
                     f'<TD ALIGN="LEFT">{text}&nbsp;&nbsp;</TD></TR>' for text, colour in rows)

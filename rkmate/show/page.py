@@ -9,7 +9,7 @@ from html import escape
 from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.replay import replay
-from rkmate.show.words import HEAD, block_rows, facts
+from rkmate.show.words import block_table, facts
 
 STYLE = f"""
 :root {{ color-scheme: light; --ink: {styles.INK}; --faint: {styles.SOFT}; --line: #d9dee3; }}
@@ -62,6 +62,7 @@ pre.source span:empty::after {{ content: " "; }}
 .recompute {{ background: {styles.AGAIN_FILL}; }}
 .detach {{ background: {styles.FORWARD}; }}
 .place {{ background: {styles.BACKWARD}; }}
+.copy {{ background: {styles.AWAY}; }}
 .head {{ font-weight: 600; }}
 @media (max-width: 900px) {{
   figure.broad {{ display: none; }}
@@ -175,16 +176,18 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[
 
 def summary_html(plan: PlanData) -> str:
     """What a notebook shows for a plan."""
+    (head, *rows), numbers = block_table(plan, replay(plan))
     figures = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in facts(plan))
     return (f"<div><b>rkmate plan</b><table>{figures}</table>"
-            f"{html_table(HEAD, block_rows(plan, replay(plan)), {0, 3, 4, 5, 6})}</div>")
+            f"{html_table(head, rows, numbers)}</div>")
 
 
 _COMMENT = re.compile(r"#\s.*?\b(forget|recompute|detach|in place)\b")
+_COPY = re.compile(r"^    env\.(copy_out|leave|copy_in|arrive)\(")
 
 
 def source_html(text: str) -> str:
-    """Generated source, its three kinds of statements marked."""
+    """Generated source, its kinds of statements marked."""
     lines = []
     docstring = False
     for line in text.splitlines():
@@ -192,7 +195,8 @@ def source_html(text: str) -> str:
         plain = docstring or quotes > 0
         docstring ^= quotes % 2 == 1
         found = None if plain else _COMMENT.search(line)
-        kind = found[1].split()[-1] if found else "head" if line.startswith("def ") else ""
+        kind = found[1].split()[-1] if found else "head" if line.startswith("def ") else \
+            "copy" if not plain and _COPY.match(line) else ""
         lines.append(f'<span class="{kind}">{escape(line)}</span>' if kind
                      else f"<span>{escape(line)}</span>")
     return f'<div class="tall"><pre class="source">{"".join(lines)}</pre></div>'

@@ -54,7 +54,8 @@ class Plan(PlanData):
             what: ``"chain"``: the blocks, identical ones in one colour. ``"forward"``: the operations
                 as captured. ``"simplified"``: the computations that are planned. ``"block"``: the
                 computations and data of one block. ``"schedule"``: when each of a block's tensors is
-                in memory.
+                in memory. ``"copies"``: when the step computes, waits, copies data away and copies them
+                back; the memory and what is away meanwhile.
             block: number or class label of a block, for ``"block"`` and ``"schedule"``.
             whole: draw every operation of ``"forward"`` and ``"simplified"``, however many there are.
 
@@ -66,8 +67,8 @@ class Plan(PlanData):
             The path of the file that was written.
 
         Raises:
-            ArgumentError: an argument is wrong.
-            MissingExtra: a schedule is drawn without matplotlib.
+            ArgumentError: an argument is wrong, or copies are asked for of a plan that has none.
+            MissingExtra: a schedule or copies are drawn without matplotlib.
         """
         from rkmate.show.draw import draw
 
@@ -75,7 +76,8 @@ class Plan(PlanData):
 
     def plot(self, path: str | Path | None = None, *, measured: Peak[Any] | None = None,
              title: str = "") -> Any:
-        """Draw the step's memory over time, by kind; and per block, what is kept and when.
+        """Draw the step's memory over time, by kind; per block, what is kept and when; and, where the plan
+        copies data away, when it does and when the step waits for that.
 
         Args:
             path: where to write the picture (.svg, .png, .pdf); without it, nothing is written.

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rkmate.errors import ArgumentError, MissingExtra
 
 _SUFFIXES = (".svg", ".png", ".pdf")
@@ -53,6 +55,19 @@ def styled() -> Iterator[None]:
                            'pip install "rkmate[plots]"') from error
     with matplotlib.rc_context(_STYLE):
         yield
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The factor and the unit in which a span of time is drawn."""
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+
+
+def corners(times: Any, levels: Any) -> tuple[Any, Any]:
+    """Of arrays of times and of levels (one row each), only the points where a level changes."""
+    changes = (levels[:, 1:] != levels[:, :-1]).any(axis=0)
+    kept = np.append(True, changes) | np.append(changes, True)
+    kept[[0, -1]] = True
+    return times[kept], levels[:, kept]
 
 
 def save(made: Any, path: str | Path | None) -> None:

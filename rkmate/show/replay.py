@@ -1,6 +1,6 @@
-"""A plan's schedule replayed with names: what is in memory at each step, of which kind, and whose.
+"""A plan's schedule replayed with names: what is in memory at each step, of which kind, and whose it is.
 
-The levels are the simulator's own: the stacked kinds add up to its timeline, step by step.
+The levels and the clocks are the simulator's own: the stacked kinds add up to its timeline, step by step.
 """
 
 from __future__ import annotations
@@ -8,21 +8,35 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rkmate.errors import ScheduleError
 from rkmate.ir.cd import Kernel
 from rkmate.ir.kernels import choose_kernels
+from rkmate.ir.link import Clocks
 from rkmate.ir.plan import PlanData
-from rkmate.ir.schedule import Compute, Free, Schedule, from_order, in_place_donor, kernel_of
-from rkmate.ir.simulate import LOSS_SCALARS, simulate
+from rkmate.ir.schedule import (
+    Compute,
+    CopyIn,
+    CopyOut,
+    Free,
+    Leave,
+    Schedule,
+    from_order,
+    in_place_donor,
+    kernel_of,
+)
+from rkmate.ir.simulate import LOSS_SCALARS, Simulation, simulate
 from rkmate.ir.summary import GraphSummary
 
-Kind = Literal["kept", "recomputed", "gradients", "temporaries", "loss"]
-KINDS: tuple[Kind, ...] = ("kept", "recomputed", "gradients", "temporaries", "loss")
+Kind = Literal["kept", "back", "recomputed", "gradients", "buffers", "temporaries", "loss"]
+KINDS: tuple[Kind, ...] = ("kept", "back", "recomputed", "gradients", "buffers", "temporaries", "loss")
 KIND_NAMES: dict[Kind, str] = {
-    "kept": "kept activations", "recomputed": "recomputed activations", "gradients": "gradients",
-    "temporaries": "temporaries of operations", "loss": "the caller's loss"}
+    "kept": "kept activations", "back": "activations copied back", "recomputed": "recomputed activations",
+    "gradients": "gradients", "buffers": "buffers for copies", "temporaries": "temporaries of operations",
+    "loss": "the caller's loss"}
+_OF_NOBODY: tuple[Kind, ...] = ("buffers", "loss")
+"""Kinds whose bytes are no storage's."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,7 @@ class Moment:
     """One step of the schedule."""
 
     start: float
-    """Seconds since the step's begin."""
+    """Seconds since the step's begin; what it waits for copies is over."""
     end: float
     computation: int | None
     """The C node that runs; None for other steps."""
@@ -54,11 +68,30 @@ class Moment:
     """By which kernel: 0 is its own, the others have fewer and larger parts."""
     bytes: tuple[int, ...]
     """By kind, in the order of `KINDS`: while a computation runs, or after another step."""
+    waited: float = 0.0
+    """Seconds before `start` in which it waited for copies."""
 
     @property
     def total(self) -> int:
         """Bytes in memory."""
         return sum(self.bytes)
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """By kind, when it is over, and before anything is freed."""
+        at = KINDS.index("temporaries")
+        return (*self.bytes[:at], 0, *self.bytes[at + 1:])
+
+
+class Span(NamedTuple):
+    """When a storage is in memory."""
+
+    storage: int
+    first: int
+    """Moment."""
+    last: int
+    """The moment after the last."""
+    kind: Kind
 
 
 @dataclass(frozen=True)
@@ -67,16 +100,26 @@ class Occupancy:
 
     graph: GraphSummary
     schedule: Schedule
+    simulation: Simulation
+    """What the simulator says of it: the copies' times, among others."""
     moments: tuple[Moment, ...]
-    peak_at: int
     loss_at: int
     """Index of the loss among the moments."""
     alive_at_peak: tuple[tuple[int, Kind], ...]
     """Storages in memory at the peak."""
     alive_at_loss: frozenset[int]
-    """Storages that the forward leaves to the backward."""
-    spans: tuple[tuple[int, int, int, bool], ...]
-    """(storage, first moment, moment after the last, made again): when each storage is there."""
+    """Storages that the forward leaves to the backward, in memory."""
+    away_at_loss: frozenset[int]
+    """Those that it leaves to the backward elsewhere."""
+    spans: tuple[Span, ...]
+    """When each storage is there."""
+    absences: tuple[tuple[int, int, int], ...]
+    """(storage, first moment, moment after the last): when each that comes back is away alone."""
+
+    @property
+    def peak_at(self) -> int:
+        """Index of the moment of the peak."""
+        return self.simulation.peak_at
 
     @property
     def peak(self) -> int:
@@ -94,19 +137,23 @@ class Occupancy:
         return self.moments[self.loss_at].end
 
     @cached_property
+    def copied(self) -> frozenset[int]:
+        """Storages that are copied away."""
+        return self.schedule.copied
+
+    @cached_property
     def peak_tensors(self) -> tuple[Tensor, ...]:
         """What stands at the peak, greatest first; temporaries last of equals."""
         found = [self._tensor(j, kind) for j, kind in self.alive_at_peak
                  if self.graph.storages[j].size]
         moment = self.moments[self.peak_at]
-        extra = moment.bytes[KINDS.index("temporaries")]
-        if extra:
+        by_kind = dict(zip(KINDS, moment.bytes, strict=True))
+        if by_kind["temporaries"]:
             c = self.graph.computations[moment.computation or 0]
-            found.append(Tensor(f"inside {c.name}", "", c.path, c.operation, c.block, extra,
-                                "temporaries"))
-        outside = moment.bytes[KINDS.index("loss")]
-        if outside:
-            found.append(Tensor("the caller's loss", "", "", "", -1, outside, "loss"))
+            found.append(Tensor(f"inside {c.name}", "", c.path, c.operation, c.block,
+                                by_kind["temporaries"], "temporaries"))
+        found += [Tensor(KIND_NAMES[kind], "", "", "", -1, by_kind[kind], kind)
+                  for kind in _OF_NOBODY if by_kind[kind]]
         return tuple(sorted(found, key=lambda t: -t.bytes))
 
     def _tensor(self, j: int, kind: Kind) -> Tensor:
@@ -128,13 +175,21 @@ class Occupancy:
 
     def block_bytes(self, block: int) -> list[int]:
         """Bytes of a block's forward storages at each moment."""
-        change = [0] * (len(self.moments) + 1)
-        for j, first, last, _ in self.spans:
+        def mine(j: int) -> bool:
             maker = self.graph.maker[j]
-            if maker is not None and maker < self.graph.loss \
-                    and self.graph.computations[maker].block == block:
-                change[first] += self.graph.storages[j].size
-                change[last] -= self.graph.storages[j].size
+            return maker is not None and maker < self.graph.loss \
+                and self.graph.computations[maker].block == block
+        return self._levels((s.storage, s.first, s.last) for s in self.spans if mine(s.storage))
+
+    def away_bytes(self) -> list[int]:
+        """Bytes that are away, and not in memory, at each moment: of what comes back."""
+        return self._levels(self.absences)
+
+    def _levels(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+        change = [0] * (len(self.moments) + 1)
+        for j, first, last in spans:
+            change[first] += self.graph.storages[j].size
+            change[last] -= self.graph.storages[j].size
         level, levels = 0, []
         for c in change[:-1]:
             level += c
@@ -158,13 +213,19 @@ def replay_baseline(plan: PlanData) -> Occupancy:
 def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Occupancy:
     """Occupancy one schedule. Raises `ScheduleError` when it does not run."""
     result = simulate(graph.cd, schedule, pinned=graph.pinned, reserve_at_loss=graph.reserve_at_loss)
-    walk = _Walk(graph)
+    walk = _Walk(graph, schedule)
     for k, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
             walk.compute(k, step, kernel_of(graph.cd, step),
                          in_place_donor(graph.cd, schedule.steps, k))
         elif isinstance(step, Free):
             walk.forget(k, step.d)
+        elif isinstance(step, CopyOut):
+            walk.copy_out(step.d)
+        elif isinstance(step, Leave):
+            walk.leave(k, step.d)
+        elif isinstance(step, CopyIn):
+            walk.copy_in(k, step.d)
         else:
             walk.loss(k)
         if walk.moments[-1].total != result.timeline[k]:
@@ -173,48 +234,57 @@ def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Occupancy:
         if k == result.peak_at:
             alive_at_peak = tuple((j, walk.kind[j]) for j in sorted(walk.alive)
                                   if j not in walk.taken)
-    end = len(schedule.steps)
-    walk.close(end)
-    return Occupancy(graph, schedule, tuple(walk.moments), result.peak_at, walk.loss_at, alive_at_peak,
-                  frozenset(walk.at_loss), tuple(walk.spans))
+    walk.close(len(schedule.steps))
+    return Occupancy(graph, schedule, result, tuple(walk.moments), walk.loss_at, alive_at_peak,
+                     frozenset(walk.at_loss), frozenset(walk.away_at_loss), tuple(walk.spans),
+                     tuple(walk.absences))
 
 
 class _Walk:
     """The state between two steps."""
 
-    def __init__(self, graph: GraphSummary) -> None:
+    def __init__(self, graph: GraphSummary, schedule: Schedule) -> None:
         self.graph = graph
+        self.clocks = Clocks(graph.link)
         self.alive: dict[int, int] = {}                 # storage -> moment of its creation
         self.kind: dict[int, Kind] = {}
-        self.again: dict[int, bool] = {}
         self.level: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        if graph.link is not None and schedule.copied:
+            self.level["buffers"] = graph.link.buffer_bytes
         self.taken: dict[int, int] = {}                 # overwritten storage -> moment
+        self.sent: set[int] = set()
+        self.gone: dict[int, int] = {}                  # storage that is away alone -> since which moment
         self.ran: set[int] = set()
-        self.now = 0.0
         self.moments: list[Moment] = []
-        self.spans: list[tuple[int, int, int, bool]] = []
+        self.spans: list[Span] = []
+        self.absences: list[tuple[int, int, int]] = []
         self.loss_at = 0
         self.at_loss: set[int] = set()
+        self.away_at_loss: set[int] = set()
 
-    def _add(self, k: int, j: int, again: bool) -> None:
-        gradient = self.graph.storages[j].kind == "grad"
-        self.kind[j] = "gradients" if gradient else "recomputed" if again else "kept"
+    def _add(self, k: int, j: int, kind: Kind) -> None:
+        self.kind[j] = "gradients" if self.graph.storages[j].kind == "grad" else kind
         self.alive[j] = k
-        self.again[j] = again
         self.level[self.kind[j]] += self.graph.storages[j].size
 
-    def _record(self, start: float, step: Compute | None = None, again: bool = False,
+    def _record(self, begin: float, start: float, step: Compute | None = None, again: bool = False,
                 extra: Iterable[tuple[Kind, int]] = ()) -> None:
         level = dict(self.level)
         for kind, n in extra:
             level[kind] += n
-        self.moments.append(Moment(start, self.now, step.c if step else None, again,
-                                   step.kernel if step else 0,
-                                   tuple(level[kind] for kind in KINDS)))
+        self.moments.append(Moment(start, self.clocks.now, step.c if step else None, again,
+                                   step.kernel if step else 0, tuple(level[kind] for kind in KINDS),
+                                   start - begin))
+
+    def _record_at_once(self, extra: Iterable[tuple[Kind, int]] = ()) -> None:
+        self._record(self.clocks.now, self.clocks.now, extra=extra)
 
     def compute(self, k: int, step: Compute, kernel: Kernel, place: int | None) -> None:
         node = self.graph.computations[step.c]
         again = step.c in self.ran
+        begin = self.clocks.now
+        for j in node.inputs:
+            self.clocks.arrive(j)
         twice = 0
         if place is not None:
             self.level[self.kind[place]] -= self.graph.storages[place].size
@@ -223,31 +293,57 @@ class _Walk:
             if j in self.alive:
                 twice += self.graph.storages[j].size     # the second copy goes at once
             else:
-                self._add(k, j, again)
+                self.gone.pop(j, None)
+                self._add(k, j, "recomputed" if again else "kept")
         self.ran.add(step.c)
-        start = self.now
-        self.now += kernel.time
-        self._record(start, step, again, [("temporaries", twice + kernel.overhead)])
+        start = self.clocks.now
+        self.clocks.compute(kernel.time)
+        self._record(begin, start, step, again, [("temporaries", twice + kernel.overhead)])
+
+    def _end(self, k: int, j: int) -> None:
+        self.spans.append(Span(j, self.alive.pop(j), self.taken.get(j, k), self.kind[j]))
 
     def forget(self, k: int, j: int) -> None:
-        self.spans.append((j, self.alive.pop(j), self.taken.get(j, k), self.again[j]))
+        self._end(k, j)
         if j in self.taken:
             del self.taken[j]                           # its storage lives on under another name
         else:
             self.level[self.kind[j]] -= self.graph.storages[j].size
-        self._record(self.now)
+        if j in self.sent:
+            self.gone[j] = k
+        self._record_at_once()
+
+    def copy_out(self, j: int) -> None:
+        self.clocks.copy_out(j, self.graph.storages[j].size)
+        self.sent.add(j)
+        self._record_at_once()
+
+    def leave(self, k: int, j: int) -> None:
+        begin = self.clocks.now
+        self.clocks.leave(j)
+        self._end(k, j)
+        self.level[self.kind[j]] -= self.graph.storages[j].size
+        self.gone[j] = k
+        self._record(begin, self.clocks.now)
+
+    def copy_in(self, k: int, j: int) -> None:
+        self.clocks.copy_in(j, self.graph.storages[j].size)
+        self.absences.append((j, self.gone.pop(j), k))
+        self._add(k, j, "back")
+        self._record_at_once()
 
     def loss(self, k: int) -> None:
         before = sum(self.level.values())
         self.loss_at = k
         self.at_loss = set(self.alive)
+        self.away_at_loss = set(self.gone)
         stays = min(self.graph.reserve_at_loss, LOSS_SCALARS)
         self.level["loss"] += stays
         for j in self.graph.output_grads:
-            self._add(k, j, False)
+            self._add(k, j, "gradients")
         inside = before + self.graph.reserve_at_loss - sum(self.level.values())
-        self._record(self.now, extra=[("loss", max(0, inside))])
+        self._record_at_once([("loss", max(0, inside))])
 
     def close(self, end: int) -> None:
         for j, first in self.alive.items():
-            self.spans.append((j, first, end, self.again[j]))
+            self.spans.append(Span(j, first, end, self.kind[j]))

@@ -14,6 +14,7 @@ from rkmate.ir.peak import Peak
 from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import count, duration, share, size
+from rkmate.show.copies import block_sent, copied_rows, copies_of, copies_words
 from rkmate.show.draw import NO_DOT, has_dot, pages_of, svg
 from rkmate.show.graphs import block_graph, block_memory, chain_graph, plan_recomputed
 from rkmate.show.labels import label
@@ -27,10 +28,16 @@ from rkmate.show.words import facts, paragraphs
 
 _FIRST_TENSORS = 15
 """Tensors at the peak that stand open on the page; the others open with a click."""
+_CLOCKS = (" Blue came back from where it was sent. Below the memory, three rows: the step computes, data "
+           "are copied away, data are copied back, each at its own pace; where a computation needs what is "
+           "still on its way, it waits (red).")
 _COUNTED = ("The step is replayed operation by operation before it ever runs, and every byte that it "
             "allocates is counted: the plan's highest level is the peak above. ")
 _WHY = ("It stays under the budget because activations that the backward reads late are forgotten in the "
         "forward, and computed again when they are read.")
+_WHY_AWAY = ("It stays under the budget because activations that the backward reads late are copied away "
+             "while the step computes, and back before they are read")
+_AND_AGAIN = "; others are forgotten in the forward, and computed again when they are read"
 _WHY_WHOLE = "It is under the budget with every activation kept, so nothing is computed twice."
 
 
@@ -39,8 +46,9 @@ def report(plan: PlanData, path: str | Path, curve: Sequence[PlanData], measured
     """See `rkmate.Plan.report`."""
     path = Path(path)
     replayed, baseline = replay(plan), replay_baseline(plan)
-    body = [*_head(plan, date), *_figures(plan), *_timeline(plan, measured), *_peak(replayed),
-            *_modules(replayed, baseline), *_curve(plan, curve), *_graphs(plan, replayed), *_source(plan)]
+    body = [*_head(plan, date), *_figures(plan, replayed), *_timeline(plan, replayed, measured),
+            *_peak(replayed), *_away(replayed), *_modules(replayed, baseline), *_curve(plan, curve),
+            *_graphs(plan, replayed), *_source(plan)]
     name = plan.origin.model if plan.origin else "rkmate report"
     path.write_text(page(f"{name} inside {size(plan.budget_bytes)}", body), encoding="utf-8")
     return path
@@ -67,14 +75,19 @@ def _head(plan: PlanData, date: datetime.date) -> Iterator[str]:
         ("curve", "time against memory"), ("chain", "blocks"), ("source", "source"))) + "</nav></header>"
 
 
-def _figures(plan: PlanData) -> Iterator[str]:
+def _figures(plan: PlanData, replayed: Occupancy) -> Iterator[str]:
     yield '<div class="cards">'
+    copies = copies_of(replayed)
+    sent = [] if copies is None else [
+        ("sent away", size(copies.away_bytes), f"to {copies.place}; link busy "
+         f"{share(copies.busy_seconds, copies.step_seconds)}, waits {duration(copies.stalled)}")]
     for name, value, note in (
             ("peak of a step", size(plan.peak_bytes), f"budget {size(plan.budget_bytes)}"),
             ("without rematerialization", size(plan.baseline_peak_bytes),
              f"the plan needs {share(plan.peak_bytes, plan.baseline_peak_bytes)} of it"),
             ("time of a step", f"{plan.overhead:+.1%}",
              f"{duration(plan.step_seconds)} for {duration(plan.baseline_seconds)}"),
+            *sent,
             ("smallest budget", "-" if plan.minimum_bytes is None else size(plan.minimum_bytes),
              "not searched for this plan" if plan.minimum_bytes is None else
              f"{share(plan.minimum_bytes, plan.baseline_peak_bytes)} of the peak without")):
@@ -86,7 +99,8 @@ def _figures(plan: PlanData) -> Iterator[str]:
            f'<u style="left:{100 * plan.budget_bytes / whole:.2f}%"></u></div>')
     yield ('<p class="faint">Green: the peak under this plan. Red line: the budget. Whole bar: '
            f"{'without rematerialization' if whole == plan.baseline_peak_bytes else 'the budget'}.</p>")
-    why = _WHY if plan.schedule.recomputed() else _WHY_WHOLE
+    again = bool(plan.schedule.recomputed())
+    why = f"{_WHY_AWAY}{_AND_AGAIN if again else ''}." if replayed.copied else _WHY if again else _WHY_WHOLE
     yield f"<h2>In short</h2><p>{escape(_COUNTED + why)}</p>"
     for heading, text in paragraphs(plan):
         yield f"<h3>{escape(heading)}</h3><p>{escape(text)}</p>"
@@ -112,12 +126,13 @@ def _curve(plan: PlanData, curve: Sequence[PlanData]) -> Iterator[str]:
         ("budget", "peak", "extra time", "time of a step"), rows, {0, 1, 2, 3}) + "</details>"
 
 
-def _timeline(plan: PlanData, measured: Peak[Any] | None) -> Iterator[str]:
+def _timeline(plan: PlanData, replayed: Occupancy, measured: Peak[Any] | None) -> Iterator[str]:
     yield '<h2 id="timeline">Memory over time</h2>'
     yield ("<p>The height is what is in memory. It grows through the forward, which leaves activations for "
            "the backward, and falls through the backward, which uses them up. What is orange was forgotten "
            "before and is computed again. Nothing coloured stands above the red line, the budget; the grey "
-           "line is the step without rematerialization.</p>")
+           "line is the step without rematerialization."
+           + (_CLOCKS if replayed.copied else "") + "</p>")
     yield _figures_of(lambda narrow: plot_timeline(plan, None, measured, "", narrow), "time")
 
 
@@ -137,14 +152,37 @@ def _peak(replayed: Occupancy) -> Iterator[str]:
                f'<div class="wide">{html_table(head, rows[_FIRST_TENSORS:], {1, 2})}</div></details>')
 
 
+def _away(replayed: Occupancy) -> Iterator[str]:
+    copies = copies_of(replayed)
+    if copies is None:
+        return
+    yield '<h2 id="away">What is away when</h2>'
+    if not copies.tensors:
+        yield f"<p>{escape(copies_words(copies, bool(replayed.schedule.recomputed())))}</p>"
+        return
+    yield (f"<p>{count(copies.tensors, 'tensor')}, {size(copies.away_bytes)}, the largest first. Times are "
+           "seconds since the step began: when each begins to leave and has left, and when it begins to come "
+           "back and has come.</p>")
+    head = ("tensor (module: operation)", "bytes", "leaves", "has left", "comes", "has come", "name")
+    rows = copied_rows(replayed)
+    yield f'<div class="wide">{html_table(head, rows[:_FIRST_TENSORS], {1, 2, 3, 4, 5})}</div>'
+    rest = rows[_FIRST_TENSORS:]
+    if rest:
+        yield (f"<details><summary>{count(len(rest), 'smaller tensor')}</summary>"
+               f'<div class="wide">{html_table(head, rest, {1, 2, 3, 4, 5})}</div></details>')
+
+
 def _modules(replayed: Occupancy, baseline: Occupancy) -> Iterator[str]:
+    sends = bool(replayed.copied)
     yield '<h2 id="modules">What is forgotten and recomputed, by module</h2>'
     yield '<p class="faint">Bytes between forward and backward; time of one step.</p>'
-    rows = [(r.path or "(the model)", size(r.kept_bytes), size(r.forgotten_bytes),
+    rows = [(r.path or "(the model)", size(r.kept_bytes), *([size(r.away_bytes)] if sends else []),
+             size(r.forgotten_bytes),
              duration(r.recomputed_seconds) if r.recomputed_seconds else "-",
              ", ".join(r.recomputed)) for r in by_module(replayed, baseline)]
     yield '<div class="tall">' + html_table(
-        ("module", "keeps", "forgets", "redoes", "what runs again"), rows, {1, 2, 3}) + "</div>"
+        ("module", "keeps", *(["sends"] if sends else []), "forgets", "redoes", "what runs again"), rows,
+        {1, 2, 3, *([4] if sends else [])}) + "</div>"
 
 
 def _graphs(plan: PlanData, replayed: Occupancy) -> Iterator[str]:
@@ -161,6 +199,7 @@ def _graphs(plan: PlanData, replayed: Occupancy) -> Iterator[str]:
         yield f'<template id="graph-{b}">{_drawn(block_graph(plan, b, replayed), f"g{b}", dot)}</template>'
     colours = styles.class_colours([i.label for i in plan.blocks])
     kept, whole = block_memory(plan, replayed)
+    sent = block_sent(plan, replayed)
     yield '<div class="list">'
     for b, info in enumerate(plan.blocks):
         again = plan_recomputed(replayed, b)
@@ -169,6 +208,7 @@ def _graphs(plan: PlanData, replayed: Occupancy) -> Iterator[str]:
                f'<span class="swatch" style="background:{colours[info.label]}"></span>'
                f"<span><b>{b}</b> class {info.label}</span><span>{escape(info.path) or '(the model)'}"
                f"</span><span>keeps {size(kept[b])} of {size(whole[b])}</span>"
+               f"{f'<span>sends {size(sent[b])} away</span>' if sent[b] else ''}"
                f"<span>redoes {duration(again) if again else 'nothing'}</span>{same}</summary>"
                f'<div class="pane" data-graph="graph-{shared[b]}"></div></details>')
     yield "</div>"
@@ -182,7 +222,9 @@ def _source(plan: PlanData) -> Iterator[str]:
         return
     yield ('<p><span class="forget">forget</span> frees a storage, <span class="recompute">recompute'
            '</span> runs a computation again, <span class="detach">detach</span> is a boundary of '
-           'autograd, <span class="place">in place</span> writes over an input that dies there.</p>')
+           'autograd, <span class="place">in place</span> writes over an input that dies there.'
+           + (' <span class="copy">copy_out</span> begins a copy away.</p>' if "env.copy_out(" in plan.source
+              else "</p>"))
     yield source_html(plan.source)
 
 

@@ -15,8 +15,8 @@ SOFT = "#52606d"
 """Text beside the point; dark enough to be read on white."""
 
 KIND_COLOURS: dict[Kind, str] = {
-    "kept": "#4c9f70", "recomputed": "#f2a541", "gradients": "#8e6fb8", "temporaries": "#c8ccd1",
-    "loss": "#8d99a6"}
+    "kept": "#4c9f70", "back": "#26a8c9", "recomputed": "#f2a541", "gradients": "#8e6fb8",
+    "buffers": "#5c7285", "temporaries": "#c8ccd1", "loss": "#8d99a6"}
 
 FORWARD = "#cfe3f7"
 FORWARD_LINE = "#3b7dbd"
@@ -27,6 +27,10 @@ AGAIN_TEXT = "#a35a00"
 AGAIN_FILL = "#fdecd2"
 KEPT = "#d5eedd"
 KEPT_LINE = "#4c9f70"
+AWAY = "#d2f0f7"
+AWAY_LINE = "#26a8c9"
+WAIT = "#d1495b"
+"""Where the step waits for a copy."""
 CONSTANT = "#eceff1"
 LOSS = "#f8d7da"
 LOSS_LINE = "#c0392b"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -40,24 +40,35 @@ def overhead(plans: Sequence[PlanData], seconds: float) -> float:
     return seconds / base - 1 if base else 0.0
 
 
-def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None,
-                title: str, narrow: bool = False) -> Any:
-    """The figure; `here` is a plan to mark, `narrow` for a page as wide as a telephone. Raises
-    `MissingExtra` without matplotlib."""
+def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None, title: str,
+                narrow: bool = False, beside: Mapping[str, Sequence[PlanData]] | None = None) -> Any:
+    """The figure; `here` is a plan to mark, `narrow` for a page as wide as a telephone, `beside` other plans
+    of the model, by what they are called. Raises `MissingExtra` without matplotlib."""
     with styled():
         made, axes = figure(NARROW, 4.2) if narrow else figure(6.4, 3.6)
-        _draw(axes, plans, points, here)
+        _draw(axes, plans, points, here, beside or {})
         axes.legend(**(below(axes) if narrow else {}))
         axes.set_title(title)
     return made
 
 
-def _draw(axes: Any, plans: Sequence[PlanData], points: Sequence[Point],
-          here: PlanData | None) -> None:
+def _draw(axes: Any, plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None,
+          beside: Mapping[str, Sequence[PlanData]]) -> None:
     plans = sorted(plans, key=lambda p: p.peak_bytes)
     axes.plot([p.peak_bytes / _MIB for p in plans], [100 * p.overhead for p in plans],
               color=styles.FORWARD_LINE, marker="o", markersize=4, linewidth=1.2,
               drawstyle="steps-post", label=", ".join(dict.fromkeys(p.planner for p in plans)))
+    others = [p for other in beside.values() for p in other]
+    for k, (name, other) in enumerate(beside.items()):
+        of = sorted(other, key=lambda p: p.peak_bytes)
+        axes.plot([p.peak_bytes / _MIB for p in of], [100 * p.overhead for p in of],
+                  color=styles.FAINT, marker="o", markersize=3, linewidth=1.0, drawstyle="steps-post",
+                  linestyle=("--", ":", "-.")[k % 3], label=name)
+    sending = [p for p in plans if p.schedule.copied]
+    if sending:
+        axes.plot([p.peak_bytes / _MIB for p in sending], [100 * p.overhead for p in sending], marker="o",
+                  markersize=8, markerfacecolor="none", markeredgecolor=styles.AWAY_LINE, linestyle="none",
+                  label="with copies away and back")
     known = {p.minimum_bytes for p in plans if p.minimum_bytes is not None}
     if known:
         axes.axvspan(0, min(known) / _MIB, color="#f5d5d2", alpha=0.6, linewidth=0,
@@ -69,11 +80,11 @@ def _draw(axes: Any, plans: Sequence[PlanData], points: Sequence[Point],
         axes.plot([q.peak_bytes / _MIB], [100 * overhead(plans, q.step_seconds)],
                   marker="sXP^v*"[k % 6], markersize=7, linestyle="none", color=styles.INK,
                   label=q.name)
-    right = max([p.baseline_peak_bytes for p in plans] + [q.peak_bytes for q in points]
+    right = max([p.baseline_peak_bytes for p in (*plans, *others)] + [q.peak_bytes for q in points]
                 + ([here.peak_bytes] if here else []), default=1) / _MIB
     axes.set_xlim(0, right * 1.05)
-    overheads = [100 * overhead(plans, s) for s in
-                 (*(p.step_seconds for p in plans), *(q.step_seconds for q in points))]
+    overheads = [100 * p.overhead for p in (*plans, *others)] + [
+        100 * overhead(plans, q.step_seconds) for q in points]
     low, high = min([0.0, *overheads]), max([1.0, *overheads])
     if high > _STEEP * (sorted(overheads)[len(overheads) // 2] + 1):
         # The last megabytes cost many times more than the others: both ends stay readable.

@@ -1,19 +1,22 @@
-"""Memory over time, predicted and measured; and which block is in memory when."""
+"""Memory over time, predicted and measured; which block is in memory when; what copies do meanwhile."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rkmate.errors import ArgumentError
 from rkmate.ir.peak import Peak
 from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import size
 from rkmate.show.graphs import block_memory, block_name
 from rkmate.show.labels import label, short_path, shortened
-from rkmate.show.plots import BESIDE, NARROW, below, figure, save, styled
+from rkmate.show.lanes import draw_away, draw_lanes
+from rkmate.show.plots import BESIDE, NARROW, below, corners, figure, save, styled, time_unit
 from rkmate.show.replay import KIND_NAMES, KINDS, Occupancy, replay, replay_baseline
 
 _MIB = float(1 << 20)
@@ -33,13 +36,19 @@ def plot_timeline(plan: PlanData, path: str | Path | None, measured: Peak[Any] |
     rows = list(range(0, len(plan.blocks), every))
     height = max(1.2, 0.24 * len(rows) + 0.7)
     width, tall = (NARROW, 2.6 + 2.0) if narrow else (9.0, 3.6)
+    lanes = [1.1] if replayed.copied else []
+    ratios = [2.6 if narrow else 3.6, *lanes, height]
     with styled():
-        made, (top, bottom) = figure(width, tall + height + (1.0 if narrow else 0.0), nrows=2,
-                                     sharex=not narrow, height_ratios=[2.6 if narrow else 3.6, height])
+        made, (top, *middle, bottom) = figure(
+            width, tall + height + (1.0 + len(lanes) if narrow else 0.0) + sum(lanes), nrows=len(ratios),
+            sharex=not narrow, height_ratios=ratios)
         draw_memory(top, plan, replayed, measured)
+        for axes in middle:
+            draw_lanes(axes, replayed)
         draw_blocks(bottom, plan, replayed, rows, 14 if narrow else 28)
-        bottom.set_xlim(top.get_xlim())
-        for axes in (top, bottom):
+        for axes in (*middle, bottom):
+            axes.set_xlim(top.get_xlim())
+        for axes in (top, *middle, bottom):
             axes.legend(**(below(axes) if narrow else BESIDE), **_title_of_legend(axes is top, measured))
         top.set_title(title or (f"peak {size(plan.peak_bytes)}, time {plan.overhead:+.1%}" if narrow else
                                 f"{plan.planner}: peak {size(plan.peak_bytes)}, budget "
@@ -50,7 +59,7 @@ def plot_timeline(plan: PlanData, path: str | Path | None, measured: Peak[Any] |
 
 def draw_memory(axes: Any, plan: PlanData, replayed: Occupancy, measured: Peak[Any] | None) -> None:
     """Stacked levels by kind, the step without rematerialization, the budget and the peak."""
-    scale, unit = _time_unit(replayed.seconds)
+    scale, unit = time_unit(replayed.seconds)
     edges, levels = _steps(replayed)
     used = [k for k in range(len(KINDS)) if levels[k].any()]
     axes.stackplot(edges * scale, *(levels[k] / _MIB for k in used), step=None, linewidth=0,
@@ -97,15 +106,15 @@ def _title_of_legend(memory: bool, measured: Peak[Any] | None) -> dict[str, str]
 def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int], letters: int) -> None:
     """Per block: when it runs, and how much of what its backward may need is in memory. `letters`: of a
     block's name, at most."""
-    scale, unit = _time_unit(replayed.seconds)
+    scale, unit = time_unit(replayed.seconds)
     whole = block_memory(plan, replayed)[1]
     starts = np.array([m.start for m in replayed.moments])
     ends = np.append(starts[1:], replayed.seconds)
     for row, b in enumerate(rows):
         levels = np.array(replayed.block_bytes(b), dtype=float)
         most = max(float(levels.max(initial=0)), float(whole[b]), 1.0)
-        edges, heights = _corners(np.ravel(np.column_stack((starts, ends))) * scale,
-                                  np.repeat(levels[None, :] / most, 2, axis=1))
+        edges, heights = corners(np.ravel(np.column_stack((starts, ends))) * scale,
+                                 np.repeat(levels[None, :] / most, 2, axis=1))
         axes.fill_between(edges, row + 0.42, row + 0.42 - 0.8 * heights[0], color=styles.KEPT_LINE,
                           alpha=0.55, linewidth=0)
     place = {b: row for row, b in enumerate(rows)}
@@ -140,6 +149,31 @@ def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int],
                    f"blocks: when they run, and what of them is in memory{shown}", fontsize=9)
 
 
+def draw_copies(plan: PlanData, path: Path) -> Path:
+    """The clocks of computing and copying, the memory beneath, and beneath that what is away. Raises
+    `ArgumentError` for a plan that copies nothing away."""
+    replayed = replay(plan)
+    if not replayed.copied:
+        raise ArgumentError('what is "copies", and the plan copies nothing away: there is one clock')
+    save(copies_figure(plan, replayed), path)
+    return path
+
+
+def copies_figure(plan: PlanData, replayed: Occupancy) -> Any:
+    """The figure of `draw_copies`."""
+    with styled():
+        made, (lanes, memory, away) = figure(9.0, 7.0, nrows=3, sharex=True, height_ratios=[1.1, 3.6, 1.4])
+        draw_memory(memory, plan, replayed, None)
+        draw_lanes(lanes, replayed)
+        draw_away(away, replayed)
+        lanes.set_xlim(memory.get_xlim())
+        for axes in (lanes, memory, away):
+            axes.legend(**BESIDE)
+        lanes.set_title(f"{plan.planner}: peak {size(plan.peak_bytes)}, budget {size(plan.budget_bytes)}, "
+                        f"time {plan.overhead:+.1%}")
+    return made
+
+
 def draw_block_schedule(plan: PlanData, block: int, path: Path) -> Path:
     """Rows: a block's tensors. Columns: the steps that touch the block, in order."""
     replayed = replay(plan)
@@ -158,17 +192,14 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
     row = {j: r for r, j in enumerate(storages)}
     with styled():
         made, axes = figure(max(5.0, 0.22 * len(columns) + 4.0), max(2.0, 0.22 * len(row) + 2.6))
-        for j, first, last, again in replayed.spans:
+        for j, first, last, kind in replayed.spans:
             if j not in row:
                 continue
             inside = [x for x, k in enumerate(columns) if first <= k < last]
             if not inside:
                 continue
-            gradient = g.storages[j].kind == "grad"
-            colour = styles.KIND_COLOURS["gradients" if gradient else
-                                         "recomputed" if again else "kept"]
             axes.barh(row[j], inside[-1] - inside[0] + 1, left=inside[0] - 0.5, height=0.72,
-                      color=colour, linewidth=0)
+                      color=styles.KIND_COLOURS[kind], linewidth=0)
         names, colours = [], []
         for k in columns:
             m = replayed.moments[k]
@@ -191,7 +222,8 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
         axes.grid(axis="x", color="#eceff1", linewidth=0.5)
         axes.set_axisbelow(True)
         axes.set_title(f"{block_name(plan, block)} {plan.blocks[block].path}: green kept, orange "
-                       "recomputed, purple gradients", fontsize=9)
+                       f"recomputed, {'blue copied back, ' if replayed.copied else ''}purple gradients",
+                       fontsize=9)
     return made
 
 
@@ -204,19 +236,18 @@ def _maker_label(plan: PlanData, block: int, storage: int) -> str:
 
 
 def _steps(replayed: Occupancy) -> tuple[Any, Any]:
-    """Edges in seconds and, per kind, the level at each edge (two edges for each step)."""
-    computing = [m for m in replayed.moments if m.computation is not None or m.bytes[-1]]
-    times = np.array([[m.start, m.end] for m in computing]).ravel()
-    levels = np.array([m.bytes for m in computing], dtype=float).T
-    return _corners(times, np.repeat(levels, 2, axis=1))
-
-
-def _corners(times: Any, levels: Any) -> tuple[Any, Any]:
-    """Only the points where a level (a row of `levels`) changes."""
-    changes = (levels[:, 1:] != levels[:, :-1]).any(axis=0)
-    kept = np.append(True, changes) | np.append(changes, True)
-    kept[[0, -1]] = True
-    return times[kept], levels[:, kept]
+    """Edges in seconds and, per kind, the level at each edge: two edges for each step, and for each wait, in
+    which memory is as the step before it left it."""
+    times: list[float] = []
+    levels: list[tuple[int, ...]] = []
+    for before, m in itertools.pairwise((replayed.moments[0], *replayed.moments)):
+        if m.waited:
+            times += (m.start - m.waited, m.start)
+            levels += (before.after, before.after)
+        if m.computation is not None or m.bytes[-1]:
+            times += (m.start, m.end)
+            levels += (m.bytes, m.bytes)
+    return corners(np.array(times), np.array(levels, dtype=float).T)
 
 
 def _measured(measured: Peak[Any], seconds: float) -> tuple[Any, Any]:
@@ -224,10 +255,6 @@ def _measured(measured: Peak[Any], seconds: float) -> tuple[Any, Any]:
     times = np.array([0.0, *(t for t, _ in measured.timeline)])
     last = times[-1] if times[-1] > 0 else 1.0
     return times / last * seconds, np.array([0.0, *(b for _, b in measured.timeline)])
-
-
-def _time_unit(seconds: float) -> tuple[float, str]:
-    return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
 
 
 def _row_name(plan: PlanData, block: int, letters: int) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rkmate.ir.plan import PlanData
+from rkmate.ir.schedule import CopyIn
 from rkmate.show.amounts import count, duration, share, size
+from rkmate.show.copies import block_sent, copies_facts, copies_of, copies_words
 from rkmate.show.graphs import block_memory, plan_recomputed
 from rkmate.show.labels import WHOLE, label
 from rkmate.show.modules import ModuleRow, alike, by_module
@@ -31,6 +33,9 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
         result.insert(0, ("made for", f"{plan.calls} calls before one backward; times are of one"))
     if plan.gradients == "in_place":
         result.append(("gradients", "of parameters are added in place"))
+    copies = copies_of(replay(plan)) if plan.graph.link is not None else None
+    if copies is not None:
+        result += copies_facts(copies)
     if plan.compiled:
         result.append(("compiled", f"{_groups(plan)}, by {plan.compiled}"))
     if plan.bound_seconds is not None and plan.gap is not None:
@@ -43,19 +48,21 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
     return tuple(result)
 
 
-def block_rows(plan: PlanData, replayed: Occupancy) -> list[tuple[str, ...]]:
-    """Per block: number, class, module, operations, what it keeps, of what, and what it redoes."""
+def block_table(plan: PlanData, replayed: Occupancy) -> tuple[list[tuple[str, ...]], set[int]]:
+    """Per block: number, class, module, operations, what it keeps, of what, what it sends away where the plan
+    does that, and what it redoes. The first row has the columns' names; which of them hold numbers."""
     kept, whole = block_memory(plan, replayed)
-    rows: list[tuple[str, ...]] = []
+    sent = block_sent(plan, replayed)
+    sends = bool(replayed.copied)
+    rows: list[tuple[str, ...]] = [("block", "class", "module", "operations", "keeps", "of",
+                                    *(["sends"] if sends else []), "redoes")]
     for b, info in enumerate(plan.blocks):
         again = plan_recomputed(replayed, b)
+        away = [size(sent[b]) if sent[b] else "-"] if sends else []
         rows.append((str(b), info.label, info.path or "(the model)",
-                     f"{info.forward_nodes} + {info.backward_nodes}", size(kept[b]), size(whole[b]),
+                     f"{info.forward_nodes} + {info.backward_nodes}", size(kept[b]), size(whole[b]), *away,
                      duration(again) if again else "-"))
-    return rows
-
-
-HEAD = ("block", "class", "module", "operations", "keeps", "of", "redoes")
+    return rows, set(range(len(rows[0]))) - {1, 2}
 
 
 def table(plan: PlanData) -> str:
@@ -64,9 +71,9 @@ def table(plan: PlanData) -> str:
     figures = facts(plan)
     width = max(len(what) for what, _ in figures)
     lines += [f"  {what:<{width}}  {value}" for what, value in figures]
-    rows = block_rows(plan, replay(plan))
+    (head, *rows), right = block_table(plan, replay(plan))
     shown = rows if len(rows) <= _MOST_ROWS else rows[:_MOST_ROWS - 1]
-    lines += ["", *_columns([HEAD, *shown], right={0, 3, 4, 5, 6})]
+    lines += ["", *_columns([head, *shown], right)]
     if len(shown) < len(rows):
         lines.append(f"  ... and {count(len(rows) - len(shown), 'more block')}")
     return "\n".join(lines)
@@ -90,8 +97,9 @@ def explain(plan: PlanData) -> str:
 def paragraphs(plan: PlanData) -> tuple[tuple[str, str], ...]:
     """What `explain` says, in parts: (heading, sentences)."""
     replayed, baseline = replay(plan), replay_baseline(plan)
-    parts = (("What the budget costs", _outcome(plan)),
+    parts = (("What the budget costs", _outcome(plan, replayed)),
              ("Where the memory goes", _recomputed(plan, replayed, baseline)),
+             ("What is away", _away(plan, replayed)),
              ("When it is fullest", _peak(replayed)),
              ("What less memory would cost", _less(plan, replayed)),
              ("What is compiled", _compiled(plan)),
@@ -118,16 +126,27 @@ def _note(plan: PlanData) -> str:
     return f"{plan.note[0].upper()}{plan.note[1:]}." if plan.note else ""
 
 
-def _outcome(plan: PlanData) -> str:
+def _outcome(plan: PlanData, replayed: Occupancy) -> str:
     step = "A training step" if plan.calls == 1 else f"A training step of {plan.calls} calls"
     text = (f"{step} allocates at most {size(plan.peak_bytes)} above what stands before it, "
             f"parameter gradients left out; the budget is {size(plan.budget_bytes)}. Without "
             f"rematerialization it would be {size(plan.baseline_peak_bytes)}.")
+    copies, waits = copies_of(replayed), replayed.simulation.stalled
+    added = []
     if plan.schedule.recomputed():
-        return (f"{text} Recomputation adds "
-                f"{duration(plan.step_seconds - plan.baseline_seconds)} to a step of "
-                f"{duration(plan.baseline_seconds)} ({plan.overhead:+.1%}).{_bound(plan)}")
-    return f"{text} Nothing is computed twice."
+        added.append(f"recomputation adds {duration(plan.step_seconds - waits - plan.baseline_seconds)}")
+    if copies is not None and copies.waits:
+        added.append(f"waiting for copies {'' if added else 'adds '}{duration(waits)}")
+    if added:
+        what = " and ".join(added)
+        text += (f" {what[0].upper()}{what[1:]} to a step of {duration(plan.baseline_seconds)} "
+                 f"({plan.overhead:+.1%}).{_bound(plan)}")
+    return text if plan.schedule.recomputed() else f"{text} Nothing is computed twice."
+
+
+def _away(plan: PlanData, replayed: Occupancy) -> str:
+    copies = copies_of(replayed)
+    return "" if copies is None else copies_words(copies, bool(plan.schedule.recomputed()))
 
 
 def _bound(plan: PlanData) -> str:
@@ -142,8 +161,11 @@ def _bound(plan: PlanData) -> str:
 def _recomputed(plan: PlanData, replayed: Occupancy, baseline: Occupancy) -> str:
     rows = by_module(replayed, baseline)
     kept = sum(r.kept_bytes for r in rows)
+    away = sum(r.away_bytes for r in rows)
     forgotten = sum(r.forgotten_bytes for r in rows)
     text = f"Between forward and backward, {size(kept)} of activations stay in memory"
+    if away:
+        text += f"{',' if forgotten else ' and'} {size(away)} are away"
     if not forgotten:
         return f"{text}: all that the backward reads."
     text += f" and {size(forgotten)} are forgotten."
@@ -161,7 +183,9 @@ def _recomputed(plan: PlanData, replayed: Occupancy, baseline: Occupancy) -> str
 
 def _peak(replayed: Occupancy) -> str:
     moment = replayed.moments[replayed.peak_at]
-    where = "at the loss"
+    where, step = "at the loss", replayed.schedule.steps[replayed.peak_at]
+    if isinstance(step, CopyIn):
+        where = f"where {replayed.graph.storages[step.d].name} is copied back"
     if moment.computation is not None:
         c = replayed.graph.computations[moment.computation]
         again = "while it is recomputed, " if moment.again else ""

@@ -1,0 +1,150 @@
+"""What a plan copies away and back, in figures: how much, how busy the link is, what is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rkmate.ir.link import Link
+from rkmate.ir.plan import PlanData
+from rkmate.show.amounts import count, duration, share, size
+from rkmate.show.labels import label
+from rkmate.show.replay import Occupancy
+
+Spans = Sequence[tuple[int, float, float]]
+"""(D node, start, end) of copies, in seconds."""
+
+_NOTHING = 1e-5
+"""Of a step: waits that are not spoken of."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies of one step. Bytes and seconds."""
+
+    link: Link
+    tensors: int
+    """That are copied away."""
+    away_bytes: int
+    """Of them, all of which stay where they are to the end of the step."""
+    back_bytes: int
+    """That are copied back; more than are away where some come back several times."""
+    out_seconds: float
+    """In which something is copied away."""
+    in_seconds: float
+    """In which something is copied back."""
+    busy_seconds: float
+    """In which something is copied in one direction, or in both."""
+    stalled: float
+    """In which the step waits for copies."""
+    step_seconds: float
+    out_before_loss: bool
+    """Whether all begin to go in the forward."""
+    in_after_loss: bool
+    """Whether all begin to come back in the backward."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the step waits for copies for longer than nobody would see."""
+        return self.stalled > _NOTHING * self.step_seconds
+
+    @property
+    def place(self) -> str:
+        """Where to."""
+        return place_of(self.link)
+
+
+def place_of(link: Link) -> str:
+    """A link's other end in words: ``/scratch``, ``host memory``."""
+    return "host memory" if link.place == "host" else link.place or "another memory"
+
+
+def copies_of(replayed: Occupancy) -> Copies | None:
+    """None where the graph has no link to anywhere."""
+    link, judged = replayed.graph.link, replayed.simulation
+    if link is None:
+        return None
+    storages, end = replayed.graph.storages, replayed.loss_seconds
+    return Copies(
+        link, len(judged.copies_out), judged.away, sum(storages[j].size for j, _, _ in judged.copies_in),
+        _covered(judged.copies_out), _covered(judged.copies_in),
+        _covered(sorted((*judged.copies_out, *judged.copies_in), key=lambda c: c[1])), judged.stalled,
+        judged.seconds, all(start < end for _, start, _ in judged.copies_out),
+        all(start >= end for _, start, _ in judged.copies_in))
+
+
+def _covered(spans: Iterable[tuple[int, float, float]]) -> float:
+    """Seconds in which at least one of the spans, which are in order of their starts, runs."""
+    total = until = 0.0
+    for _, start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def away_bytes(plan: PlanData) -> int:
+    """Of what a plan copies away."""
+    return plan.graph.cd.bytes(plan.schedule.copied)
+
+
+def block_sent(plan: PlanData, replayed: Occupancy) -> dict[int, int]:
+    """Per block: bytes of its forward storages that are copied away."""
+    g = plan.graph
+    sent: dict[int, int] = dict.fromkeys(g.block_c, 0)
+    for j in replayed.copied:
+        maker = g.maker[j]
+        if maker is not None and maker < g.loss:
+            sent[g.computations[maker].block] += g.storages[j].size
+    return sent
+
+
+def copied_rows(replayed: Occupancy) -> list[tuple[str, ...]]:
+    """Per tensor that is copied away, the largest first: what it is, its bytes, the seconds since the step's
+    begin at which it begins to leave, has left, begins to come back and has come, and its name."""
+    g = replayed.graph
+    back: dict[int, list[tuple[float, float]]] = {}
+    for j, start, end in replayed.simulation.copies_in:
+        back.setdefault(j, []).append((start, end))
+    rows: list[tuple[str, ...]] = []
+    for j, start, end in sorted(replayed.simulation.copies_out, key=lambda copy: -g.storages[copy[0]].size):
+        c = g.computations[g.maker[j] or 0]
+        comes = [[f"{times[k]:.4g}" for times in back.get(j, ())] for k in range(2)]
+        rows.append((label(c.path, c.operation), size(g.storages[j].size), f"{start:.4g}", f"{end:.4g}",
+                     ", ".join(comes[0]), ", ".join(comes[1]), g.storages[j].name))
+    return rows
+
+
+def rates(link: Link) -> str:
+    """``1.5 GiB/s out and 1.3 GiB/s back``."""
+    return f"{size(link.out_bytes_per_second)}/s out and {size(link.in_bytes_per_second)}/s back"
+
+
+def copies_facts(copies: Copies) -> tuple[tuple[str, str], ...]:
+    """Lines for a table of figures: (what, value)."""
+    if not copies.tensors:
+        return ("sent away", f"nothing, to {copies.place}"), ("link", rates(copies.link))
+    waits = f"the step waits {duration(copies.stalled)}" if copies.waits else "nothing is waited for"
+    return (("sent away", f"{count(copies.tensors, 'tensor')}, {size(copies.away_bytes)}, to {copies.place}"),
+            ("link", f"{rates(copies.link)}; busy {share(copies.busy_seconds, copies.step_seconds)} of the "
+                     f"step, {waits}"))
+
+
+def copies_words(copies: Copies, recomputes: bool) -> str:
+    """Sentences: what is sent, when, how busy the link is, what is waited for; or why nothing is."""
+    going_at = f"Copies go at {rates(copies.link)}, both at once."
+    if not copies.tensors:
+        why = "the plan without copies is as fast" if recomputes else \
+            "all that the backward reads fits into the budget"
+        return f"Nothing is sent to {copies.place}: {why}. {going_at}"
+    are = "is" if copies.tensors == 1 else "are"
+    out = "in the forward" if copies.out_before_loss else "in the forward and the backward"
+    back = "in the backward" if copies.in_after_loss else "in the forward and the backward"
+    in_all = f" ({size(copies.back_bytes)}: some come back several times)" \
+        if copies.back_bytes > copies.away_bytes else ""
+    step = copies.step_seconds
+    waits = f"The step waits {duration(copies.stalled)} for them." if copies.waits else \
+        "The step waits for no copy."
+    return (f"{count(copies.tensors, 'tensor')} ({size(copies.away_bytes)}) {are} copied to {copies.place} "
+            f"{out} and back {back}{in_all}; the link is busy {share(copies.busy_seconds, step)} of the step "
+            f"(out {share(copies.out_seconds, step)}, back {share(copies.in_seconds, step)}). {waits} "
+            f"{going_at}")
