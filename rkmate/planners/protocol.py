@@ -78,7 +78,7 @@ class Outcome:
     status: Literal["ok", "infeasible", "timeout"]
     """``infeasible``: this planner has no schedule within the budget, another one may."""
     seconds: float
-    """Time of the schedule's computations; inf without one."""
+    """Time of the schedule, waits for copies included; inf without one."""
     bound: float | None = None
     """Lower bound, in seconds, of what any schedule of the planner's kind takes; None: unknown."""
     note: str = ""
