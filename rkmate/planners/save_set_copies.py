@@ -5,8 +5,8 @@ copied out else, and I for each checkpoint time whether it comes back between it
 their time between the first run of what makes them and the loss, copies back between the loss and their first
 reader; where that is shorter, the difference is waited for, and counted. What is copied back may be counted
 as there too early, and copies in the backward have all of it: so the program stays a relaxation, of schedules
-that run the forward in order, too, and send forward values only. POET's program (Patil et al., ICML 2022,
-section 4) has a moment for each computation.
+that run the forward in order, too, and send forward values only. POET (Patil et al., ICML 2022) has
+a program for recomputation and paging together, too, which minimizes energy.
 """
 
 from __future__ import annotations
