@@ -246,3 +246,16 @@ def test_peaks_of_several_calls_count_buffers(engine: LateEngine, tmp_path: Path
             return a[0] + b[0], a[1] + b[1]
 
     assert measured_peak(Twice(), both) <= module.plan.peak_bytes
+
+
+# Of a file system that is memory.
+@pytest.mark.filterwarnings("ignore::rkmate.errors.RkmateWarning")
+def test_a_folder_on_a_disk(tmp_path: Path) -> None:
+    s, original = sample(), sample()
+    with captured_once("small and sent away"):
+        plain = rkmate.plan(s.model, s.args, budget=1.0, costs="analytic", progress=False, offload=tmp_path)
+        module = rkmate.wrap(s.model, s.args, plan=sending(plain, link=plain.graph.link), progress=False,
+                             offload=rkmate.Offload(str(tmp_path), verify=True))
+    assert_same_step(original.model, module, original)
+    assert module.plan.peak_bytes == pytest.approx(measured_peak(module, s), rel=0.02)
+    assert not [*tmp_path.iterdir()]
