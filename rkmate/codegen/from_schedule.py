@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -80,6 +81,8 @@ class _Maker:
         self.called: set[str] = set()
         """Those that a statement calls."""
         self.functions = table
+        self.view_keys: dict[Any, int] = {}
+        """What tells the views of the program apart, for `Views`."""
         self.handed = {j: (s, n) for s, n in self.program.param_grads
                        if (j := self.program.d_of(n)) is not None}
         """Parameter gradients: autograd frees them."""
@@ -124,7 +127,7 @@ class _Maker:
             return [Drop(self._keys(found.drop))]
         naming = _Locals(self, part.block)
         views = Views(self.program, naming, [self.program.operation[s.c] for s in part.steps
-                                             if isinstance(s, Compute)])
+                                             if isinstance(s, Compute)], self.view_keys)
         expressions = Spelled(self.program, naming, views)
         body: list[Run | Look | slices.Free] = []
         rng: list[str] = []
