@@ -81,6 +81,8 @@ class _Maker:
         self.called: set[str] = set()
         """Those that a statement calls."""
         self.functions = table
+        self.names: dict[int, tuple[dict[int, str], NameTable]] = {}
+        """Of each block's values, and the table that they were taken from."""
         self.view_keys: dict[Any, int] = {}
         """What tells the views of the program apart, for `Views`."""
         self.handed = {j: (s, n) for s, n in self.program.param_grads
@@ -256,12 +258,13 @@ class _Locals(LocalNames):
     def __init__(self, maker: _Maker, block: int) -> None:
         super().__init__(maker.aliases, maker.tiled.values())
         self.tiled, self.called = maker.tiled, maker.called
-        parts = maker.partition
-        if block == HOISTED:
-            c = tuple(i for i, b in enumerate(parts.block_of) if b == HOISTED)
-            self.local = local_names(maker.program, None, c, self.table)
-        else:
-            self.local = local_names(maker.program, parts.blocks[block], parts.blocks[block].c, self.table)
+        if block not in maker.names:
+            parts = maker.partition
+            whole = None if block == HOISTED else parts.blocks[block]
+            c = tuple(i for i, b in enumerate(parts.block_of) if b == HOISTED) if whole is None else whole.c
+            maker.names[block] = local_names(maker.program, whole, c, self.table), self.table
+        names, table = maker.names[block]
+        self.local, self.table = {**names}, table.copied()
 
     def value(self, j: int, *, read: bool = True) -> str:
         if j not in self.local:

@@ -71,12 +71,12 @@ _spellings: dict[tuple[Any, ...], str] = {}
 
 
 def spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """How an operator may be called with such arguments: as a ``method`` of its first one, as a function of
-    ``torch``, or (nothing) only by its overload."""
+    """How an operator may be called with such arguments (nodes, or tensors without contents): as a
+    ``method`` of its first one, as a function of ``torch``, or (nothing) only by its overload."""
     key = (target, *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items()))
     found = _spellings.get(key)
     if found is None:
-        found = _spellings[key] = _spelling(target, args, kwargs)
+        found = _spellings[key] = _spelling(target, _values(tuple(args)), _values(dict(kwargs)))
     return found
 
 
@@ -103,6 +103,8 @@ def _spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _kind(value: Any) -> Any:
     """What the choice among a function's overloads can depend on."""
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dim() == 0, value.dtype
     if isinstance(value, (list, tuple)):
@@ -153,7 +155,7 @@ class Spelled(Expressions):
     def _call(self, target: Any, args: Any, kwargs: Any) -> str:
         how = ""
         if not isinstance(target, OwnFunction):
-            how = spelling(target, _values(tuple(args)), _values(dict(kwargs)))
+            how = spelling(target, args, kwargs)
         if not how:
             return super()._call(target, args, kwargs)
         parts = [self._argument(a) for a in args]

@@ -139,7 +139,8 @@ def test_no_torch_is_needed() -> None:
 
 def test_calls_that_differ_in_numbers_read_the_same_names() -> None:
     for call in ("x_1.reshape(2, 64).add(w2, alpha=1.5)", "x_1.reshape(17, 8).add(w2, alpha=1e-05)"):
-        made = Slice("a", ("x_1",), (), ("w2",), (Run(call, ("x_1", "w2"), ("y",)), Free(("x_1",), 8)), ("y",))
+        body = Run(call, ("x_1", "w2"), ("y",)), Free(("x_1",), 8)
+        made = Slice("a", ("x_1",), (), ("w2",), body, ("y",))
         assert made.verify(["aten"]) is made
         with pytest.raises(GraphError):
             replace(made, body=(Run(call, ("x_1",), ("y",)), made.body[1])).verify(["aten"])
