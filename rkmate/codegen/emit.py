@@ -10,6 +10,7 @@ from rkmate.codegen.from_schedule import Segment, listing_of
 from rkmate.codegen.printer import print_listing
 from rkmate.codegen.slices import Call, Copy, Function, Run
 from rkmate.graph.blocks.partition import Partition
+from rkmate.graph.capture.direct import read_directly
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
 from rkmate.support.gc_pause import gc_pause
@@ -38,6 +39,7 @@ class Generated:
 
 
 @gc_pause()
+@read_directly()
 def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None = None,
          summary: str = "", graph: CDGraph | None = None) -> Generated:
     """The source of a schedule that the simulator has accepted; arguments as of `listing_of`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -80,6 +81,10 @@ class _Maker:
         self.called: set[str] = set()
         """Those that a statement calls."""
         self.functions = table
+        self.names: dict[int, tuple[dict[int, str], NameTable]] = {}
+        """Of each block's values, and the table that they were taken from."""
+        self.view_keys: dict[Any, int] = {}
+        """What tells the views of the program apart, for `Views`."""
         self.handed = {j: (s, n) for s, n in self.program.param_grads
                        if (j := self.program.d_of(n)) is not None}
         """Parameter gradients: autograd frees them."""
@@ -124,7 +129,7 @@ class _Maker:
             return [Drop(self._keys(found.drop))]
         naming = _Locals(self, part.block)
         views = Views(self.program, naming, [self.program.operation[s.c] for s in part.steps
-                                             if isinstance(s, Compute)])
+                                             if isinstance(s, Compute)], self.view_keys)
         expressions = Spelled(self.program, naming, views)
         body: list[Run | Look | slices.Free] = []
         rng: list[str] = []
@@ -253,12 +258,13 @@ class _Locals(LocalNames):
     def __init__(self, maker: _Maker, block: int) -> None:
         super().__init__(maker.aliases, maker.tiled.values())
         self.tiled, self.called = maker.tiled, maker.called
-        parts = maker.partition
-        if block == HOISTED:
-            c = tuple(i for i, b in enumerate(parts.block_of) if b == HOISTED)
-            self.local = local_names(maker.program, None, c, self.table)
-        else:
-            self.local = local_names(maker.program, parts.blocks[block], parts.blocks[block].c, self.table)
+        if block not in maker.names:
+            parts = maker.partition
+            whole = None if block == HOISTED else parts.blocks[block]
+            c = tuple(i for i, b in enumerate(parts.block_of) if b == HOISTED) if whole is None else whole.c
+            maker.names[block] = local_names(maker.program, whole, c, self.table), self.table
+        names, table = maker.names[block]
+        self.local, self.table = {**names}, table.copied()
 
     def value(self, j: int, *, read: bool = True) -> str:
         if j not in self.local:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import keyword
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -148,9 +149,16 @@ class Slice:
         return self
 
 
-@functools.lru_cache(maxsize=1 << 13)
+_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
+
+
 def _names_in(call: str) -> frozenset[str]:
-    """The names of an expression. Blocks, and plans of other sizes, have the same calls."""
+    """The names of an expression. Blocks, and plans of other sizes, have the same calls but for numbers."""
+    return _parsed(_NUMBER.sub("0", call))
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def _parsed(call: str) -> frozenset[str]:
     return frozenset(n.id for n in ast.walk(ast.parse(call, mode="eval")) if isinstance(n, ast.Name))
 
 

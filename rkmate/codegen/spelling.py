@@ -71,12 +71,12 @@ _spellings: dict[tuple[Any, ...], str] = {}
 
 
 def spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """How an operator may be called with such arguments: as a ``method`` of its first one, as a function of
-    ``torch``, or (nothing) only by its overload."""
+    """How an operator may be called with such arguments (nodes, or tensors without contents): as a
+    ``method`` of its first one, as a function of ``torch``, or (nothing) only by its overload."""
     key = (target, *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items()))
     found = _spellings.get(key)
     if found is None:
-        found = _spellings[key] = _spelling(target, args, kwargs)
+        found = _spellings[key] = _spelling(target, _values(tuple(args)), _values(dict(kwargs)))
     return found
 
 
@@ -103,6 +103,8 @@ def _spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _kind(value: Any) -> Any:
     """What the choice among a function's overloads can depend on."""
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dim() == 0, value.dtype
     if isinstance(value, (list, tuple)):
@@ -153,7 +155,7 @@ class Spelled(Expressions):
     def _call(self, target: Any, args: Any, kwargs: Any) -> str:
         how = ""
         if not isinstance(target, OwnFunction):
-            how = spelling(target, _values(tuple(args)), _values(dict(kwargs)))
+            how = spelling(target, args, kwargs)
         if not how:
             return super()._call(target, args, kwargs)
         parts = [self._argument(a) for a in args]
@@ -167,12 +169,15 @@ class Views:
     """The views that a function reads several times: each is made once, and has a name until what it looks at
     ends."""
 
-    def __init__(self, program: Program, naming: Any, operations: Iterable[fx.Node]) -> None:
-        """`operations`: what the function runs. `naming`: as of `LocalNames`."""
+    def __init__(self, program: Program, naming: Any, operations: Iterable[fx.Node],
+                 keys: dict[Any, int] | None = None) -> None:
+        """`operations`: what the function runs. `naming`: as of `LocalNames`. `keys`: numbers of views of
+        this program, as far as they are known; it is added to."""
+        self._keys: dict[Any, int] = {} if keys is None else keys
         self._program = program
         self._naming = naming
-        self._uses: Counter[Any] = Counter()
-        self._names: dict[Any, tuple[str, Any]] = {}
+        self._uses: Counter[int] = Counter()
+        self._names: dict[int, tuple[str, Any]] = {}
         """By key: the name, and the storage."""
         self.new: list[Look] = []
         """What has to stand before the statement that is being written."""
@@ -187,10 +192,15 @@ class Views:
             if self._uses[key] == 1:
                 self._count(node.args[0])  # type: ignore[arg-type]
 
-    def _key(self, node: Any) -> Any:
-        if not _is_named_view(node):
-            return self._program.storage[node]
-        return node.target, self._key(node.args[0]), repr(node.args[1:]), repr(node.kwargs)
+    def _key(self, view: Any) -> int:
+        """The same number for views that are the same."""
+        found = self._keys.get(view)
+        if found is None:
+            base = view.args[0]
+            of = (self._key(base),) if _is_named_view(base) else self._program.storage[base]
+            key = view.target, of, repr(view.args[1:]), repr(view.kwargs)
+            found = self._keys[view] = self._keys.setdefault(key, len(self._keys))
+        return found
 
     def name(self, node: fx.Node, write: Callable[[], str]) -> str:
         """The view's name, or what `write` writes where it is read once."""

@@ -24,11 +24,14 @@ class Stretch:
     steps: list[Compute | Free] = field(default_factory=list)
     closed: bool = False
     """Whether it ends with what is freed without having been read in it."""
+    touched: set[int] = field(default_factory=set, repr=False)
+    """What its computations read and make."""
 
     def add(self, step: Compute | Free, cd: CDGraph) -> None:
-        if isinstance(step, Free) and not self.closed:
-            nodes = [cd.c[s.c] for s in self.steps if isinstance(s, Compute)]
-            self.closed = all(step.d not in c.inputs and step.d not in c.outputs for c in nodes)
+        if isinstance(step, Compute):
+            self.touched.update(cd.c[step.c].inputs, cd.c[step.c].outputs)
+        else:
+            self.closed = self.closed or step.d not in self.touched
         self.steps.append(step)
 
 

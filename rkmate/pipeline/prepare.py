@@ -26,6 +26,7 @@ from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.checkpoints import region_of
+from rkmate.graph.capture.direct import read_directly
 from rkmate.graph.capture.elsewhere import as_there
 from rkmate.graph.capture.gradient_places import refuse_gradients_in_place
 from rkmate.graph.capture.pieces import tensor_called
@@ -178,8 +179,9 @@ class Prepared:
 
     def peak(self, schedule: Schedule, calls: int) -> int:
         """The simulator's verdict on a step of so many calls that follow a schedule, in bytes."""
-        return peak_of_calls(self.graph, schedule, calls, pinned=self.pinned,
-                             reserve_at_loss=self.reserve_at_loss)
+        return self.simulate(schedule).peak if calls == 1 else \
+            peak_of_calls(self.graph, schedule, calls, pinned=self.pinned,
+                          reserve_at_loss=self.reserve_at_loss)
 
     @functools.cached_property
     def baseline_peak(self) -> int:
@@ -200,7 +202,16 @@ class Prepared:
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """The simulator's verdict on a schedule of this model."""
-        return simulate(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
+        found = next((r for s, r in self._verdicts if s is schedule), None)
+        if found is None:
+            found = simulate(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
+            self._verdicts[1:] = [(schedule, found)]
+        return found
+
+    @functools.cached_property
+    def _verdicts(self) -> list[tuple[Schedule, Simulation]]:
+        """Of the whole step, and of the schedule that was asked for last: each is asked for several times."""
+        return [(self.whole, self.baseline)]
 
 
 @planning_lock
@@ -237,7 +248,7 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     """Rewrite a captured graph, and cut it into blocks. `variant`: the settings' first unless given."""
     start = time.perf_counter()
     variant = variant or first(traced.settings)
-    with gc_pause():
+    with gc_pause(), read_directly():
         joint = simplify(traced.capture, traced.wanted, _choices(variant, traced.settings))
         program = lower(joint)
         middle = time.perf_counter()

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.blocks.infos import module_of
+from rkmate.graph.capture.direct import read_directly
 from rkmate.graph.passes.simplify import is_backward
 from rkmate.ir.cd import HOISTED
 from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
@@ -15,6 +16,7 @@ from rkmate.pipeline.origin import shape_of
 from rkmate.pipeline.prepare import Prepared
 
 
+@read_directly()
 def summarise(prepared: Prepared) -> GraphSummary:
     """Names, operations, module paths, sizes and times of a model's graph."""
     parts = prepared.partition

@@ -8,7 +8,7 @@ budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -31,15 +31,17 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
         return schedule
     pinned = tuple(pinned)
     best = without_waste(graph, schedule, pinned)
+    found = simulate(graph, best, pinned=pinned, reserve_at_loss=reserve_at_loss)
     for _ in range(_ROUNDS):
-        dropped = _keep_more(graph, best, budget, pinned, reserve_at_loss)
+        dropped = _keep_more(graph, best, found.timeline, budget, pinned)
         if not dropped:
             return best
         order, loss_at = without_runs(best, dropped)
         shorter = without_waste(graph, from_order(graph, order, loss_at, pinned), pinned)
-        if simulate(graph, shorter, pinned=pinned, reserve_at_loss=reserve_at_loss).peak > budget:
+        after = simulate(graph, shorter, pinned=pinned, reserve_at_loss=reserve_at_loss)
+        if after.peak > budget:
             return best
-        best = shorter
+        best, found = shorter, after
     return best
 
 
@@ -64,11 +66,11 @@ def without_waste(graph: CDGraph, schedule: Schedule, pinned: tuple[int, ...]) -
     return from_order(graph, lean.order, lean.loss_at, pinned)
 
 
-def _keep_more(graph: CDGraph, schedule: Schedule, budget: int, pinned: tuple[int, ...],
-               reserve_at_loss: int) -> set[int]:
-    """Step indices of recomputations that can go together within the budget."""
+def _keep_more(graph: CDGraph, schedule: Schedule, memory: Sequence[int], budget: int,
+               pinned: tuple[int, ...]) -> set[int]:
+    """Step indices of recomputations that can go together within the budget. `memory`: the simulator's, per
+    step."""
     steps = schedule.steps
-    memory = list(simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss).timeline)
     last_use: dict[int, int] = {}
     candidates: list[tuple[float, int, list[tuple[int, int, int]]]] = []
     seen: set[int] = set()

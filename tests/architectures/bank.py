@@ -65,6 +65,7 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "boxes": lambda: {"pixel_values": _image(64)},
     "depth": lambda: {"pixel_values": _image(64), "labels": torch.rand(2, 64, 64)},
     "sound": lambda: {"input_values": torch.randn(2, 800), "labels": torch.randint(0, 2, (2,))},
+    "spoken": lambda: {"input_values": torch.randn(2, 800), "labels": _ids(8)},
     "spectrum": lambda: {"input_features": torch.randn(2, 16, 40), "labels": _ids(8)},
     "frames": lambda: {"input_features": torch.randn(2, 40, 16), "labels": _ids(8)},
     "patches": lambda: {"input_values": torch.randn(2, 32, 16), "labels": torch.randint(0, 2, (2,))},
@@ -231,6 +232,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         **_VISION, "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1,
         "decoder_num_attention_heads": 2, "decoder_intermediate_size": 32}, "image"),
     _a("wav2vec2", "audio", "Wav2Vec2ForSequenceClassification", "Wav2Vec2", _SPEECH, "sound"),
+    _a("wav2vec2_ctc", "audio", "Wav2Vec2ForCTC", "Wav2Vec2", _SPEECH, "spoken"),
     _a("hubert", "audio", "HubertForSequenceClassification", "Hubert", _SPEECH, "sound"),
     _a("wavlm", "audio", "WavLMForSequenceClassification", "WavLM", _SPEECH, "sound"),
     _a("whisper", "audio", "WhisperForConditionalGeneration", "Whisper", {

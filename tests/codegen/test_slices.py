@@ -186,3 +186,12 @@ def test_a_value_goes_away_and_comes_back_twice() -> None:
 def test_copies_that_cannot_be(listing: Listing, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         listing.verify()
+
+
+def test_calls_that_differ_in_numbers_read_the_same_names() -> None:
+    for call in ("x_1.reshape(2, 64).add(w2, alpha=1.5)", "x_1.reshape(17, 8).add(w2, alpha=1e-05)"):
+        body = Run(call, ("x_1", "w2"), ("y",)), Free(("x_1",), 8)
+        made = Slice("a", ("x_1",), (), ("w2",), body, ("y",))
+        assert made.verify(["aten"]) is made
+        with pytest.raises(GraphError):
+            replace(made, body=(Run(call, ("x_1",), ("y",)), made.body[1])).verify(["aten"])

@@ -14,6 +14,12 @@ class NameTable:
         self._taken: set[str] = set()
         self._counts: dict[str, int] = {}
 
+    def copied(self) -> NameTable:
+        """The same names given, to go on from apart."""
+        made = NameTable()
+        made._reserved, made._taken, made._counts = self._reserved, {*self._taken}, {**self._counts}
+        return made
+
     def fresh(self, base: str) -> str:
         """`base` for the first one of this name, then ``base_2``, ``base_3``; a reserved word gets an
         underscore."""

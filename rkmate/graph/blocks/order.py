@@ -111,9 +111,10 @@ def better_order(graph: CDGraph, chained: Sequence[Sequence[int]] = (),
         for rule in _RULES:
             order = list(best)
             order[phase.start:phase.stop] = _scheduled(graph, phase, rule, after)
-            found = _peaks(graph, order)
-            if found is not None and found != peaks and all(
-                    a <= b for a, b in zip(found, peaks, strict=True)):
+            if order == best:
+                continue
+            found = _peaks(graph, order, peaks)
+            if found is not None and found != peaks:
                 best, peaks = order, found
     return best
 
@@ -136,22 +137,27 @@ def _peak(graph: CDGraph, order: Sequence[int]) -> int:
     return simulate(graph, from_order(graph, order, graph.loss)).peak
 
 
-def _peaks(graph: CDGraph, order: Sequence[int]) -> tuple[int, int, int] | None:
+def _peaks(graph: CDGraph, order: Sequence[int],
+           most: tuple[int, int, int] | None = None) -> tuple[int, int, int] | None:
     """Of the forward alone, of training with all kept, and of training with nothing kept.
 
     Without memory for more, each backward node has what it reads computed again, from the block's input.
-    None where that is long to simulate.
+    None where that is long to simulate, or where one of them is more than `most`.
     """
     n = graph.loss
     forward = CDGraph(graph.d, graph.c[:n], n, (*graph.inputs, *graph.output_grads), graph.outputs)
     alone = simulate(forward, from_order(forward, order[:n], n)).peak
+    whole = _peak(graph, order) if most is None or alone <= most[0] else None
+    if whole is None or (most is not None and whole > most[1]):
+        return None
     frugal = list(order[:n])
     for i in order[n:]:
         again = missing_nodes(graph, graph.c[i].inputs)
         frugal += [*(k for k in order[:n] if k in again), i]
         if len(frugal) > MOST:
             return None
-    return alone, _peak(graph, order), simulate(graph, from_order(graph, frugal, n)).peak
+    least = simulate(graph, from_order(graph, frugal, n)).peak
+    return None if most is not None and least > most[2] else (alone, whole, least)
 
 
 def _scheduled(graph: CDGraph, phase: range, rule: Rule, after: dict[int, set[int]]) -> list[int]:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -114,8 +114,8 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
             if found:
                 gradients = torch.autograd.grad(found, leaves, [torch.empty_like(o) for o in found],
                                                 allow_unused=True)
-                recorder.note(tuple(None if g is None else recorder.known[g] for g in gradients))
-        recorder.note(tuple(recorder.known[o] for o in outputs))
+                recorder.note(tuple(None if g is None else recorder.number_of(g) for g in gradients))
+        recorder.note(tuple(recorder.number_of(o) for o in outputs))
         for a in state.assigned():
             if isinstance(a.holder, nn.Module) or tensors_in(a.new):
                 raise _Refused("assigns an attribute")
@@ -127,6 +127,15 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
 
 class _Sized(torch.Tensor):
     """A tensor without memory, on the device that it says."""
+
+    # It overrides nothing: see `direct`.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    form: TensorForm
+    kind: int
+    """Of its form, as the recording numbers them."""
+    number: int = -1
+    """In the order in which the recording made them; -1 for what it has not made."""
 
     @staticmethod
     def __new__(cls, form: TensorForm) -> _Sized:
@@ -141,6 +150,10 @@ class _Sized(torch.Tensor):
         raise _Refused(f"{func} outside of the recording")
 
 
+_Origin = tuple[Any, Any, Any, int]
+"""An operation with its arguments and keywords, and which of its results."""
+
+
 class _Recorder(TorchDispatchMode):
     """Takes down every operation, and answers with tensors of the form that its result has."""
 
@@ -148,15 +161,15 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.digest = hashlib.sha256()
         self.numbers: list[int | float] = []
-        self.known: dict[torch.Tensor, int] = _ByIdentity()
-        """Number of each tensor, in the order of their making."""
+        self._made: list[tuple[_Sized, _Origin | None]] = []
+        """Every tensor, and of which call it is a result, and its place among the results."""
         self.real: frozenset[int] = frozenset()
         """Ids of the tensors that stand-ins were put in the place of."""
         self._kept: list[Any] = []       # as long as they live, no other object has their ids
-        self._forms: dict[torch.Tensor, TensorForm] = _ByIdentity()
+        self._kinds: dict[TensorForm, int] = {}
+        self._names: dict[int, tuple[Any, str]] = {}
+        """By an operation's identity: itself, and its name."""
         self._answers: dict[Any, Any] = {}
-        self._made: dict[torch.Tensor, tuple[Any, Any, Any, int]] = _ByIdentity()
-        """Of which call each result is, and its place among the results."""
         self._wrote = False
         """Whether something was written in place: values from before may be other ones."""
         self._fake = FakeTensorMode()
@@ -172,20 +185,45 @@ class _Recorder(TorchDispatchMode):
 
     def enter(self, form: TensorForm) -> torch.Tensor:
         """A new tensor."""
-        made = _Sized(form)
-        self._forms[made] = form
-        self.known[made] = len(self.known)
-        self.numbers += (*form.shape, *form.stride, form.offset)
+        made = self._new(form, None)
         self.note((str(form.dtype), str(form.device), form.requires_grad, len(form.shape)))
         return made
 
+    def _new(self, form: TensorForm, origin: _Origin | None) -> _Sized:
+        made = _Sized(form)
+        made.form, made.kind = form, self._kinds.setdefault(form, len(self._kinds))
+        made.number = len(self._made)
+        self._made.append((made, origin))
+        self.numbers += form.shape
+        self.numbers += form.stride
+        self.numbers.append(form.offset)
+        return made
+
+    def _owns(self, t: torch.Tensor) -> TypeGuard[_Sized]:
+        return isinstance(t, _Sized) and t.number >= 0 and self._made[t.number][0] is t
+
+    def _form(self, t: torch.Tensor) -> TensorForm:
+        return t.form if self._owns(t) else form_of(t)
+
+    def number_of(self, t: torch.Tensor) -> int:
+        """The number of a tensor that was made here."""
+        if not self._owns(t):
+            raise _Refused("a tensor of its own")
+        return t.number
+
+    def _name(self, func: Any) -> str:
+        found = self._names.get(id(func))
+        if found is None:
+            found = self._names[id(func)] = (func, func.name() if hasattr(func, "name") else repr(func))
+        return found[1]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        words: list[Any] = [func.name() if hasattr(func, "name") else repr(func)]
-        key: list[Any] = [func]
+        words: list[Any] = [self._name(func)]
+        key: list[Any] = [id(func)]
         tensors: list[torch.Tensor] = []
         self._read((args, kwargs), words, key, tensors)
-        if not any(t in self.known for t in tensors) and tensors:
+        if tensors and not any(map(self._owns, tensors)):
             return self._of_real(func, args, kwargs, tensors, words)
         self.note(words)
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -201,11 +239,8 @@ class _Recorder(TorchDispatchMode):
         if written:
             return self._written(func, args, kwargs)
         leaves, spec = answer
-        results = [self._result(x) for x in leaves]
-        for k, t in enumerate(results):
-            if t is not None:
-                self._made[t] = func, args, kwargs, k
-        return pytree.tree_unflatten(results, spec)
+        results = [None if x is None else self._new(x, (func, args, kwargs, k)) for k, x in enumerate(leaves)]
+        return results[0] if spec.is_leaf() else pytree.tree_unflatten(results, spec)
 
     def _value(self, of: torch.Tensor) -> torch.Tensor:
         """The value of a tensor that depends on no input, which libraries ask for (position ids)."""
@@ -218,12 +253,13 @@ class _Recorder(TorchDispatchMode):
             if t in values:
                 todo.pop()
                 continue
-            if t not in self._made:
-                if t in self.known:
-                    raise _Refused("asks for a value")
+            if not self._owns(t):
                 values[t] = t
                 continue
-            func, args, kwargs, k = self._made[t]
+            origin = self._made[t.number][1]
+            if origin is None:
+                raise _Refused("asks for a value")
+            func, args, kwargs, k = origin
             if torch.Tag.nondeterministic_seeded in func.tags:
                 raise _Refused("asks for a value")
             needs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
@@ -238,28 +274,15 @@ class _Recorder(TorchDispatchMode):
         found: torch.Tensor = values[of]
         return found
 
-    def _result(self, form: Any) -> Any:
-        if form is None:
-            return None
-        made = _Sized(form)
-        self._forms[made] = form
-        self.known[made] = len(self.known)
-        self.numbers += form.shape
-        self.numbers += form.stride
-        self.numbers.append(form.offset)
-        return made
-
     def _read(self, value: Any, words: list[Any], key: list[Any], tensors: list[torch.Tensor]) -> None:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
-            number = self.known.get(value)
-            if number is None:
+            if self._owns(value):
+                words.append(value.number)
+                key.append(-1 - value.kind)
+            else:
                 words.append(self._constant(value))
                 key.append(form_of(value))
-            else:
-                words.append(number)
-                form = self._forms[value]
-                key.append(form)
         elif isinstance(value, (list, tuple)):
             words.append(f"({len(value)}")
             key.append(len(value))
@@ -308,9 +331,6 @@ class _Recorder(TorchDispatchMode):
         if len(found) != len(func._schema.returns) or any(not isinstance(t, torch.Tensor) for t in found):
             raise _Refused(f"{func} writes")
         return found[0] if len(found) == 1 else tuple(found)
-
-    def _form(self, t: torch.Tensor) -> TensorForm:
-        return self._forms.get(t) or form_of(t)
 
     def _ask(self, func: Any, args: Any, kwargs: Any) -> meta_kernels.Answer:
         """The forms of an operation's results, by torch's own rules."""

@@ -10,6 +10,7 @@ Uses private names of torch (the Python kernels of an operation); tested with to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -151,6 +152,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 
 
+@functools.cache
 def _same_scale(p: float, dtype: torch.dtype) -> bool:
     with _disable_current_modes():
         x = torch.linspace(1, 2, 4096, dtype=torch.float64).to(dtype)

@@ -22,11 +22,15 @@ _HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.un
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares its input's storage."""
-    if node.target is operator.getitem:
+    target = node.target
+    if target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    if _is_view_operation(node.target):
+    known = _view_operations.get(id(target))
+    if known is None:
+        if node.op != "call_function" or not isinstance(target, OpOverload):
+            return False
+        known = _view_operations[id(target)] = target, _is_view_operation(target)
+    if known[1]:
         return True
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and node.args and isinstance(node.args[0], fx.Node):
@@ -35,7 +39,11 @@ def is_view(node: fx.Node) -> bool:
     return False
 
 
-@functools.cache
+_view_operations: dict[int, tuple[OpOverload, bool]] = {}
+"""By the identity of an operation, which it keeps: torch computes the hash of one in Python, and every pass
+asks of every node."""
+
+
 def _is_view_operation(target: OpOverload) -> bool:
     return target in _HIDDEN_VIEWS or any(r.alias_info is not None and not r.alias_info.is_write
                                           for r in target._schema.returns)

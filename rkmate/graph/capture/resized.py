@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.direct import read_directly
 from rkmate.graph.capture.dry_run import Recording
 from rkmate.graph.capture.nodes import add_like
 
@@ -36,6 +37,7 @@ class Known:
     recording: Recording
 
 
+@read_directly()
 def resized(known: Sequence[Known], new: Recording, common: SideBySide | None = None) -> Capture | None:
     """What a capture of the new call would be; None where that is not certain.
 
@@ -51,6 +53,7 @@ def resized(known: Sequence[Known], new: Recording, common: SideBySide | None = 
         return None
 
 
+@read_directly()
 def side_by_side(known: Sequence[Known]) -> SideBySide | None:
     """What captures have in common, for `resized` to take several times; None where they are not alike."""
     try:

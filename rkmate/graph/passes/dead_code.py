@@ -5,13 +5,17 @@ Assertions on metadata are among them: they hold for every call of the same sign
 
 from __future__ import annotations
 
-from rkmate.graph.passes.joint import Rewriting, is_backward, is_random
+from rkmate.graph.passes.joint import Rewriting, adds, is_backward, is_random
 
 
 def drop_dead(work: Rewriting) -> None:
     """Drop them; draws of the forward stay, as the generator's state moves on."""
-    keep = work.results()
-    for node in reversed(list(work.graph.nodes)):
-        if node.op == "call_function" and not node.users and node not in keep \
-                and not (is_random(node) and not is_backward(node)):
-            work.graph.erase_node(node)
+    keep = work.joint().handed()
+    todo = [n for n in work.graph.nodes if not n.users and n.op == "call_function"]
+    while todo:
+        node = todo.pop()
+        if node in keep or adds(node) or (is_random(node) and not is_backward(node)):
+            continue
+        read = node.all_input_nodes
+        work.graph.erase_node(node)
+        todo += [n for n in read if not n.users and n.op == "call_function"]

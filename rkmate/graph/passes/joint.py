@@ -44,10 +44,14 @@ class Joint:
         """What deferred outputs are computed from: the forward leaves it."""
         return tuple(dict.fromkeys(n for d in self.deferred for n in d.kept.values()))
 
+    def handed(self) -> set[fx.Node]:
+        """Nodes whose value is handed to the caller."""
+        return {n for n in self.outputs if n is not None} | {n for _, n in self.mutations} \
+            | {n for _, n in self.grads} | set(self.kept)
+
     def results(self) -> set[fx.Node]:
         """Nodes whose value leaves the graph."""
-        return {n for n in self.outputs if n is not None} | {n for _, n in self.mutations} \
-            | {n for _, n in self.grads} | set(self.kept) | self.additions()
+        return self.handed() | self.additions()
 
     def additions(self) -> set[fx.Node]:
         """Operations that add to what the caller holds: their result is there."""

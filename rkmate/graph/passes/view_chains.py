@@ -34,7 +34,7 @@ def shorten_views(work: Rewriting) -> None:
             work.replace(node, same)
         elif node.target in _RESHAPES and _base(node).target in _RESHAPES:
             origin = _base(_base(node))
-            viewed = _layout(_viewed(origin, node))
+            viewed = _viewed(origin, node)
             if viewed is not None and viewed == _layout(node.meta["val"]):
                 node.args = (origin, *node.args[1:])
 
@@ -70,15 +70,17 @@ def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
     return _layout(value) == _layout(plain)
 
 
-def _viewed(origin: fx.Node, like: fx.Node) -> torch.Tensor | None:
-    """One value with another's shape, without a copy."""
-    value, shape = origin.meta.get("val"), like.meta["val"].shape
-    if not isinstance(value, torch.Tensor):
+def _viewed(origin: fx.Node, like: fx.Node) -> tuple[Any, ...] | None:
+    """The layout of one value with another's shape, without a copy. (A fake tensor takes long to say it.)"""
+    layout = _layout(origin.meta.get("val"))
+    if layout is None:
         return None
+    shape, stride, offset, dtype = layout
     try:
-        return value.view(shape)
+        found = torch.empty_strided(shape, stride, dtype=dtype, device="meta").view(like.meta["val"].shape)
     except _NO_VIEW:
         return None
+    return found.shape, found.stride(), offset, dtype
 
 
 def _layout(value: Any) -> tuple[Any, ...] | None:
