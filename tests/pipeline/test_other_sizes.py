@@ -17,7 +17,7 @@ from rkmate.support.progress import Progress
 from tests.graph.test_resized import Attention, convolutions, images, known, recorded, tokens
 
 
-@pytest.mark.parametrize("gradients", ["returned", "in_place"])
+@pytest.mark.parametrize("gradients", ["returned", pytest.param("in_place", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("model", "call"), [(Attention(), tokens), (convolutions(), images)])
 def test_a_derived_graph_is_planned_as_a_captured_one(model: nn.Module, call: Any, gradients: Any) -> None:
     settings = Settings(costs="analytic", gradients=gradients)
