@@ -154,6 +154,7 @@ def test_the_search_on_known_peaks(answer: int, peak: Any) -> None:
     assert max(looked) <= max(answer - 1, 1)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_several_calls() -> None:
     """A step of two calls holds what both save: fewer samples fit, and the plan is one for both."""
     model = Net()

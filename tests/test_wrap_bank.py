@@ -30,7 +30,7 @@ SLOW = ("transformer", "transformer_decoder", "transformer_encoder", "t5", "bert
 """With dropout; others of the same kind are left."""
 LONG: dict[float | str, tuple[str, ...]] = {
     1.0: ("llama", "vit", "t5", "regnet", "transformer", "transformer_decoder", "mlp_mixer",
-          "densenet", "resnet", "bert", "transformer_encoder", "views"),
+          "densenet", "resnet", "bert", "transformer_encoder", "views", "gpt2", "unet"),
     0.7: ("vit", "views", "regnet", "t5", "unet", "llama", "transformer", "transformer_decoder", "mlp_mixer",
           "densenet", "resnet", "bert", "transformer_encoder", "gpt2"),
     "smallest": ("regnet", "resnet", "transformer", "transformer_decoder", "vit", "llama", "t5",

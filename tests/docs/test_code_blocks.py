@@ -24,8 +24,8 @@ from rkmate.show.draw import has_dot
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LONG = ("guide-huggingface.md",)
-"""Pages that train large models; what they show is run by examples of the libraries' integrations, too."""
+LONG = ("guide-huggingface.md", "tutorial.md", "compile.md")
+"""Pages that train or compile for long; other tests do what they show, too."""
 _BLOCK = re.compile(r"^(?:<!-- (?P<note>.*?) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S)
 
 

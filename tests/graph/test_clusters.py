@@ -165,7 +165,7 @@ def test_the_same_step(uncompiled: None, budget: float) -> None:
     assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
 
 
-SLOW = [n for n in BANK if n not in ("transformer_encoder", "tied")]
+SLOW = [n for n in BANK if n != "tied"]
 
 
 @pytest.mark.parametrize("budget", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])

@@ -159,6 +159,7 @@ def test_budgets_that_nothing_else_meets(heard: Any) -> None:
     assert smallest_peak_of(prepare(traced()), 1) == least("auto")
 
 
+@pytest.mark.slow
 def test_a_curve_compares_at_each_budget(heard: Any) -> None:
     limits = [own_peak(), middle(), least("auto")]
     curve = make_curve(traced(), [Budget(bytes=n) for n in limits], "rockmate")

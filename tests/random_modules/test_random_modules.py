@@ -114,7 +114,7 @@ def test_the_thirty_have_every_operation() -> None:
 
 @pytest.mark.filterwarnings("ignore:the loss leads to")
 @seed(0)
-@settings(max_examples=5, deadline=None, database=None, phases=(Phase.generate,),
+@settings(max_examples=3, deadline=None, database=None, phases=(Phase.generate,),
           suppress_health_check=list(HealthCheck))
 @given(recipes.filter(lambda r: len(r.outputs) > 1))
 def test_a_loss_that_leaves_outputs_out(recipe: Recipe) -> None:

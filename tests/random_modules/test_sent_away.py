@@ -113,8 +113,8 @@ def examples(count: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run()
 
 
-def test_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    examples(3, 0, monkeypatch)
+def test_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples(2, 0, monkeypatch)
 
 
 @pytest.mark.slow

@@ -44,7 +44,8 @@ def siamese(run: Callable[..., torch.Tensor], calls: int = 2) -> torch.Tensor:
     return sum(k * y.mean() for k, y in enumerate(found, 1))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("calls", "budget"), [(2, 1.0), (2, 0.5), (3, 0.4)])
+@pytest.mark.parametrize(("calls", "budget"), [
+    (2, 1.0), pytest.param(2, 0.5, marks=pytest.mark.slow), (3, 0.4)])
 def test_the_budget_holds_for_the_step_of_all_calls(calls: int, budget: float) -> None:
     model, plan = tower(), of_calls(calls, budget)
     module = rkmate.wrap(model, (X,), plan=plan)

@@ -37,7 +37,7 @@ def legend(axes: Any) -> list[str]:
     return [t.get_text() for t in axes.get_legend().get_texts()]
 
 
-@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "fast")) for n in SENT])
 def test_levels_are_the_simulators(name: str) -> None:
     plan = sent_plan(name)
     judged = simulate(plan.graph.cd, plan.schedule, pinned=plan.graph.pinned,

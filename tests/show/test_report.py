@@ -214,7 +214,7 @@ def browse(path: Path, folder: Path, width: int = 1240) -> tuple[dict[str, Any],
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [1240, 500])
+@pytest.mark.parametrize("width", [pytest.param(1240, marks=pytest.mark.slow), 500])
 def test_the_page_works_in_a_browser(page: str, width: int, tmp_path: Path) -> None:
     checked = tmp_path / "checked.html"
     checked.write_text(page.replace("</head>", CHECK + "</head>"), encoding="utf-8")
