@@ -26,6 +26,7 @@ from rkmate.show.looks import LOOKS, OTHER, look_of
 from tests.capturing import captured_once
 from tests.compare.models import residual
 
+pytestmark = pytest.mark.xdist_group("compare")
 BUDGETS: list[int | float | str] = [1.0, "80%", 0.6, 1]
 SAME_CANDIDATES = ("rotor", "revolve", "sequential", "chen", "lower-sets", "lower-sets-memory",
                    "lower-sets-exact", "lower-sets-exact-memory", "lower-sets-no-liveness", "dtr",

@@ -29,8 +29,8 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", [
-    n if n == "dtr_language_model" else pytest.param(n, marks=pytest.mark.slow) for n in SIZES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
 def test_example(name: str) -> None:
     compare: Any = importlib.import_module("dtr_compare").compare
     task = importlib.import_module(name).task(**SIZES[name])
