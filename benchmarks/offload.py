@@ -121,11 +121,14 @@ def _copied(plan: rkmate.Plan | None) -> dict[str, Any]:
 
 def measured(name: str, method: str, case: Case, level: int, folder: Path, repeats: int,
              fraction: float) -> Row:
-    """One method beside eager. `level`: eager's peak in bytes."""
-    budget = None if method == "checkpoint" else fraction
+    """One method beside eager. `level`: eager's peak in bytes. `fraction`: of it, unless the method's name
+    ends with another."""
+    kind, _, named = method.partition(" ")
+    fraction = float(named) if named else fraction
+    budget = None if kind == "checkpoint" else fraction
     start = time.perf_counter()
     try:
-        forward, plan = _forward(method, case, int(fraction * level), folder)
+        forward, plan = _forward(kind, case, int(fraction * level), folder)
     except rkmate.InfeasibleBudget as error:
         return Row(name, method, budget, ready=time.perf_counter() - start, eager_bytes=level,
                    failed=f"infeasible: at least {error.minimum_bytes / level:.1%}")
@@ -175,7 +178,7 @@ def table(name: str, rows: Rows) -> str:
     lines = ["| method | peak | time | seconds | predicted peak | predicted time | predicted seconds | "
              "away | waits | link busy | planned in |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for row in mine:
-        asked = row.method if row.budget is None else f"{row.method}, at {row.budget:.1%}"
+        asked = row.method if row.budget is None else f"{row.method.split()[0]}, at {row.budget:.1%}"
         cells = (row.failed, "", "") if row.failed else (
             _part(row.peak), _ratio(row.time), _took(row.seconds))
         away = "" if row.away_bytes is None else size(row.away_bytes) if row.tensors else "nothing"
@@ -214,7 +217,8 @@ def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="all", help=f"of {', '.join(MODELS)}, or all")
-    parser.add_argument("--methods", default=",".join(METHODS), help="comma separated (default: %(default)s)")
+    parser.add_argument("--methods", default=",".join(METHODS),
+                        help="comma separated, as 'checkpoint,offload 0.4' (default: %(default)s)")
     parser.add_argument("--fraction", type=float, help="of eager's peak; each model has its own by default")
     parser.add_argument("--folder", type=Path, help="to copy to (default: a temporary one)")
     parser.add_argument("--rows", type=Path, help="file of rows, read and appended to")
