@@ -28,6 +28,9 @@ class Link:
     """That may be away at once; None: as many as there is room for."""
     place: str = ""
     """Where it leads: ``"host"``, or a folder."""
+    computing_seconds_per_byte: float = 0.0
+    """How much longer computing takes for each byte that goes either way, where the same processor has to do
+    it: pages are found and cleared, caches shared."""
 
     def seconds_out(self, size: int) -> float:
         """Of one copy out of `size` bytes."""
@@ -48,7 +51,7 @@ def read_link(content: Any) -> Link | None:
         return None
     link = Link(**content)
     if min(link.out_bytes_per_second, link.in_bytes_per_second) <= 0 \
-            or min(link.seconds_per_copy, link.buffer_bytes) < 0:
+            or min(link.seconds_per_copy, link.buffer_bytes, link.computing_seconds_per_byte) < 0:
         raise ValueError(f"no link is like {content!r}")
     return link
 
@@ -78,6 +81,7 @@ class Clocks:
         start = max(self.now, self.out[-1][2] if self.out else 0.0)
         self._sent[d] = start + self._link().seconds_out(size)
         self.out.append((d, start, self._sent[d]))
+        self._delay(size)
 
     def leave(self, d: int) -> None:
         """Wait for the end of a copy out."""
@@ -88,11 +92,15 @@ class Clocks:
         start = max(self.now, self.back[-1][2] if self.back else 0.0)
         self._arrives[d] = start + self._link().seconds_in(size)
         self.back.append((d, start, self._arrives[d]))
+        self._delay(size)
 
     def arrive(self, d: int) -> None:
         """Wait for the end of a copy in, where one is under way."""
         if self._arrives:
             self._wait(self._arrives.pop(d, 0.0))
+
+    def _delay(self, size: int) -> None:
+        self.now += self._link().computing_seconds_per_byte * size
 
     def _wait(self, until: float) -> None:
         if until > self.now:

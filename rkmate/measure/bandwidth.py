@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +23,8 @@ from rkmate.device.copy_engine import CopyEngine
 from rkmate.ir.link import Link
 from rkmate.support.json_store import read_json, write_json
 
-FORMAT = 1
+T = TypeVar("T")
+FORMAT = 2
 """Raised whenever what is measured changes: entries of another format count as unknown."""
 REPEATS = 3
 """Measurements; their median counts."""
@@ -37,6 +39,8 @@ SECONDS = 0.3
 """So long a measurement may take."""
 SMALL, SMALL_BYTES = 16, 4096
 """Small copies, which tell what one takes however small it is."""
+PACE_RUNS = 20
+"""Of what is computed, to know how long it takes alone."""
 WIDTH = 512
 """Of the matrices whose product is computed meanwhile."""
 
@@ -55,25 +59,54 @@ def measure_link(device: Device, engine: CopyEngine, folder: Path | None = None)
         rates = _measured(device, engine)
         _remember(file, rates)
     _known[key] = rates
-    return Link(*rates, buffer_bytes=engine.buffer_bytes, most_bytes=engine.most_bytes, place=engine.place)
+    out, back, each, slows = rates
+    return Link(out, back, each, engine.buffer_bytes, engine.most_bytes, engine.place, slows)
 
 
-Rates = tuple[float, float, float]
-"""Bytes per second out and in, seconds per copy."""
+Rates = tuple[float, float, float, float]
+"""Bytes per second out and in, seconds per copy, seconds of computing per byte copied."""
 _known: dict[str, Rates] = {}
 
 
 def _measured(device: Device, engine: CopyEngine) -> Rates:
     most = MOST_BYTES if engine.most_bytes is None else min(MOST_BYTES, engine.most_bytes // 2)
-    compute = _computing(device)
+    pace = _Pace(_computing(device))
     begun = min(FIRST_BYTES, most)
-    slow = max(1e-9, *_round(device, engine, begun, 1, compute))
-    small = [_round(device, engine, min(SMALL * SMALL_BYTES, most), SMALL, compute) for _ in range(REPEATS)]
-    each = median(max(seconds) for seconds in small) / SMALL
+    slow = max(1e-9, *_round(device, engine, begun, 1, pace)[:2])
+    small = [_round(device, engine, min(SMALL * SMALL_BYTES, most), SMALL, pace) for _ in range(REPEATS)]
+    each = median(max(seconds[:2]) for seconds in small) / SMALL
     size = min(most, int(begun * SECONDS / slow))
-    rounds = [_round(device, engine, size, TENSORS, compute) for _ in range(REPEATS)]
-    out, back = (median(seconds[way] for seconds in rounds) for way in (0, 1))
-    return _rate(size, out, each), _rate(size, back, each), each
+    rounds = [_round(device, engine, size, TENSORS, pace) for _ in range(REPEATS)]
+    out, back, lost = (median(seconds[k] for seconds in rounds) for k in range(3))
+    lost = lost if device.host else 0.0
+    return _rate(size, out, each), _rate(size, back, each), each, lost / (2 * max(1, size))
+
+
+class _Pace:
+    """How much longer a computation takes beside something else."""
+
+    def __init__(self, compute: Callable[[], object]) -> None:
+        self._compute = compute
+        self._runs = 0
+        for _ in range(PACE_RUNS):
+            compute()
+        start = time.perf_counter()
+        for _ in range(PACE_RUNS):
+            compute()
+        self._alone = (time.perf_counter() - start) / PACE_RUNS
+
+    def compute(self) -> None:
+        """Run it once more."""
+        self._runs += 1
+        self._compute()
+
+    def beside(self, run: Callable[[], T]) -> tuple[T, float]:
+        """What something returns that runs the computation all the time, and the seconds that the computation
+        lost by it."""
+        self._runs = 0
+        start = time.perf_counter()
+        result = run()
+        return result, max(0.0, time.perf_counter() - start - self._runs * self._alone)
 
 
 def _rate(size: int, seconds: float, each: float) -> float:
@@ -82,9 +115,10 @@ def _rate(size: int, seconds: float, each: float) -> float:
     return max(1, size) / max(seconds - TENSORS * each, seconds / 2)
 
 
-def _round(device: Device, engine: CopyEngine, size: int, count: int, compute: Callable[[], object]
-           ) -> tuple[float, float]:
-    """Seconds that `count` copies out of `size` bytes in all take, and as many copies back meanwhile."""
+def _round(device: Device, engine: CopyEngine, size: int, count: int, pace: _Pace
+           ) -> tuple[float, float, float]:
+    """Seconds that `count` copies out of `size` bytes in all take, and as many copies back meanwhile; and
+    those that computing loses by them."""
     sent, now = [f"sent {k}" for k in range(count)], [f"now {k}" for k in range(count)]
     held: list[torch.Tensor] = []
     call = engine.open()
@@ -101,7 +135,8 @@ def _round(device: Device, engine: CopyEngine, size: int, count: int, compute: C
                 call.out(leaving, tensor)
                 held.append(call.back(coming))
 
-        return device.ends_of(call, begin, now, sent, compute)
+        (out, back), lost = pace.beside(lambda: device.ends_of(call, begin, now, sent, pace.compute))
+        return out, back, lost
     finally:
         device.synchronize()
         call.close()
@@ -132,10 +167,10 @@ def _remember(file: Path | None, rates: Rates) -> None:
 def _rates(content: Any) -> Rates | None:
     """What a file says; None where that is no link's."""
     try:
-        out, back, each = map(float, content)
+        out, back, each, slows = map(float, content)
     except (TypeError, ValueError):
         return None
-    return (out, back, each) if min(out, back) > 0 and each >= 0 else None
+    return (out, back, each, slows) if min(out, back) > 0 and min(each, slows) >= 0 else None
 
 
 def _key(device: Device, place: str) -> str:

@@ -199,7 +199,10 @@ class _Search:
             self.send(replace(c, schedule=fewer_runs(graph, base, [k], pinned)))
             if self._is_over() or self.fastest < before:
                 return self.fastest < before
-        if self.problem.simulate(c.schedule).stalled <= NEAR * before:
+        link = self.problem.graph.link
+        assert link is not None
+        if not link.computing_seconds_per_byte \
+                and self.problem.simulate(c.schedule).stalled <= NEAR * before:
             return False
         gaps = gaps_of(graph, base, pinned, self.problem.reserve_at_loss)
         copied = c.schedule.copied

@@ -115,8 +115,10 @@ def copied_rows(replayed: Occupancy) -> list[tuple[str, ...]]:
 
 
 def rates(link: Link) -> str:
-    """``1.5 GiB/s out and 1.3 GiB/s back``."""
-    return f"{size(link.out_bytes_per_second)}/s out and {size(link.in_bytes_per_second)}/s back"
+    """``1.5 GiB/s out and 1.3 GiB/s back``, and what each GiB costs the processor."""
+    each = link.computing_seconds_per_byte * 2**30
+    slows = f", for {duration(each)} of computing per GiB" if each else ""
+    return f"{size(link.out_bytes_per_second)}/s out and {size(link.in_bytes_per_second)}/s back{slows}"
 
 
 def copies_facts(copies: Copies) -> tuple[tuple[str, str], ...]:

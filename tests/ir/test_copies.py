@@ -65,6 +65,13 @@ def test_copies_queue_for_their_direction() -> None:
     assert clocks.out == [(0, 0.0, 11.0), (1, 11.0, 13.0)] and clocks.back == [(2, 0.0, 6.0)]
 
 
+def test_copies_take_some_of_the_processor() -> None:
+    slowing = replace(LINK, computing_seconds_per_byte=0.01)
+    result = simulate(graph(slowing), Schedule(AWAY))
+    assert result.seconds == 25.0 + 2 * 100 * 0.01 and result.stalled == 0.0
+    assert result.copies_out == ((0, 5.0, 15.0),)
+
+
 def test_buffers_are_counted_where_something_is_copied() -> None:
     buffered = replace(LINK, buffer_bytes=7)
     plain = Schedule(tuple(s for s in AWAY if isinstance(s, Compute | Free | Loss)))

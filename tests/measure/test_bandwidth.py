@@ -57,6 +57,24 @@ def test_a_faster_way_is_a_faster_link(monkeypatch: pytest.MonkeyPatch) -> None:
         == pytest.approx((4e8, 1e8, 1e-3), rel=1e-3)
 
 
+@pytest.mark.parametrize("lost", [0.0, 0.4])
+def test_what_computing_loses_by_copies_is_known(monkeypatch: pytest.MonkeyPatch, lost: float) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: clock[0])
+
+    def compute() -> None:
+        clock[0] += 0.125
+
+    def beside() -> str:
+        for _ in range(4):
+            pace.compute()
+        clock[0] += lost
+        return "done"
+
+    pace = bandwidth._Pace(compute)
+    assert pace.beside(beside) == pace.beside(beside) == ("done", pytest.approx(lost))
+
+
 def test_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     away, cache = tmp_path / "away", tmp_path / "cache"
     away.mkdir()
@@ -70,7 +88,7 @@ def test_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(TypeError):
             measure_link(FakeDevice(), FakeDevice().copy_engine(str(away)), cache)
     file, = (cache / "links").iterdir()
-    for content in ("[1, 2]", "[0, 1, 1]", "null", '["a", 1, 1]'):
+    for content in ("[1, 2, 1]", "[0, 1, 1, 0]", "[1, 1, 1, -1]", "null", '["a", 1, 1, 0]'):
         file.write_text(content)
         bandwidth._known.clear()
         measure_link(CPU, CPU.copy_engine(str(away)), cache)
