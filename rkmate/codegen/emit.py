@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch._ops import OpOverload
+
 from rkmate.codegen.deferred import function_of
 from rkmate.codegen.from_schedule import Segment, listing_of
 from rkmate.codegen.printer import print_listing
@@ -16,6 +18,10 @@ from rkmate.ir.schedule import Schedule
 from rkmate.support.gc_pause import gc_pause
 
 _TORCH = frozenset(("aten", "prims"))
+_OWN = frozenset(("rkmate",))
+_ASKING = frozenset(f"rkmate::{name}" for name in (
+    "opaque", "opaque_backward", "ctc_loss", "ctc_loss_backward"))
+"""Operators of this package that may read values on the host."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Generated:
     take an environment of their own."""
     only_torch: bool = False
     """Whether all operations are torch's own: others may use autograd inside."""
+    only_known: bool = False
+    """Whether all are torch's own, or this package's that read no values on the host."""
     draws: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     """Of the forward and of the backward: the random operations that run several times, by name, in order."""
     copies: bool = False
@@ -52,8 +60,14 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
     return Generated(print_listing(listing), segments,
                      tuple(int(s.key) for s, _ in partition.program.input_grads),
                      tuple(f.name for f in later), _TORCH.issuperset(listing.namespaces.values()),
+                     (_TORCH | _OWN).issuperset(listing.namespaces.values())
+                     and not any(_asks(n.target) for n in partition.program.operation),
                      (_draws(listing.functions[:1]), _draws(listing.functions[1:1 + len(segments)])),
                      any(isinstance(s, Copy) for f in listing.functions for s in f.body))
+
+
+def _asks(target: object) -> bool:
+    return isinstance(target, OpOverload) and target.name() in _ASKING
 
 
 def _draws(functions: Sequence[Function]) -> tuple[str, ...]:

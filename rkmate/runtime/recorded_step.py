@@ -46,9 +46,9 @@ def check_plan(plan: Plan, step: PlannedStep) -> None:
     if plan.calls > 1:
         raise ArgumentError(f"{_OPTION} keeps what one forward leaves for its backward, and "
                             f"calls={plan.calls} says that another forward comes before it")
-    if not step.generated.only_torch:
-        raise ArgumentError(f"{_OPTION} records torch's own operations, and the plan has others "
-                            "(submodules that run as they are, or custom operators), which may ask the host")
+    if not step.generated.only_known:
+        raise ArgumentError(f"{_OPTION} records operations that ask the host for nothing, and the plan has "
+                            "others (submodules that run as they are, or custom operators), which may")
     if plan.deferred:
         raise ArgumentError(f"{_OPTION} writes over what a forward has left, and this plan has outputs "
                             'that are computed later: rkmate.Settings(deferred_outputs="never")')
@@ -94,7 +94,7 @@ class RecordedStep:
         env = _Recording(sources, {}, step.device)
         env.draws_from(recorder, iter((*first, *second)))
         self._tangents = {i: step.empty_gradient(i).zero_() for i, wanted in enumerate(step.wanted) if wanted}
-        quick = all_ordinary(sources.values())
+        quick = step.generated.only_torch and all_ordinary(sources.values())
         with torch.no_grad(), without_autocast(step.device), unrecorded(quick):
             try:
                 self._rehearse(sources)
