@@ -19,6 +19,7 @@ from rkmate.devices import A100, GPU, H100, H200, NAMES, T4, called, known
 from rkmate.graph.capture.attention_elsewhere import kernel_of
 from rkmate.measure.reductions_on_gpus import reduction_bytes
 
+pytestmark = pytest.mark.xdist_group("devices elsewhere")      # they share plans
 MIB = 2**20
 
 

@@ -42,7 +42,7 @@ def compared(budgets: list[int | float | str], planners: list[str] | None = None
                               costs="analytic", time_limit=1.0, progress=False, **options)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")          # other modules' tests may come between
 def whole() -> rkmate.Comparison:
     return compared(BUDGETS)
 

@@ -83,7 +83,7 @@ def check(
     return session.report
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     steps=st.lists(STEP, min_size=30, max_size=60),
     heuristic=st.sampled_from(HEURISTICS),

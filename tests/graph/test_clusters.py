@@ -33,6 +33,7 @@ from tests.equality import assert_same_step, fresh_inputs, measured_peak, trace_
 from tests.models import BANK, Sample
 from tests.random_modules import test_random_modules as random_modules
 
+pytestmark = pytest.mark.xdist_group("clusters")        # they share what was compiled
 aten = torch.ops.aten
 QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True)
 
@@ -155,7 +156,8 @@ def test_the_source_shows_what_is_fused(uncompiled: None) -> None:
     assert source.count("aten.tanh.default(") == 2         # of the forward, and again in the backward
 
 
-@pytest.mark.parametrize("budget", [pytest.param(1.0, marks=pytest.mark.slow), 0.9])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [1.0, 0.9])
 def test_the_same_step(uncompiled: None, budget: float) -> None:
     """Dropout draws what it draws without groups, also where the plan draws it again. (What is not compiled
     holds all values of a group at once.)"""

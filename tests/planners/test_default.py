@@ -56,7 +56,7 @@ def check(solved: Solved, levels: int) -> None:
             assert own.step_seconds <= other.seconds * (1 + NEAR), (name, budget)
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate],
+@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate],
           suppress_health_check=[HealthCheck.too_slow])
 @given(recipes)
 def test_random_models(recipe: Recipe) -> None:

@@ -54,7 +54,7 @@ def planned(reentrant: bool | None, fraction_of: str) -> rkmate.PlannedModule:
     return rkmate.wrap(Net(reentrant), (X,), budget=0.9, progress=False, settings=settings)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_fraction_is_of_the_peak_without_or_with_it(reentrant: bool) -> None:
     plain = planned(reentrant, "plain")
     assert plain.plan.budget_bytes == int(0.9 * plain.plan.baseline_peak_bytes)

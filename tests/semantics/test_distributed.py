@@ -247,6 +247,7 @@ def test_layers_that_are_sharded_share_a_budget(processes: Processes) -> None:
     _in_two(processes, _sharded_by_layers)
 
 
+@pytest.mark.slow
 def test_all_processes_follow_one_plan(processes: Processes) -> None:
     _in_two(processes, _sharing_a_plan)
 

@@ -58,7 +58,7 @@ def _forces_loss(found: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "args", "options", "loss"), [
-    (Forces, (torch.randn(8, 3),), {"trains": "all"}, _forces_loss),
+    pytest.param(Forces, (torch.randn(8, 3),), {"trains": "all"}, _forces_loss, marks=pytest.mark.slow),
     (Penalty, (torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8)), {}, lambda loss: loss)])
 def test_the_step_is_the_originals(kind: type[nn.Module], args: tuple[torch.Tensor, ...],
                                    options: dict[str, Any], loss: Callable[[Any], torch.Tensor]) -> None:

@@ -51,7 +51,7 @@ def test_levels_are_the_simulators(name: str) -> None:
     assert any(m.bytes[KINDS.index("back")] for m in replayed.moments)
 
 
-@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "fast")) for n in SENT])
 def test_moments_follow_the_clocks(name: str) -> None:
     plan = sent_plan(name)
     replayed = replay(plan)
