@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch._ops import OpOverload
-
 from rkmate.codegen.deferred import function_of
 from rkmate.codegen.from_schedule import Segment, listing_of
 from rkmate.codegen.printer import print_listing
 from rkmate.codegen.slices import Call, Copy, Function, Run
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.direct import read_directly
+from rkmate.graph.capture.operations import OpOverload
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
 from rkmate.support.gc_pause import gc_pause
