@@ -350,6 +350,7 @@ def start(program: str, folder: Path) -> subprocess.Popen[str]:
                             stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_a_file_of_its_own_and_a_killed_process_leaves_nothing(
         engine: CopyEngine, tmp_path: Path) -> None:
     process = start("""
