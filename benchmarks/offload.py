@@ -11,6 +11,7 @@ tiny models of the same kinds.
 from __future__ import annotations
 
 import argparse
+import functools
 import platform
 import tempfile
 import time
@@ -23,7 +24,7 @@ import papers
 import torch
 import transformers
 from beside import Forward, add_row, beside, peak_of, read_rows
-from papers import loss_of, sharing
+from papers import loss_of, part, ratio, sharing
 from peers import DOCS, Case, Segmenter, gpt
 
 import rkmate
@@ -151,21 +152,13 @@ def run(names: Sequence[str], methods: Sequence[str], path: Path | None, folder:
         torch.manual_seed(0)
         case = MODELS[name].make(small)
         case.model.train()
-        level = peak_of(lambda case=case: loss_of(case), case.model)
+        level = peak_of(functools.partial(loss_of, case), case.model)
         for method in missing:
             row = rows[name, method] = measured(name, method, case, level, folder, repeats,
                                                 fraction or MODELS[name].fraction)
             add_row(row, path)
         del case
     return rows
-
-
-def _part(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def _took(value: float | None) -> str:
@@ -180,12 +173,12 @@ def table(name: str, rows: Rows) -> str:
     for row in mine:
         asked = row.method if row.budget is None else f"{row.method.split()[0]}, at {row.budget:.1%}"
         cells = (row.failed, "", "") if row.failed else (
-            _part(row.peak), _ratio(row.time), _took(row.seconds))
+            part(row.peak), ratio(row.time), _took(row.seconds))
         away = "" if row.away_bytes is None else size(row.away_bytes) if row.tensors else "nothing"
         waits = "" if row.stalled_seconds is None else duration(row.stalled_seconds)
         ready = "" if row.ready is None else f"{row.ready:.0f} s"
-        lines.append(f"| {asked} | {' | '.join(cells)} | {_part(row.predicted_peak)} | "
-                     f"{_ratio(row.predicted_time)} | {_took(row.predicted_seconds)} | {away} | {waits} | "
+        lines.append(f"| {asked} | {' | '.join(cells)} | {part(row.predicted_peak)} | "
+                     f"{ratio(row.predicted_time)} | {_took(row.predicted_seconds)} | {away} | {waits} | "
                      f"{'' if row.busy is None else f'{row.busy:.0%}'} | {ready} |")
     return "\n".join([_about(mine), "", *lines])
 

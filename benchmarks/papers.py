@@ -217,11 +217,13 @@ def measured(name: str, method: str, case: Case, level: int, repeats: int) -> Ro
                ready, level, found.eager_seconds)
 
 
-def _part(value: float | None) -> str:
+def part(value: float | None) -> str:
+    """Of eager's, as a cell; empty where it is not known."""
     return "" if value is None else f"{value:.1%}"
 
 
-def _ratio(value: float | None) -> str:
+def ratio(value: float | None) -> str:
+    """The same of a time."""
     return "" if value is None else f"{value:.3f}"
 
 
@@ -243,11 +245,11 @@ def table(name: str, rows: Rows) -> str:
         if of != name:
             continue
         said = _said(model, method) or Said(float("nan"))
-        theirs = ("" if said.peak != said.peak else _part(said.peak), _ratio(said.time))
-        cells = (row.failed, "") if row.failed else (_part(row.peak), _ratio(row.time))
+        theirs = ("" if said.peak != said.peak else part(said.peak), ratio(said.time))
+        cells = (row.failed, "") if row.failed else (part(row.peak), ratio(row.time))
         ready = "" if row.ready is None else f"{row.ready:.0f} s"
-        lines.append(f"| {method} | {' | '.join(cells)} | {_part(row.predicted_peak)} | "
-                     f"{_ratio(row.predicted_time)} | {ready} | {' | '.join(theirs)} |")
+        lines.append(f"| {method} | {' | '.join(cells)} | {part(row.predicted_peak)} | "
+                     f"{ratio(row.predicted_time)} | {ready} | {' | '.join(theirs)} |")
     return "\n".join(lines)
 
 
