@@ -53,10 +53,12 @@ class Room:
                 left.extend(_after(extent, some))
                 need -= some
             if need:
-                more = Extent(self.end, -(-need // self._step) * self._step)
+                at_end = left and left[-1].offset + left[-1].size == self.end
+                last = left.pop() if at_end else Extent(self.end, 0)
+                more = Extent(self.end, -(-(need - last.size) // self._step) * self._step)
                 self._grow(more)
-                taken.append(Extent(self.end, need))
-                left.extend(_after(more, need))
+                taken.append(Extent(last.offset, need))
+                left.extend(_after(Extent(last.offset, last.size + more.size), need))
                 self.end += more.size
             self._free = left
             return taken

@@ -62,3 +62,12 @@ def test_it_grows_in_steps() -> None:
     assert room.take(3584) == [Extent(512, 3584)]
     assert room.take(5000) == [Extent(4096, 5120)]
     assert room.end == 3 * 4096
+
+
+def test_what_is_free_at_the_end_is_made_longer() -> None:
+    room = Room(4096, lambda extent: None)
+    room.take(3 * 4096)
+    last = room.take(2 * 4096)
+    room.give(last)
+    assert room.take(3 * 4096) == [Extent(3 * 4096, 3 * 4096)]
+    assert room.end == 6 * 4096
