@@ -193,3 +193,14 @@ def test_offload_s_table_has_a_line_for_each_method(on_the_path: None) -> None:
     assert len(lines) == 5 and all(line.count("|") == 12 for line in lines)
     assert lines[-1] == ("| offload, at 25.0% | 25.0% | 1.040 | 8.30 s | 25.0% | 1.031 | 8.20 s | 3.0 GiB | "
                          "250 ms | 60% | 20 s |")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")
+def test_steps_are_measured_with_pages_that_stay(on_the_path: None) -> None:
+    import pages
+
+    rows = [row for budget in (None, 1.0) for row in pages.measured("gpt", budget, small=True, repeats=1)]
+    assert [(r.budget, r.kept) for r in rows] == [(b, kept) for b in (None, 1.0) for kept in (False, True)]
+    assert all(row.resident > row.counted > 0 for row in rows)
+    assert pages.table(rows).count("\n") == 5
