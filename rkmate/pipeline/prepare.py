@@ -300,7 +300,8 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
                 raise CaptureError(f"{traced.name} does not run on the sample inputs: {error}") from error
     cd = parts.program.cd
     if costs is None and link is None:
-        link = link_of(traced.settings.offload, devices.of(traced.device), traced.settings.costs)
+        settings = traced.settings
+        link = link_of(settings.offload, devices.of(traced.device), settings.costs, settings.calls)
     graph = cd.with_costs(known[i] for i in range(len(cd.c)))
     if link is not None:
         graph = replace(graph, link=link)

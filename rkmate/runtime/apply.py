@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
+from rkmate.runtime.engines import Engines
 from rkmate.runtime.first_step import FirstStep
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Executable, Planning
@@ -165,7 +166,7 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     if model._compiled_call_impl is not None:
         raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
                             'module itself, or compile it with backend="rkmate"')
-    call = PlannedCall(model, planning, verify, on_new_shape)
+    call = PlannedCall(model, _sharing(planning), verify, on_new_shape)
     model.__dict__["forward"] = MethodType(_planned_forward(call), model)
     model._compiled_call_impl = call
     return call
@@ -174,10 +175,16 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
 def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning, verify: bool,
                           on_new_shape: NewShape) -> None:
     """The same for each sharded layer of a model, with a share of the budget; none for the model itself."""
-    found = shares(model, layers, planning)
+    found = shares(model, layers, _sharing(planning))
     take_plan_from(model)
     for share in found:
         put_plan_into(share.layer, share.planning, verify, on_new_shape)
+
+
+def _sharing(planning: Planning) -> Planning:
+    """With what copies data away for all parts that share a budget: together they keep to its limit."""
+    return planning if planning.engines is not None else \
+        replace(planning, engines=Engines(planning.settings.offload))
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:

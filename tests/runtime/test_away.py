@@ -93,7 +93,17 @@ def test_away_and_back(engine: LateEngine, tmp_path: Path) -> None:
     assert engine.opened == engine.closed == 2
     n = len(module.plan.schedule.copied)
     assert [engine.words.count(w) for w in ("out", "leave", "back", "arrive")] == [2 * n] * 4
-    assert "env.copy_out(" in module.source
+    assert "env.copy_out(" in module.source and "\nFour kinds of statements" in module.source
+
+
+def test_the_first_step_is_verified(engine: LateEngine, tmp_path: Path) -> None:
+    module, original = wrapped(tmp_path), sample()
+    assert_same_step(original.model, module, original, steps=3)
+    assert (engine.opened, engine.verified) == (3, 1)
+    again = rkmate.wrap(sample().model, sample().args, plan=sending(plan()), progress=False, verify=False,
+                        offload=str(tmp_path))
+    sum(again(*original.args)).backward()
+    assert (engine.opened, engine.verified) == (4, 1)
 
 
 def test_several_forwards_before_a_backward(engine: LateEngine, tmp_path: Path) -> None:
@@ -211,7 +221,7 @@ def test_a_place_that_refuses_a_call(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     engine = use(monkeypatch, LateEngine())
     module, original = wrapped(tmp_path), sample()
 
-    def refused() -> Any:
+    def refused(*, verify: bool) -> Any:
         raise rkmate.OffloadError("no room")
 
     monkeypatch.setattr(engine, "open", refused)
