@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.link import Link
+from rkmate.planners import offload_search
 from rkmate.planners.default import Default
-from rkmate.planners.offload_search import without_link
-from rkmate.planners.protocol import Candidate, Problem, ask, found_in, whole_step
+from rkmate.planners.offload_gaps import gaps_of
+from rkmate.planners.offload_search import Offloading, _sent, _smallest_of, without_link
+from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in, infeasible, whole_step
 from rkmate.planners.save_set import SaveSet
 from rkmate.planners.settings import PlannerSettings
 from tests.planners.links import best_of_all, linked
@@ -104,6 +107,72 @@ def test_a_slow_link_does_part_of_the_work() -> None:
     found = QUICK.plan(problem, budget)
     assert found.schedule is not None and found.schedule.copied and found.schedule.recomputed()
     assert found.seconds < alone.seconds
+
+
+def twice_away() -> Problem:
+    """A value that is read in the forward by what could take its place, and again in the backward. Memory is
+    short before that reader, and right after it, where it may not be freed yet."""
+    reads: list[list[int]] = [[], [0], [1], [0, 2], [3]]
+    graph = training_graph(reads, [40, 1, 1, 1, 1], [4] * 5, [0] * 5, [0] * 5, [False] * 5)
+    c = list(graph.c)
+    c[2], c[4] = replace(c[2], overhead=200), replace(c[4], overhead=200)
+    c[3] = replace(c[3], donors=(1,))
+    return linked(problem_of(replace(graph, c=tuple(c)).verify(), []), Link(1e6, 1e6))
+
+
+def test_the_smallest_peak_where_not_all_can_be_away_at_once() -> None:
+    problem = twice_away()
+    whole = whole_step(problem)
+    least = gaps_of(problem.graph, whole.schedule, problem.pinned).least
+    assert _sent(problem, whole.schedule, least, float("inf")) is None
+    found = _smallest_of(problem, whole, 10.0)
+    assert found is not None and least < found.peak < whole.peak
+    assert problem.simulate(found.schedule).peak == found.peak
+
+
+class Clock:
+    """Time goes by where something is asked: as long as it may take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.spent: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def take(self, seconds: float | None) -> Outcome:
+        assert seconds is not None
+        self.spent.append(seconds)
+        self.now += seconds
+        return infeasible()
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def offload(*_: object, until: float, **more: object) -> None:
+            self.take(until - self.now)
+
+        monkeypatch.setattr(offload_search, "time", self)
+        monkeypatch.setattr(offload_search, "offload", offload)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 5.0])
+def test_planning_with_copies_keeps_its_time(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    clock.use(monkeypatch)
+    problem = linked(stack(3), Link(1.0, 1.0))
+    method = Offloading(lambda problem, budget, seconds, known: clock.take(seconds), whole_step,
+                        lambda problem, budget, seconds: clock.take(seconds), 10.0, 1e-4)
+    monkeypatch.setattr(Offloading, "smallest", lambda self, problem: whole_step(problem))
+    found = method.search(problem, whole_step(problem).peak // 2, limit, None)
+    assert found.schedule is None
+    assert clock.spent and sum(clock.spent) <= limit
+
+
+def test_the_time_that_the_smallest_peak_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    clock.use(monkeypatch)
+    problem = linked(stack(3), Link(1.0, 1.0, most_bytes=1))
+    assert _smallest_of(problem, whole_step(problem), 7.0) is None
+    assert len(clock.spent) > 1 and sum(clock.spent) <= 7.0
 
 
 def test_more_memory_is_never_slower() -> None:
