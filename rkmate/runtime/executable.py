@@ -111,7 +111,7 @@ class PlannedStep:
         meta = [n.meta["val"] if n is not None else None for n in joint.outputs]
         self._meta = [(tuple(m.shape), m.dtype, tuple(m.stride())) if m is not None else None
                       for m in meta]
-        written = {s for s, _ in joint.mutations}
+        written = joint.written()
         self._free = {source_key(s) for s in written}
         # What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second
         # run may find another value where it leads to new values of such things only (a counter).
@@ -148,7 +148,7 @@ class PlannedStep:
         several = len(self.unplanned) + len(self._tangents) > 1
         state = generator_state(self.device) if self._draws else None
         env = Environment(sources, versions, self.device, away=self._opened(verify))
-        quick = self.generated.only_torch and all_ordinary(sources.values())
+        quick = self.generated.below_autograd and all_ordinary(sources.values())
         with torch.no_grad(), without_autocast(self.device), unrecorded(quick), _undone(env, state):
             results = self._forward(env)
         env.watch(self._output_names)

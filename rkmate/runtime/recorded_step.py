@@ -94,7 +94,7 @@ class RecordedStep:
         env = _Recording(sources, {}, step.device)
         env.draws_from(recorder, iter((*first, *second)))
         self._tangents = {i: step.empty_gradient(i).zero_() for i, wanted in enumerate(step.wanted) if wanted}
-        quick = step.generated.only_torch and all_ordinary(sources.values())
+        quick = step.generated.below_autograd and all_ordinary(sources.values())
         with torch.no_grad(), without_autocast(step.device), unrecorded(quick):
             try:
                 self._rehearse(sources)
