@@ -334,7 +334,7 @@ class PlanCache:
         derived = derived and planned is not None
         planned = planned or make_plan(traced, budget, self.planning.planner)
         prepared, plan = planned.prepared, planned.plan
-        labels = [b.label for b in plan.blocks]
+        labels = [b.label for b in prepared.infos]
         compile_all(prepared.partition.program.operation, traced.progress)
         generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
         plan = replace(plan, source=generated.text)
