@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import Any
 
 import torch
 
@@ -20,6 +21,10 @@ class Engines:
         self.offload = offload
         self._lock = threading.Lock()
         self._made: dict[torch.device, CopyEngine] = {}
+
+    def __reduce__(self) -> Any:
+        """A copy has engines of its own."""
+        return Engines, (self.offload,)
 
     def of(self, device: torch.device) -> CopyEngine:
         """The engine of a device. Raises `ArgumentError` where nothing can be sent from there."""

@@ -136,7 +136,7 @@ class PlannedStep:
     def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo,
                  finished: Callable[[], None] | None = None,
                  opened: Callable[[Call], None] | None = None,
-                 read: Callable[[str], None] | None = None, original: Original | None = None, *,
+                 read: Callable[[str], None] | None = None, original: Original | None = None,
                  verify: bool = False) -> Any:
         """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
         told of the call when its forward has run; `read`: told the name of an output that is

@@ -156,7 +156,7 @@ class PlannedModule(StandIn):
         first = self._first_step(latest)
         result = latest.compiled(tensors, redo, first.finish if first is not None else None,
                                  lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
-                                 Original(self._run_again, self._reader, key), verify=verify)
+                                 Original(self._run_again, self._reader, key), verify)
         return result if cut is None else cut(result)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@ is that of the engine that copies to a real folder."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,5 @@ def test_calls_and_forwards_of_one_module_are_counted_together(tmp_path: Path) -
         second.out("a", some)
     first.close()
     second.close()
+    mine, copied = call.whole._plans._engines, copy.deepcopy(call.whole._plans._engines)
+    assert copied.offload == mine.offload and copied.of(cpu) is not mine.of(cpu)
