@@ -23,6 +23,8 @@ from tests.planners.problems import problem_of, problems, stack, training_graph
 from tests.planners.test_offload import links
 
 AMPLE = 30.0
+ALIKE = 1 + 1e-9
+"""What a plan for a faster link may take, in times of that for the slower one."""
 OWN = Default(PlannerSettings(save_set_seconds=AMPLE, first_seconds=AMPLE, smallest_seconds=1.0,
                               offload_seconds=AMPLE))
 
@@ -59,6 +61,14 @@ def test_as_good_as_all_ways_on_small_graphs(seed: int, below: int) -> None:
     assert found.bound is not None and found.bound <= min(best, found.seconds) * (1 + 1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 10))
+@pytest.mark.parametrize("below", [1, 3, 6])
+def test_as_good_as_all_ways_on_more_small_graphs(seed: int, below: int) -> None:
+    test_as_good_as_all_ways_on_small_graphs(seed, below)
+    test_the_programs_bound_is_one(seed, below)
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("below", [2, 5])
 def test_the_programs_bound_is_one(seed: int, below: int) -> None:
@@ -67,9 +77,7 @@ def test_the_programs_bound_is_one(seed: int, below: int) -> None:
     assert found.bound is not None and found.bound <= min(best, found.seconds) * (1 + 1e-9)
 
 
-@settings(max_examples=8, deadline=None)
-@given(problems(most=5), links, st.floats(0.3, 1.0))
-def test_never_slower_than_without_copies(problem: Problem, link: Link, share: float) -> None:
+def check_with_and_without(problem: Problem, link: Link, share: float) -> None:
     problem = linked(problem, link)
     budget = int(share * whole_step(problem).peak)
     alone = OWN.plan(without_link(problem), budget)
@@ -79,6 +87,42 @@ def test_never_slower_than_without_copies(problem: Problem, link: Link, share: f
         assert problem.simulate(both.schedule).peak <= budget
         assert both.bound is not None and both.bound <= both.seconds * (1 + 1e-9)
     assert OWN.smallest_budget(problem, 1) <= OWN.smallest_budget(without_link(problem), 1)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(most=5), links, st.floats(0.3, 1.0))
+def test_never_slower_than_without_copies(problem: Problem, link: Link, share: float) -> None:
+    check_with_and_without(problem, link, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(problems(most=5), links, st.floats(0.3, 1.0))
+def test_never_slower_than_without_copies_five_hundred(problem: Problem, link: Link, share: float) -> None:
+    check_with_and_without(problem, link, share)
+
+
+def check_twice_as_fast(problem: Problem, link: Link, share: float) -> None:
+    fast = replace(link, out_bytes_per_second=2 * link.out_bytes_per_second,
+                   in_bytes_per_second=2 * link.in_bytes_per_second)
+    slower, faster = linked(problem, link), linked(problem, fast)
+    budget = int(share * whole_step(problem).peak)
+    before = OWN.plan(slower, budget)
+    after = OWN.plan(faster, budget)
+    assert after.seconds <= before.seconds * ALIKE
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(most=5), links, st.floats(0.3, 1.0))
+def test_a_faster_link_is_not_slower(problem: Problem, link: Link, share: float) -> None:
+    check_twice_as_fast(problem, link, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(problems(most=5), links, st.floats(0.3, 1.0))
+def test_a_faster_link_is_not_slower_five_hundred(problem: Problem, link: Link, share: float) -> None:
+    check_twice_as_fast(problem, link, share)
 
 
 def test_where_copies_gain_nothing_the_plan_has_none() -> None:
