@@ -129,7 +129,8 @@ def test_nothing_is_tried_out_when_the_time_is_over(monkeypatch: pytest.MonkeyPa
 
 
 links = st.builds(Link, st.sampled_from([0.5, 1.0, 3.0, 20.0]), st.sampled_from([0.5, 1.0, 3.0, 20.0]),
-                  st.sampled_from([0.0, 0.5]), st.sampled_from([0, 2]))
+                  st.sampled_from([0.0, 0.5]), st.sampled_from([0, 2]),
+                  computing_seconds_per_byte=st.sampled_from([0.0, 0.2]))
 
 
 def check_legal(problem: Problem, link: Link, share: float) -> None:

@@ -33,17 +33,17 @@ QUICK = Default(PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smalles
                                 offload_seconds=0.4))
 
 
-def small(seed: int) -> Problem:
+def small(seed: int, slows: float = 0.0) -> Problem:
     """Three computations in a row or not, each with one or two values, and their backward."""
     reads = [[], [0], [0, 1] if seed % 2 else [1]]
     graph: CDGraph = training_graph(reads, [4 + seed % 3, 5, 2], [1 + seed, 3, 2], [0, 1, seed % 3],
                                     [3, 0, 2], [True, seed % 2 == 0, False])
-    return linked(problem_of(graph, []), Link(2.0 + seed, 4.0))
+    return linked(problem_of(graph, []), Link(2.0 + seed, 4.0, computing_seconds_per_byte=slows))
 
 
 @cache
-def optimum(seed: int, below: int) -> tuple[Problem, int, float]:
-    problem = small(seed)
+def optimum(seed: int, below: int, slows: float = 0.0) -> tuple[Problem, int, float]:
+    problem = small(seed, slows)
     budget = whole_step(problem).peak - below
     return problem, budget, best_of_all(problem, budget, most_again=1)
 
@@ -67,6 +67,19 @@ def test_as_good_as_all_ways_on_small_graphs(seed: int, below: int) -> None:
 def test_as_good_as_all_ways_on_more_small_graphs(seed: int, below: int) -> None:
     test_as_good_as_all_ways_on_small_graphs(seed, below)
     test_the_programs_bound_is_one(seed, below)
+    problem, budget, best = optimum(seed, below, 0.4)
+    for planner in (OWN, SaveSet()):
+        bound = planner.plan(problem, budget, time_limit=AMPLE).bound
+        assert bound is not None and bound <= best * (1 + 1e-9)
+
+
+def test_the_bound_counts_what_copying_takes_of_the_processor() -> None:
+    problem = stack(4)
+    whole = whole_step(problem)
+    free, slowing = (SaveSet().plan(linked(problem, Link(1e6, 1e6, computing_seconds_per_byte=slows)),
+                                    whole.peak * 3 // 5, time_limit=AMPLE) for slows in (0.0, 0.05))
+    assert free.bound == pytest.approx(whole.seconds, rel=1e-3)
+    assert slowing.bound is not None and whole.seconds * 1.01 < slowing.bound <= slowing.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(2))
