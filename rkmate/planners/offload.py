@@ -137,13 +137,15 @@ def _choose(placement: Placement, limit: int, most_bytes: int | None, until: flo
         price = (leaves + arrives + 1e-3 * np.where(placement.chosen, 0.0, seconds)) \
             / np.minimum(gaps.size, over[first])
         best = int(np.argmin(np.where(inside, price, np.inf)))
-        placement.chosen[best] = True
+        # One that is chosen again was pushed out by others: now it stays, or they would take turns for ever.
+        again = asked[best] and not placement.chosen[best]
+        asked[best] = placement.chosen[best] = True
         placement.at = placement.at.copy()
-        if first < leave[best]:
-            placement.leave_by[best] = first
+        if first < leave[best] or again:
+            placement.leave_by[best] = min(placement.leave_by[best], first)
             placement.at[first + 1:] += leaves[best]
-        if first >= fetch[best]:
-            placement.fetch_from[best] = first + 1
+        if first >= fetch[best] or again:
+            placement.fetch_from[best] = max(placement.fetch_from[best], first + 1)
             placement.at[int(gaps.next[best]) + 1:] += arrives[best]
         placement.changed()
     return False

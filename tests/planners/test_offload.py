@@ -129,12 +129,11 @@ def test_nothing_is_tried_out_when_the_time_is_over(monkeypatch: pytest.MonkeyPa
 
 
 links = st.builds(Link, st.sampled_from([0.5, 1.0, 3.0, 20.0]), st.sampled_from([0.5, 1.0, 3.0, 20.0]),
-                  st.sampled_from([0.0, 0.5]), st.sampled_from([0, 2]))
+                  st.sampled_from([0.0, 0.5]), st.sampled_from([0, 2]),
+                  computing_seconds_per_byte=st.sampled_from([0.0, 0.2]))
 
 
-@settings(max_examples=60, deadline=None)
-@given(problems(most=6), links, st.floats(0.0, 1.0))
-def test_always_legal_and_within_the_budget(problem: Problem, link: Link, share: float) -> None:
+def check_legal(problem: Problem, link: Link, share: float) -> None:
     problem = linked(problem, link)
     whole = whole_step(problem)
     least = gaps_of(problem.graph, whole.schedule, problem.pinned).least + link.buffer_bytes
@@ -142,6 +141,29 @@ def test_always_legal_and_within_the_budget(problem: Problem, link: Link, share:
     found = passed(problem, budget)
     assert found is not None and found.simulation.peak <= budget
     assert found.simulation.seconds >= whole.seconds * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(most=6), links, st.floats(0.0, 1.0))
+def test_always_legal_and_within_the_budget(problem: Problem, link: Link, share: float) -> None:
+    check_legal(problem, link, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None)
+@given(problems(most=6), links, st.floats(0.0, 1.0))
+def test_always_legal_and_within_the_budget_many(problem: Problem, link: Link, share: float) -> None:
+    check_legal(problem, link, share)
+
+
+def test_gaps_that_push_each_other_out_do_not_take_turns() -> None:
+    """Copies back queue: one more makes another one begin before its data has left."""
+    graph = training_graph([[], [0], [0, 1], [2], [3], [3, 4]], [1, 1, 2, 1, 1, 2], [1, 2, 3, 2, 3, 1],
+                           [1, 3, 1, 1, 2, 3], [1, 0, 2, 0, 1, 2], [True, True, False, True, False, True])
+    problem = linked(problem_of(graph, []), Link(3.0, 0.5, 0.5, 2))
+    least = gaps_of(problem.graph, whole_step(problem).schedule, problem.pinned).least + 2
+    found = passed(problem, least)
+    assert found is not None and found.simulation.peak <= least
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -23,6 +23,8 @@ from tests.planners.problems import problem_of, problems, stack, training_graph
 from tests.planners.test_offload import links
 
 AMPLE = 30.0
+ALIKE = 1 + 1e-9
+"""What a plan for a faster link may take, in times of that for the slower one."""
 OWN = Default(PlannerSettings(save_set_seconds=AMPLE, first_seconds=AMPLE, smallest_seconds=1.0,
                               offload_seconds=AMPLE))
 
@@ -31,17 +33,17 @@ QUICK = Default(PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smalles
                                 offload_seconds=0.4))
 
 
-def small(seed: int) -> Problem:
+def small(seed: int, slows: float = 0.0) -> Problem:
     """Three computations in a row or not, each with one or two values, and their backward."""
     reads = [[], [0], [0, 1] if seed % 2 else [1]]
     graph: CDGraph = training_graph(reads, [4 + seed % 3, 5, 2], [1 + seed, 3, 2], [0, 1, seed % 3],
                                     [3, 0, 2], [True, seed % 2 == 0, False])
-    return linked(problem_of(graph, []), Link(2.0 + seed, 4.0))
+    return linked(problem_of(graph, []), Link(2.0 + seed, 4.0, computing_seconds_per_byte=slows))
 
 
 @cache
-def optimum(seed: int, below: int) -> tuple[Problem, int, float]:
-    problem = small(seed)
+def optimum(seed: int, below: int, slows: float = 0.0) -> tuple[Problem, int, float]:
+    problem = small(seed, slows)
     budget = whole_step(problem).peak - below
     return problem, budget, best_of_all(problem, budget, most_again=1)
 
@@ -59,6 +61,27 @@ def test_as_good_as_all_ways_on_small_graphs(seed: int, below: int) -> None:
     assert found.bound is not None and found.bound <= min(best, found.seconds) * (1 + 1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 10))
+@pytest.mark.parametrize("below", [1, 3, 6])
+def test_as_good_as_all_ways_on_more_small_graphs(seed: int, below: int) -> None:
+    test_as_good_as_all_ways_on_small_graphs(seed, below)
+    test_the_programs_bound_is_one(seed, below)
+    problem, budget, best = optimum(seed, below, 0.4)
+    for planner in (OWN, SaveSet()):
+        bound = planner.plan(problem, budget, time_limit=AMPLE).bound
+        assert bound is not None and bound <= best * (1 + 1e-9)
+
+
+def test_the_bound_counts_what_copying_takes_of_the_processor() -> None:
+    problem = stack(4)
+    whole = whole_step(problem)
+    free, slowing = (SaveSet().plan(linked(problem, Link(1e6, 1e6, computing_seconds_per_byte=slows)),
+                                    whole.peak * 3 // 5, time_limit=AMPLE) for slows in (0.0, 0.05))
+    assert free.bound == pytest.approx(whole.seconds, rel=1e-3)
+    assert slowing.bound is not None and whole.seconds * 1.01 < slowing.bound <= slowing.seconds * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("below", [2, 5])
 def test_the_programs_bound_is_one(seed: int, below: int) -> None:
@@ -67,9 +90,7 @@ def test_the_programs_bound_is_one(seed: int, below: int) -> None:
     assert found.bound is not None and found.bound <= min(best, found.seconds) * (1 + 1e-9)
 
 
-@settings(max_examples=8, deadline=None)
-@given(problems(most=5), links, st.floats(0.3, 1.0))
-def test_never_slower_than_without_copies(problem: Problem, link: Link, share: float) -> None:
+def check_with_and_without(problem: Problem, link: Link, share: float) -> None:
     problem = linked(problem, link)
     budget = int(share * whole_step(problem).peak)
     alone = OWN.plan(without_link(problem), budget)
@@ -79,6 +100,42 @@ def test_never_slower_than_without_copies(problem: Problem, link: Link, share: f
         assert problem.simulate(both.schedule).peak <= budget
         assert both.bound is not None and both.bound <= both.seconds * (1 + 1e-9)
     assert OWN.smallest_budget(problem, 1) <= OWN.smallest_budget(without_link(problem), 1)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(most=5), links, st.floats(0.3, 1.0))
+def test_never_slower_than_without_copies(problem: Problem, link: Link, share: float) -> None:
+    check_with_and_without(problem, link, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(problems(most=5), links, st.floats(0.3, 1.0))
+def test_never_slower_than_without_copies_five_hundred(problem: Problem, link: Link, share: float) -> None:
+    check_with_and_without(problem, link, share)
+
+
+def check_twice_as_fast(problem: Problem, link: Link, share: float) -> None:
+    fast = replace(link, out_bytes_per_second=2 * link.out_bytes_per_second,
+                   in_bytes_per_second=2 * link.in_bytes_per_second)
+    slower, faster = linked(problem, link), linked(problem, fast)
+    budget = int(share * whole_step(problem).peak)
+    before = OWN.plan(slower, budget)
+    after = OWN.plan(faster, budget)
+    assert after.seconds <= before.seconds * ALIKE
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems(most=5), links, st.floats(0.3, 1.0))
+def test_a_faster_link_is_not_slower(problem: Problem, link: Link, share: float) -> None:
+    check_twice_as_fast(problem, link, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(problems(most=5), links, st.floats(0.3, 1.0))
+def test_a_faster_link_is_not_slower_five_hundred(problem: Problem, link: Link, share: float) -> None:
+    check_twice_as_fast(problem, link, share)
 
 
 def test_where_copies_gain_nothing_the_plan_has_none() -> None:
