@@ -127,6 +127,10 @@ CASES: dict[str, tuple[Loss, list[str]]] = {
     "capped logits returned": (lambda m, h, z, y: (_flat(c := torch.tanh(z / 2) * 2, y), c.detach()),
                                IN_FORWARD),
     "accuracy": (lambda m, h, z, y: (_flat(z, y), (z.argmax(-1) == y).sum()), IN_FORWARD),
+    "a part of the last dimension": (lambda m, h, z, y: _flat(z.view(-1, 60, 2).select(-1, 1), y % 60),
+                                     IN_FORWARD),
+    "a part of one of two like it": (
+        lambda m, h, z, y: _flat(z.view(-1, 30, 2, 2).select(-1, 0).flatten(1), y % 60), IN_FORWARD),
     # What is not tiled.
     "rows and columns": (_both_ways, []),
     "choices": (lambda m, h, z, y: F.cross_entropy(h @ m.body.weight[0], y[:, 0] % TIME), []),
