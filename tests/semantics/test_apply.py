@@ -116,6 +116,25 @@ def test_copies_and_pickles_are_without_a_plan() -> None:
         assert not torch.equal(other.forward(X), model.forward(X))
 
 
+def test_shallow_copies_are_without_a_plan() -> None:
+    """They share what the model holds, and compute with what they hold themselves."""
+    model = applied(Tower(), args=(X,))
+    other = copy.copy(model)
+    assert rkmate.applied(other) is None and "forward" not in other.__dict__
+    other._modules = {**model._modules, "layers": Tower().layers}
+    assert torch.equal(other(X), Tower.forward(other, X)) and not torch.equal(other(X), model(X))
+    other(X).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    rkmate.remove(model)
+    model.forward = forward = types.MethodType(lambda self, x: x, model)
+    assert copy.copy(applied(model)).__dict__["forward"] is forward
+
+
+def test_replicas_are_refused() -> None:
+    with pytest.raises(rkmate.ArgumentError, match="DataParallel makes replicas of Tower"):
+        applied(Tower())._replicate_for_data_parallel()
+
+
 def test_what_a_library_puts_in_the_place_of_forward_is_planned() -> None:
     """Accelerate and trl do that: before and after."""
     def doubled(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
