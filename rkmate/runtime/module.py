@@ -66,11 +66,11 @@ class PlannedModule(StandIn):
         self.__dict__["_latest"] = self._plans.current(known, known.capture.given(tensors))
 
     def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
-                on_new_shape: NewShape) -> None:
+                on_new_shape: NewShape, lengths: Lengths | None = None) -> None:
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
-                             _lengths=None,
+                             _lengths=lengths,
                              _reader=ModuleReader(traceable(self._original)), _planned_forward=forward,
                              forward=forward)
 
@@ -229,7 +229,8 @@ class PlannedModule(StandIn):
 
     def _made_with(self) -> tuple[Any, ...]:
         """A copy follows the same plans: the first call of each signature finds its own."""
-        return self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape
+        return (self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape,
+                self._lengths)
 
     def _added(self) -> dict[str, Any]:
         added = super()._added()

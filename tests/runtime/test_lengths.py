@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +77,14 @@ def test_an_argument_of_that_length_without_a_padding_is_refused() -> None:
     module = wrapped({"input_ids": 0, "attention_mask": 0})
     with pytest.raises(ArgumentError, match="'labels'"):
         module(**batch(7))
+
+
+def test_copies_have_the_same_lengths() -> None:
+    module = wrapped(PAD)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        for n in (7, 6):
+            assert copied(**batch(n))["logits"].shape == (2, n, 11)
+        assert len(copied._plans) == 1
 
 
 @pytest.mark.parametrize(("lengths", "pad", "says"), [
