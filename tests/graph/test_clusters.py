@@ -156,6 +156,31 @@ def test_the_source_shows_what_is_fused(uncompiled: None) -> None:
     assert source.count("aten.tanh.default(") == 2         # of the forward, and again in the backward
 
 
+class Centred(nn.Module):
+    """A norm by hand, of what another product reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        d = x - x.mean(-1, keepdim=True)
+        y = d / (d.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        return self.second(y) + self.third(x)
+
+
+def test_what_values_are_computed_again_from_is_computed_once(uncompiled: None) -> None:
+    """A mean that the backward alone asks for, and its group's own operations, is a result of that group."""
+    torch.manual_seed(0)
+    model, original, x = Centred(), Centred(), torch.randn(4, 24, 16)
+    original.load_state_dict(model.state_dict())
+    sample = Sample(model, (x,), {}, lambda y: y.square().mean())
+    wrapped = wrap(sample, costs="analytic")
+    assert wrapped.source.count("aten.mean.dim(") == 2
+    assert_same_step(original, wrapped, sample)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1.0, 0.9])
 def test_the_same_step(uncompiled: None, budget: float) -> None:
