@@ -25,6 +25,7 @@ import torch
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.device.registry import common
 from rkmate.errors import CompilerError
+from rkmate.support.warn import warn
 
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
                    r"(?: by \[(?P<strides>[\d, ]*)\])?")
@@ -47,6 +48,8 @@ class Fused:
         self._function, self._forms = function, tuple(forms)
         self._run: Callable[[list[torch.Tensor]], Any] | None = None
         self._copied: tuple[int, ...] | None = None
+        self._otherwise: dict[tuple[tuple[int, ...], ...], bool] = {}
+        """Strides of arguments -> whether they are other ones than those that it was compiled for."""
 
     def compile(self) -> None:
         """Compile, where that is still to be done: seconds, unless it is on disk. Raises `CompilerError`."""
@@ -62,16 +65,27 @@ class Fused:
         if self._run is None:
             self.compile()
             assert self._run is not None
-        try:
-            results = self._run(list(tensors))
-        except AssertionError:          # a kernel has laid out its result otherwise than its trace says
+        if self._are_laid_out_otherwise(tensors):
             tensors = tuple(_as(t, form) for t, form in zip(tensors, self._forms, strict=True))
-            results = self._run(list(tensors))
+        results = self._run(list(tensors))
         if self._copied is None:
             self._copied = _shared(tensors, results)
         if self._copied:
             return tuple(r.clone() if k in self._copied else r for k, r in enumerate(results))
         return tuple(results)
+
+    def _are_laid_out_otherwise(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a kernel before has laid out its result otherwise than its trace says; said once."""
+        strides = tuple([t.stride() for t in tensors])
+        found = self._otherwise.get(strides)
+        if found is None:
+            copied = [t.nbytes for t, form in zip(tensors, self._forms, strict=True) if not _is_as(t, form)]
+            found = self._otherwise[strides] = bool(copied)
+            if copied:
+                warn(f"{self._function.__name__}, a compiled group of operations, gets tensors in another "
+                     f"layout than in the trace: {sum(copied):,} bytes are copied for each call, outside of "
+                     "the plan")
+        return found
 
 
 def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
@@ -141,10 +155,15 @@ def _read(form: str) -> tuple[torch.dtype, str, list[int], list[int]]:
 
 def _as(value: torch.Tensor, form: str) -> torch.Tensor:
     """A tensor in the strides of a form."""
-    _, _, shape, strides = _read(form)
-    if list(value.stride()) == strides:
+    if _is_as(value, form):
         return value
+    _, _, shape, strides = _read(form)
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _is_as(value: torch.Tensor, form: str) -> bool:
+    """Whether a tensor's numbers lie as a form says: the strides of single ones mean nothing."""
+    return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), _read(form)[3], strict=True))
 
 
 def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -313,13 +313,19 @@ def test_counted_costs_know_what_a_group_takes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_other_strides_than_were_traced(uncompiled: None) -> None:
-    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        assert x.stride() == (1, 2)
-        return (x * 2,)
+    """Whether a compiled kernel looks at them is a switch of inductor's."""
+    seen = []
 
-    x = torch.arange(6.0).view(2, 3)
-    (result,) = inductor.fused("float32[2, 3] by [1, 2]")(function)(x)
-    assert torch.equal(result, x * 2)
+    def function(x: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        seen.append((x.stride(), row.stride()))
+        return (x * 2 + row,)
+
+    x, row = torch.arange(6.0).view(2, 3), torch.ones(1, 6)[:, ::2]
+    fused = inductor.fused("float32[2, 3] by [1, 2]", "float32[1, 3] by [3, 2]")(function)
+    with pytest.warns(rkmate.RkmateWarning, match="function, a compiled.* 24 bytes are copied"):
+        (result,) = fused(x, row)
+    assert torch.equal(result, x * 2 + 1) and torch.equal(fused(x, row)[0], result)      # said once
+    assert seen == [((1, 2), row.stride())] * 2
 
 
 @pytest.mark.parametrize("value", [torch.empty(()), torch.empty(2, 3, dtype=torch.bool),
