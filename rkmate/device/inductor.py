@@ -10,8 +10,8 @@ Uses private names of torch (inductor's inner compiler); tested with torch 2.13.
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
+import sys
 import threading
 import time
 import types
@@ -29,7 +29,8 @@ from rkmate.support.warn import warn
 
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
                    r"(?: by \[(?P<strides>[\d, ]*)\])?")
-_COMPILERS = ("g++", "clang++", "c++")
+_COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+"""What inductor runs, unless the environment says `CXX`."""
 _lock = threading.RLock()
 _known: dict[Any, Fused] = {}
 compiled = 0
@@ -114,15 +115,16 @@ def form_of(value: torch.Tensor) -> str:
 def check_compiler(device: torch.device) -> None:
     """Raise `CompilerError` where nothing can be compiled for a device: it names what to install."""
     if device.type == "cpu":
-        named = environ.get("CXX")
-        if named and shutil.which(shlex.split(named)[0]) is None:
+        named = environ.get("CXX")              # one program: inductor reads no options in it
+        if named is not None and shutil.which(named) is None:
             raise CompilerError(f"no C++ compiler: the environment says CXX={named}, and there is no such "
                                 "program. Install it, or let CXX name another one")
-        if not named and not any(map(shutil.which, _COMPILERS)):
+        if named is None and shutil.which(_COMPILER) is None:
             raise CompilerError(
-                "no C++ compiler, which compile=True needs on a CPU: install g++ (Debian and Ubuntu: `apt "
-                "install g++`; Fedora: `dnf install gcc-c++`; conda: `conda install gxx`; macOS: "
-                '`xcode-select --install`), or say compile="auto" or compile=False')
+                f"no C++ compiler, which compile=True needs on a CPU: there is no {_COMPILER}. Let CXX in "
+                "the environment name another one, or install g++ (Debian and Ubuntu: `apt install g++`; "
+                "Fedora: `dnf install gcc-c++`; conda: `conda install gxx`; macOS: `xcode-select "
+                '--install`), or say compile="auto" or compile=False')
         return
     from torch.utils._triton import has_triton
     if not has_triton():

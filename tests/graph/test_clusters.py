@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -234,38 +233,6 @@ def test_what_a_plan_of_another_torch_says(uncompiled: None, tmp_path: Path,
     monkeypatch.setattr(torch, "__version__", "2.99")
     with pytest.warns(rkmate.RkmateWarning, match="compiled anew"):
         wrap(sample, None, plan=plan)  # type: ignore[arg-type]
-
-
-# -- where nothing can be compiled ------------------------------------------------------
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-
-
-def test_without_a_compiler(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rkmate.pipeline.prepare.capture", lambda *args: pytest.fail("captured"))
-    with pytest.raises(rkmate.CompilerError, match=r"install g\+\+"):
-        wrap(layers())
-
-
-def test_a_compiler_that_is_not_there(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler -O3")
-    with pytest.raises(rkmate.CompilerError, match="CXX=no-such-compiler"):
-        inductor.check_compiler(torch.device("cpu"))
-
-
-def test_auto_without_a_compiler(no_compiler: None) -> None:
-    with pytest.warns(rkmate.RkmateWarning, match="nothing is compiled"):
-        plan = wrap(layers(), compile="auto", costs="analytic").plan
-    assert not plan.compiled
-
-
-def test_a_wrong_word() -> None:
-    with pytest.raises(rkmate.ArgumentError, match="compile is 'yes'"):
-        wrap(layers(), compile="yes")
 
 
 # -- one group --------------------------------------------------------------------------
