@@ -180,6 +180,22 @@ def test_what_values_are_computed_again_from_is_computed_once(uncompiled: None) 
     assert_same_step(original, wrapped, sample)
 
 
+class Exponential(nn.Module):
+    """Returns its value as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(self.scale * x).t()
+
+
+def test_what_the_caller_holds_a_view_of_is_read(uncompiled: None) -> None:
+    sample = Sample(Exponential(), (torch.randn(16, 16),), {}, lambda y: y.square().mean())
+    assert wrap(sample, costs="analytic").source.count("aten.exp.default(") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1.0, 0.9])
 def test_the_same_step(uncompiled: None, budget: float) -> None:
