@@ -23,6 +23,8 @@ from torch.nn import functional as F
 import rkmate
 from rkmate.device import inductor
 from rkmate.graph.passes.clusters import cluster
+from rkmate.graph.passes.clusters.grow import MOST
+from rkmate.graph.passes.clusters.repeat import MOST_AGAIN
 from rkmate.ir.cd import Cost
 from rkmate.measure import compiled_memory
 from rkmate.measure.settings import MeasureSettings
@@ -194,6 +196,19 @@ class Exponential(nn.Module):
 def test_what_the_caller_holds_a_view_of_is_read(uncompiled: None) -> None:
     sample = Sample(Exponential(), (torch.randn(16, 16),), {}, lambda y: y.square().mean())
     assert wrap(sample, costs="analytic").source.count("aten.exp.default(") == 1
+
+
+class Steps(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for _ in range(60):
+            x = torch.sin(x)
+        return x.mean()
+
+
+def test_long_chains_are_not_computed_again_whole(uncompiled: None) -> None:
+    plan = wrap(Sample(Steps(8, 8), (torch.randn(4, 8),), {}, lambda y: y), costs="analytic").plan
+    assert max(names.count(",") + 1 for names, _ in plan.fused) <= MOST + 2 * MOST_AGAIN
 
 
 @pytest.mark.slow
