@@ -98,6 +98,21 @@ def test_most_sizes_are_derived_from_two_captures(monkeypatch: pytest.MonkeyPatc
     assert captured == [16, 32]
 
 
+def test_planned_parts_are_captured_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a recording of another size, too."""
+    captured: list[int] = []
+    full = prepare_module.capture
+    monkeypatch.setattr(prepare_module, "capture", lambda model, args, *more: (
+        captured.append(len(args[0])), full(model, args, *more))[1])
+    part = Net()
+    rkmate.apply(part, budget=0.9, costs="analytic", progress=False)
+    model = nn.Sequential(nn.Linear(32, 32), part)
+    rkmate.max_batch_size(model, inputs, device_memory="1GiB", most=8, costs="analytic", progress=False)
+    shown = rkmate.applied(part)
+    assert captured == [16, 32]
+    assert shown is not None and not shown.has_plan
+
+
 def test_the_search_stops_at_the_most_that_is_asked() -> None:
     found = rkmate.max_batch_size(Net(), inputs, device_memory="1GiB", most=3, costs="analytic",
                                   progress=False)

@@ -26,7 +26,7 @@ from rkmate.pipeline.reserved import LEFT_ALONE
 from rkmate.pipeline.settings import Compile, Gradients, Settings, checked_trains
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
-from rkmate.support.planning_lock import capture_lock
+from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.progress import Progress
 
 ADAM_STATES = 2
@@ -177,7 +177,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         family = [k for k in known if one_family(k, args, kwargs)]
         found: Capture | None = None
         if possible(_shapes(args, kwargs), [[f.shape for f in k.forms] for k in family]):
-            with gc_pause(), capture_lock:
+            with planning_lock, gc_pause(), capture_lock:
                 found, _ = derived(traceable(model), args, kwargs, family)
         traced = trace(model, args, kwargs, settings, Progress(progress), found)
         if found is None:
