@@ -23,8 +23,6 @@ from torch.nn import functional as F
 import rkmate
 from rkmate.device import inductor
 from rkmate.graph.passes.clusters import cluster
-from rkmate.graph.passes.clusters.grow import MOST
-from rkmate.graph.passes.clusters.repeat import MOST_AGAIN
 from rkmate.ir.cd import Cost
 from rkmate.measure import compiled_memory
 from rkmate.measure.settings import MeasureSettings
@@ -155,60 +153,6 @@ def test_the_source_shows_what_is_fused(uncompiled: None) -> None:
     assert '@fused("float32[96, 128]")' in source
     assert "tanh = aten.tanh.default(" in source
     assert source.count("aten.tanh.default(") == 2         # of the forward, and again in the backward
-
-
-class Centred(nn.Module):
-    """A norm by hand, of what another product reads, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        d = x - x.mean(-1, keepdim=True)
-        y = d / (d.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-        return self.second(y) + self.third(x)
-
-
-def test_what_values_are_computed_again_from_is_computed_once(uncompiled: None) -> None:
-    """A mean that the backward alone asks for, and its group's own operations, is a result of that group."""
-    torch.manual_seed(0)
-    model, original, x = Centred(), Centred(), torch.randn(4, 24, 16)
-    original.load_state_dict(model.state_dict())
-    sample = Sample(model, (x,), {}, lambda y: y.square().mean())
-    wrapped = wrap(sample, costs="analytic")
-    assert wrapped.source.count("aten.mean.dim(") == 2
-    assert_same_step(original, wrapped, sample)
-
-
-class Exponential(nn.Module):
-    """Returns its value as a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(16, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(self.scale * x).t()
-
-
-def test_what_the_caller_holds_a_view_of_is_read(uncompiled: None) -> None:
-    sample = Sample(Exponential(), (torch.randn(16, 16),), {}, lambda y: y.square().mean())
-    assert wrap(sample, costs="analytic").source.count("aten.exp.default(") == 1
-
-
-class Steps(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        for _ in range(60):
-            x = torch.sin(x)
-        return x.mean()
-
-
-def test_long_chains_are_not_computed_again_whole(uncompiled: None) -> None:
-    plan = wrap(Sample(Steps(8, 8), (torch.randn(4, 8),), {}, lambda y: y), costs="analytic").plan
-    assert max(names.count(",") + 1 for names, _ in plan.fused) <= MOST + 2 * MOST_AGAIN
 
 
 @pytest.mark.slow
