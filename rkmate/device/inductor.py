@@ -16,6 +16,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from os import environ
 from typing import Any
@@ -32,7 +33,8 @@ _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\
 _COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
 """What inductor runs, unless the environment says `CXX`."""
 _lock = threading.RLock()
-_known: dict[Any, Fused] = {}
+_known: weakref.WeakValueDictionary[Any, Fused] = weakref.WeakValueDictionary()
+"""Those that some plan holds, or that were made lately."""
 compiled = 0
 """How many groups were compiled in this process, those found on disk included."""
 seconds = 0.0

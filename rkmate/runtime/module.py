@@ -30,6 +30,8 @@ from rkmate.support.warn import warn
 
 NewShape = Literal["plan", "original", "error"]
 logger = logging.getLogger("rkmate")
+_MOST_UNPLANNED = 256
+"""Signatures that are remembered as such that cannot be planned."""
 
 
 class PlannedModule(StandIn):
@@ -204,6 +206,8 @@ class PlannedModule(StandIn):
         except CaptureError as error:
             if self._plans.has_flags(key.flags) or not self._plans.has_parts(key.flags):
                 raise
+            if len(self._unplanned) >= _MOST_UNPLANNED:
+                self._unplanned.clear()
             self._unplanned.add(key)
             warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a one "
                  f"cannot be planned: the original module runs instead, without a budget. {error}")

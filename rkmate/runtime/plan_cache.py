@@ -233,6 +233,7 @@ class PlanCache:
             total = sum(s.bytes for s in self._kept.values())
             while len(self._kept) > 1 and total > self.planning.settings.kept_plans_bytes:
                 total -= self._kept.popitem(last=False)[1].bytes
+                self.observations.keep(self._kept)
 
     def _warn_of_changes(self, key: Guards) -> None:
         with self._lock:

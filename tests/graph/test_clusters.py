@@ -42,7 +42,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> Iterator
     """Groups run as they are written; what they take then is not what compiled ones take, nor counted."""
     monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
     monkeypatch.setattr(compiled_memory, "_bytes", lambda group, threads: 0)
-    monkeypatch.setattr(inductor, "_known", {})
+    monkeypatch.setattr(inductor, "_known", type(inductor._known)())
     cluster._made.cache_clear()
     yield
     cluster._made.cache_clear()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -81,3 +84,16 @@ def test_groups_run_under_the_lock_of_measuring(monkeypatch: pytest.MonkeyPatch)
         held.append(not capture_lock.is_mine()), compiles(group))[1])
     wrap(layers(1), costs="analytic")
     assert len(held) > 2 and all(held)
+
+
+def test_what_nobody_holds_is_not_kept() -> None:
+    """Each size of the inputs has groups of its own."""
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.sinh(),)
+
+    made = inductor.fused("float32[7]")(function)
+    assert inductor.fused("float32[7]")(function) is made
+    there = weakref.ref(made)
+    del made
+    gc.collect()
+    assert there() is None
