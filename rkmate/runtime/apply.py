@@ -169,10 +169,8 @@ def _entered() -> list[_Planned]:
 def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> PlannedCall:
     """Replace the call and the forward of a module by planned ones. A plan is made at the first call that
     records gradients."""
+    _refuse_compiled(model)
     take_plan_from(model)
-    if model._compiled_call_impl is not None:
-        raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
-                            'module itself, or compile it with backend="rkmate"')
     call = PlannedCall(model, planning, verify, on_new_shape)
     model.__dict__.update((name, MethodType(method, model)) for name, method in zip(
         _PUT, (_planned_forward(call), _state_without_plan, _refuse_replicas), strict=True))
@@ -184,9 +182,17 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
                           on_new_shape: NewShape) -> None:
     """The same for each sharded layer of a model, with a share of the budget; none for the model itself."""
     found = shares(model, layers, planning)
+    for layer in layers:
+        _refuse_compiled(layer)             # before any is changed
     take_plan_from(model)
     for share in found:
         put_plan_into(share.layer, share.planning, verify, on_new_shape)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    if model._compiled_call_impl is not None and planned_call_of(model) is None:
+        raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
+                            'module itself, or compile it with backend="rkmate"')
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
