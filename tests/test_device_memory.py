@@ -131,7 +131,9 @@ def test_not_even_one_fits() -> None:
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"device_memory": 0.5}, "device_memory is 0.5"), ({"device_memory": "50%"}, "share"),
     ({"device_memory": 1000}, "alone need"), ({"device_memory": "1GiB", "most": 0}, "most is 0"),
-    ({"device_memory": "1GiB", "costs": "guess"}, "costs is")])
+    ({"device_memory": "1GiB", "costs": "guess"}, "costs is"),
+    ({"device_memory": "1GiB", "optimizer_states": -1}, "optimizer_states is -1"),
+    ({"device_memory": "1GiB", "optimizer_states": 1.5}, "optimizer_states is 1.5")])
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(rkmate.ArgumentError, match=message):
         rkmate.max_batch_size(Net(), inputs, **arguments)

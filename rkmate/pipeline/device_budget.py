@@ -37,7 +37,10 @@ _SLACK = 0.04
 
 def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int:
     """Bytes that training needs beside the parameters: gradients that do not exist yet, and
-    `optimizer_states` tensors of the size of each trained parameter."""
+    `optimizer_states` tensors of the size of each trained parameter. Raises `ArgumentError`."""
+    if isinstance(optimizer_states, bool) or not isinstance(optimizer_states, int) or optimizer_states < 0:
+        raise ArgumentError(f"optimizer_states is {optimizer_states!r}; it should be a number of tensors: "
+                            "2 for Adam, 0 for none")
     trained = [p for p in model.parameters() if p.requires_grad]
     grads = sum(p.nbytes for p in trained if p.grad is None)
     return grads + optimizer_states * sum(p.nbytes for p in trained)
