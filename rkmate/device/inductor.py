@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from rkmate.device.forms import contiguous_strides
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.device.registry import common
 from rkmate.errors import CompilerError
@@ -109,7 +110,7 @@ def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
 def form_of(value: torch.Tensor) -> str:
     """A (fake) tensor's form as text: ``float32[4, 8]``, ``cuda:0 float16[4, 8] by [1, 4]``."""
     device = "" if value.device.type == "cpu" else f"{value.device} "
-    strides = "" if value.is_contiguous() and value.stride() == _plain(value.shape) \
+    strides = "" if value.is_contiguous() and value.stride() == contiguous_strides(value.shape) \
         else f" by {list(value.stride())}"
     return f"{device}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{strides}"
 
@@ -139,20 +140,12 @@ def version() -> str:
     return f"inductor of torch {torch.__version__}"
 
 
-def _plain(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def _read(form: str) -> tuple[torch.dtype, str, list[int], list[int]]:
     found = _FORM.fullmatch(form)
     if found is None:
         raise ValueError(f"{form!r} is no form of a tensor")
     shape = [int(n) for n in found["shape"].split(",") if n.strip()]
-    strides = list(_plain(shape)) if found["strides"] is None else \
+    strides = list(contiguous_strides(shape)) if found["strides"] is None else \
         [int(n) for n in found["strides"].split(",") if n.strip()]
     return getattr(torch, found["dtype"]), found["device"] or "cpu", shape, strides
 
