@@ -36,6 +36,9 @@ _COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
 _lock = threading.RLock()
 _known: weakref.WeakValueDictionary[Any, Fused] = weakref.WeakValueDictionary()
 """Those that some plan holds, or that were made lately."""
+TOLD = 1 << 20
+"""Bytes that are copied for a call without a word, because they lie otherwise than in the trace: the gradient
+of an output that is a view may."""
 compiled = 0
 """How many groups were compiled in this process, those found on disk included."""
 seconds = 0.0
@@ -85,7 +88,7 @@ class Fused:
         if found is None:
             copied = [t.nbytes for t, form in zip(tensors, self._forms, strict=True) if not _is_as(t, form)]
             found = self._otherwise[strides] = bool(copied)
-            if copied:
+            if sum(copied) > TOLD:
                 warn(f"{self._function.__name__}, a compiled group of operations, gets tensors in another "
                      f"layout than in the trace: {sum(copied):,} bytes are copied for each call, outside of "
                      "the plan")
