@@ -18,11 +18,14 @@ from rkmate.show.plan import Plan
 
 def follow(traced: Traced, plan: Plan) -> Planned:
     """A plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError` where
-    it does not belong to this model, or to this way of gradients."""
+    it does not belong to this model, to this way of gradients, or to as many calls."""
     if plan.gradients != traced.settings.gradients:
         raise PlanError(f'the plan was made with gradients="{plan.gradients}", and this call says '
                         f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make another '
                         "plan")
+    if plan.calls < traced.settings.calls:
+        raise PlanError(f"the plan was made with calls={plan.calls}, and this call says "
+                        f"calls={traced.settings.calls}: make another plan")
     if bool(plan.compiled) != (traced.settings.compile is True):
         raise PlanError(f"the plan was made with compile={bool(plan.compiled)}, and this call says "
                         f"{traced.settings.compile}: say compile={bool(plan.compiled)}, or make another plan")

@@ -284,7 +284,11 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     if costs is not None:
         known: Costs = dict(enumerate(costs))
     elif traced.settings.costs == "analytic":
-        known = with_memory_of_groups(parts.program.operation, analytic_costs(parts))
+        known = analytic_costs(parts)
+        if devices.of(traced.device).elsewhere is None:
+            compile_all(parts.program.operation, traced.progress)
+        with capture_lock:                  # groups run once, and what the process allocates is read
+            known = with_memory_of_groups(parts.program.operation, known)
     else:
         compile_all(parts.program.operation, traced.progress)
         with traced.progress.stage("measuring", len(parts.blocks)) as tick, capture_lock:

@@ -113,6 +113,8 @@ class PlannedStep:
                       for m in meta]
         written = joint.written()
         self._free = {source_key(s) for s in written}
+        self.written = [i for k, i in self.inputs.items() if k in self._free]
+        """Tensors among the arguments that the forward writes to."""
         # What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second
         # run may find another value where it leads to new values of such things only (a counter).
         results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads} \

@@ -26,10 +26,11 @@ from rkmate.pipeline.compiled import compile_all
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss_inside import traceable
-from rkmate.pipeline.other_sizes import KnownPlan, plan_at_other_size
+from rkmate.pipeline.other_sizes import KnownPlan
 from rkmate.pipeline.planning import make_plan
 from rkmate.pipeline.prepare import Traced, held_tensors, trace
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.sizes_on_devices import plan_that_fits
 from rkmate.runtime.changes import changing, differing
 from rkmate.runtime.deferred import Reads
 from rkmate.runtime.engines import Engines
@@ -232,6 +233,7 @@ class PlanCache:
             total = sum(s.bytes for s in self._kept.values())
             while len(self._kept) > 1 and total > self.planning.settings.kept_plans_bytes:
                 total -= self._kept.popitem(last=False)[1].bytes
+                self.observations.keep(self._kept)
 
     def _warn_of_changes(self, key: Guards) -> None:
         with self._lock:
@@ -329,7 +331,7 @@ class PlanCache:
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
         planned = follow(traced, plan) if plan is not None else \
             (follow_any(traced, saved) if saved else None) or \
-            (plan_at_other_size(traced, budget, self.planning.planner, known, measured=not derived)
+            (plan_that_fits(traced, budget, self.planning.planner, known, measured=not derived)
              if known else None)
         derived = derived and planned is not None
         planned = planned or make_plan(traced, budget, self.planning.planner)
