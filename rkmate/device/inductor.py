@@ -2,7 +2,8 @@
 
 A group is a Python function of tensors of known forms, which calls operators; what it looks like does not
 depend on where it comes from, so that equal groups are compiled once in a process, and found on disk by the
-next one (inductor's own cache, which another version of torch does not use).
+next one (`kernel_files`; what is not kept there, in inductor's own cache. Another version of torch uses
+neither).
 
 Uses private names of torch (inductor's inner compiler); tested with torch 2.13.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import sys
 import threading
 import time
 import types
@@ -22,17 +24,22 @@ from typing import Any
 
 import torch
 
+from rkmate.device import kernel_files
+from rkmate.device.protocol import Device
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.device.registry import common
 from rkmate.errors import CompilerError
 
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
                    r"(?: by \[(?P<strides>[\d, ]*)\])?")
-_COMPILERS = ("g++", "clang++", "c++")
+_COMPILER = "clang++" if sys.platform == "darwin" else "g++"
+"""What inductor runs where `CXX` names nothing."""
 _lock = threading.RLock()
 _known: dict[Any, Fused] = {}
 compiled = 0
 """How many groups were compiled in this process, those found on disk included."""
+found = 0
+"""How many of them were on disk, as `kernel_files` keeps them."""
 seconds = 0.0
 """How long that took."""
 
@@ -45,7 +52,7 @@ class Fused:
 
     def __init__(self, function: Callable[..., Any], forms: Sequence[str]) -> None:
         self._function, self._forms = function, tuple(forms)
-        self._run: Callable[[list[torch.Tensor]], Any] | None = None
+        self._run: kernel_files.Call | None = None
         self._copied: tuple[int, ...] | None = None
 
     def compile(self) -> None:
@@ -81,12 +88,17 @@ def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
     one is compiled for as many threads as torch has then.
     """
     def made(function: Any) -> Fused:
-        code: types.CodeType = function.__code__
-        key = (forms, torch.get_num_threads(), code.co_code, code.co_names, code.co_varnames,
-               tuple(map(repr, code.co_consts)))
+        key = _text(function, forms)
         with _lock:
             return _known.setdefault(key, Fused(function, forms))
     return made
+
+
+def _text(function: Callable[..., Any], forms: Sequence[str]) -> tuple[Any, ...]:
+    """What tells a function of tensors of these forms from others, and how it is compiled now."""
+    code: types.CodeType = function.__code__
+    return (tuple(forms), torch.get_num_threads(), code.co_code, code.co_names, code.co_varnames,
+            tuple(map(repr, code.co_consts)))
 
 
 def form_of(value: torch.Tensor) -> str:
@@ -101,10 +113,10 @@ def check_compiler(device: torch.device) -> None:
     """Raise `CompilerError` where nothing can be compiled for a device: it names what to install."""
     if device.type == "cpu":
         named = environ.get("CXX")
-        if named and shutil.which(shlex.split(named)[0]) is None:
+        if named and not any(map(shutil.which, shlex.split(named)[:1])):
             raise CompilerError(f"no C++ compiler: the environment says CXX={named}, and there is no such "
                                 "program. Install it, or let CXX name another one")
-        if not named and not any(map(shutil.which, _COMPILERS)):
+        if not named and shutil.which(_COMPILER) is None:
             raise CompilerError(
                 "no C++ compiler, which compile=True needs on a CPU: install g++ (Debian and Ubuntu: `apt "
                 "install g++`; Fedora: `dnf install gcc-c++`; conda: `conda install gxx`; macOS: "
@@ -161,9 +173,21 @@ def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) ->
     return tuple(found)
 
 
-def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> Callable[[list[torch.Tensor]], Any]:
+def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> kernel_files.Call:
+    global found
+    device = common([torch.empty(0, device=_read(form)[1]) for form in forms])
+    key = kernel_files.key_of(_text(function, forms), device.key())
+    known = kernel_files.kept(key)
+    if known is not None:
+        found += 1
+        return known
+    made = _made(function, forms, device)
+    kernel_files.keep(key, made)
+    return made
+
+
+def _made(function: Callable[..., Any], forms: Sequence[str], device: Device) -> kernel_files.Call:
     wanted = [_read(form) for form in forms]
-    device = common([torch.empty(0, device=d) for _, d, _, _ in wanted])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch._guards import TracingContext, tracing
