@@ -2,7 +2,8 @@
 
 A group is a Python function of tensors of known forms, which calls operators; what it looks like does not
 depend on where it comes from, so that equal groups are compiled once in a process, and found on disk by the
-next one (inductor's own cache, which another version of torch does not use).
+next one (`kernel_files`; what is not kept there, in inductor's own cache. Another version of torch uses
+neither).
 
 Uses private names of torch (inductor's inner compiler); tested with torch 2.13.
 """
@@ -23,7 +24,9 @@ from typing import Any
 
 import torch
 
+from rkmate.device import kernel_files
 from rkmate.device.forms import contiguous_strides
+from rkmate.device.protocol import Device
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.device.registry import common
 from rkmate.errors import CompilerError
@@ -41,6 +44,8 @@ TOLD = 1 << 20
 of an output that is a view may."""
 compiled = 0
 """How many groups were compiled in this process, those found on disk included."""
+found = 0
+"""How many of them were on disk, as `kernel_files` keeps them."""
 seconds = 0.0
 """How long that took."""
 
@@ -53,7 +58,7 @@ class Fused:
 
     def __init__(self, function: Callable[..., Any], forms: Sequence[str]) -> None:
         self._function, self._forms = function, tuple(forms)
-        self._run: Callable[[list[torch.Tensor]], Any] | None = None
+        self._run: kernel_files.Call | None = None
         self._copied: tuple[int, ...] | None = None
         self._otherwise: dict[tuple[tuple[int, ...], ...], bool] = {}
         """Strides of arguments -> whether they are other ones than those that it was compiled for."""
@@ -102,12 +107,17 @@ def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
     one is compiled for as many threads as torch has then.
     """
     def made(function: Any) -> Fused:
-        code: types.CodeType = function.__code__
-        key = (forms, torch.get_num_threads(), code.co_code, code.co_names, code.co_varnames,
-               tuple(map(repr, code.co_consts)))
+        key = _text(function, forms)
         with _lock:
             return _known.setdefault(key, Fused(function, forms))
     return made
+
+
+def _text(function: Callable[..., Any], forms: Sequence[str]) -> tuple[Any, ...]:
+    """What tells a function of tensors of these forms from others, and how it is compiled now."""
+    code: types.CodeType = function.__code__
+    return (tuple(forms), torch.get_num_threads(), code.co_code, code.co_names, code.co_varnames,
+            tuple(map(repr, code.co_consts)))
 
 
 def form_of(value: torch.Tensor) -> str:
@@ -180,9 +190,21 @@ def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) ->
     return tuple(found)
 
 
-def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> Callable[[list[torch.Tensor]], Any]:
+def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> kernel_files.Call:
+    global found
+    device = common([torch.empty(0, device=_read(form)[1]) for form in forms])
+    key = kernel_files.key_of(_text(function, forms), device.key())
+    known = kernel_files.kept(key)
+    if known is not None:
+        found += 1
+        return known
+    made = _made(function, forms, device)
+    kernel_files.keep(key, made)
+    return made
+
+
+def _made(function: Callable[..., Any], forms: Sequence[str], device: Device) -> kernel_files.Call:
     wanted = [_read(form) for form in forms]
-    device = common([torch.empty(0, device=d) for _, d, _, _ in wanted])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch._guards import TracingContext, tracing
