@@ -30,7 +30,7 @@ def computed_again(work: Rewriting, fused: Collection[fx.Node], reads: Reads) ->
     cheap = {n for n in fused if not is_backward(n) and is_pointwise(n)}
     if wanted.isdisjoint(cheap):
         return set()
-    free = work.results()
+    free = {owner_of(n) for n in work.results()}
     graph = nx.DiGraph()
     todo, seen = list(wanted), set(wanted)
     while todo:
