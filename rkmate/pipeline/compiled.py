@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from rkmate.device.inductor import check_compiler, fused, version
+from rkmate.device.inductor import check_compiler, form_of, fused, version
 from rkmate.errors import CompilerError
 from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.pipeline.settings import Settings
@@ -25,7 +25,7 @@ def with_compiler(settings: Settings, device: torch.device) -> Settings:
     try:
         check_compiler(device)
         if settings.compile == "auto":          # there may be no headers
-            fused("float32[2]" if device.type == "cpu" else f"{device} float32[2]")(_smallest).compile()
+            fused(form_of(torch.empty(2, device=device)))(_smallest).compile()
     except CompilerError as error:
         if settings.compile is True:
             raise

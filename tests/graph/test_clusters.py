@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
