@@ -156,6 +156,7 @@ def test_no_copy_comes_after_the_end_of_a_queue(tmp_path: Path) -> None:
 def test_a_call_that_is_collected_in_a_thread_that_copies(engine: CopyEngine, tmp_path: Path,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     call, write, where = engine.open(), os.pwrite, []
+    tensor = some(3 * MIB)              # the same both times: where memory begins decides how much room it takes
 
     def closing(*args: Any) -> int:
         where.append(threading.current_thread())
@@ -164,7 +165,7 @@ def test_a_call_that_is_collected_in_a_thread_that_copies(engine: CopyEngine, tm
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", closing)
-        call.out("a", some(3 * MIB))
+        call.out("a", tensor)
         for sent in call._away.values():                # type: ignore[attr-defined]
             sent.moving.over.wait()
     while not where:
@@ -177,7 +178,7 @@ def test_a_call_that_is_collected_in_a_thread_that_copies(engine: CopyEngine, tm
     engine.open().close()
     assert not file._abandoned
     other = engine.open()
-    other.out("a", some(3 * MIB))
+    other.out("a", tensor)
     assert file.room.end == end         # its room was given back
     other.close()
 
