@@ -24,8 +24,8 @@ class FakeEngine:
         self.calls: weakref.WeakSet[FakeCopies] = weakref.WeakSet()
         """That are open."""
 
-    def open(self) -> FakeCopies:
-        """See `CopyEngine.open`."""
+    def open(self, *, verify: bool = False) -> FakeCopies:
+        """See `CopyEngine.open`. Nothing gets lost here."""
         return FakeCopies(self)
 
     def close(self) -> None:

@@ -156,7 +156,7 @@ def test_no_copy_comes_after_the_end_of_a_queue(tmp_path: Path) -> None:
 def test_a_call_that_is_collected_in_a_thread_that_copies(engine: CopyEngine, tmp_path: Path,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     call, write, where = engine.open(), os.pwrite, []
-    tensor = some(3 * MIB)              # the same both times: where memory begins decides how much room it takes
+    tensor = some(3 * MIB)      # the same both times: how much room it takes depends on where it begins
 
     def closing(*args: Any) -> int:
         where.append(threading.current_thread())

@@ -24,7 +24,11 @@ from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.layouts import channels_last, layouts_of_gradients
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
-from rkmate.graph.passes.running_statistics import drop_unread_statistics, protect_overwritten
+from rkmate.graph.passes.running_statistics import (
+    drop_unread_statistics,
+    protect_overwritten,
+    take_counters_off,
+)
 from rkmate.graph.passes.tiles.heads import tile_heads
 from rkmate.graph.passes.tiles.mlps import tile_mlps
 from rkmate.graph.passes.unwanted_gradients import drop_unwanted_gradients
@@ -71,6 +75,10 @@ REWRITINGS = (
          "The forward writes to a buffer or an input when it is over; who needs the value from before, a "
          "second run in the backward above all, reads a copy.",
          protect_overwritten, ()),
+    Pass("counters", "simplify",
+         "Each batch norm counts its batches in a buffer of its own: an operation, and a kernel, for each. "
+         "What nobody reads is counted up after the forward, all in one call.",
+         take_counters_off, ()),
     Pass("reduced losses", "simplify",
          "Torch's kernels of some losses (`mse_loss`, `smooth_l1_loss`, `binary_cross_entropy`, "
          "`soft_margin_loss`) return a number in a storage as large as what it sums up. Held to the end of "
