@@ -101,6 +101,8 @@ class LateCopies:
         for held in (self.leaving, self.away, self.coming):
             held.clear()
 
+    __del__ = close
+
 
 def use(monkeypatch: pytest.MonkeyPatch, engine: LateEngine) -> LateEngine:
     """On the CPU, plans send data to this engine, whatever folder they name."""

@@ -22,10 +22,11 @@ import threading
 import uuid
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rkmate.device.lanes import BLOCK, CHUNK, LANES, Descriptor, Lanes, Transfer
+from rkmate.device.lanes import BLOCK, CHUNK, LANES, Descriptor, Lanes, Transfer, let_go
 from rkmate.device.room import Extent, Room
 from rkmate.support.warn import warn
 
@@ -37,7 +38,7 @@ _MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _NAME = "rkmate-*-*.away"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Abandoned:
     """What a call had when it was collected in a thread that copies: it has to live until that is over."""
 
@@ -73,10 +74,11 @@ class AwayFile:
 
     def sweep(self) -> None:
         """Free what abandoned calls have. Not in one of the threads."""
-        while self._abandoned:
-            call = self._abandoned.popleft()
-            self.lanes.without(call.transfers)
-            self.room.give(call.extents)
+        for call in list(self._abandoned):
+            self.lanes.without(call.transfers)      # who is interrupted here has to find it again
+            with contextlib.suppress(ValueError):   # another thread was faster
+                self._abandoned.remove(call)
+                self.room.give(call.extents)
 
     def leave_to_parent(self) -> None:
         """In a forked child."""
@@ -111,15 +113,14 @@ def _opened(folder: Path) -> Descriptor:
     for left in folder.glob(_NAME):         # those in use have no name, and those that get one now need none
         with contextlib.suppress(OSError):
             left.unlink()
+    if kind := _kind(folder):
+        _warn_once(folder, f"{folder} is memory ({kind}), not a disk: what is sent there takes the machine's "
+                           "memory all the same. Give a folder on a disk")
     direct = getattr(os, "O_DIRECT", 0)
-    if direct:
-        descriptor = _nameless(folder, direct)
-        if descriptor is not None:
-            if kind := _kind(folder):
-                _warn_once(folder, f"{folder} is memory ({kind}), not a disk: what is sent there takes the "
-                                   "machine's memory all the same. Give a folder on a disk")
-            descriptor.aligned = next((a for a in _ALIGNED if _writes(descriptor, a)), BLOCK)
-            return descriptor
+    descriptor = _nameless(folder, direct) if direct else None
+    if descriptor is not None:
+        descriptor.aligned = next((a for a in _ALIGNED if _writes(descriptor, a)), BLOCK)
+        return descriptor
     descriptor = _nameless(folder, 0)
     if descriptor is None:
         raise OSError(errno.EIO, "a first write failed")
@@ -177,31 +178,56 @@ def _warn_once(folder: Path, message: str) -> None:
         warn(message)
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _files: weakref.WeakValueDictionary[tuple[int, int], AwayFile] = weakref.WeakValueDictionary()
 _warned: set[Path] = set()
-_resting: list[AwayFile] = []
 
 
+class _Resting(threading.local):
+    """What the thread that forks holds still."""
+
+    files: tuple[AwayFile, ...] = ()
+
+
+_resting = _Resting()
+
+
+def _uninterrupted(hook: Callable[[], None]) -> Callable[[], None]:
+    """Around a fork: Python drops what a hook raises and goes on, and half of one is worse than a Ctrl-C that
+    is lost. The hook begins anew."""
+    def run() -> None:
+        while True:
+            try:
+                return hook()
+            except KeyboardInterrupt:
+                continue
+    return run
+
+
+@_uninterrupted
 def _before_fork() -> None:
     """The disk must not write memory while it is shared with a child."""
     _lock.acquire()
-    _resting.extend(_files.values())
-    for file in _resting:
+    _resting.files += tuple(_files.values())
+    for file in _resting.files:
         file.lanes.rest()
 
 
+@_uninterrupted
 def _in_parent() -> None:
-    while _resting:
-        _resting.pop().lanes.resume()
-    _lock.release()
+    for file in _resting.files:
+        file.lanes.resume()
+    _resting.files = ()
+    let_go(_lock)
 
 
 def _in_child() -> None:
-    while _resting:
-        _resting.pop().leave_to_parent()
+    global _lock
+    _lock = threading.RLock()           # the old one may be a thread's that is not here
+    for file in _files.values():
+        file.leave_to_parent()
+    _resting.files = ()
     _files.clear()
-    _lock.release()
 
 
 if hasattr(os, "register_at_fork"):

@@ -32,7 +32,7 @@ class StepCopies(Protocol):
 
     def close(self) -> None:
         """Wait for, or give up, what is under way; free buffers and room. Idempotent; safe from any thread
-        and from ``__del__``."""
+        and from ``__del__``, which calls it."""
 
 
 class CopyEngine(Protocol):

@@ -8,15 +8,16 @@ next step.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from rkmate.device.away_bytes import AwayBytes
+from rkmate.device.call_copies import CallCopies, Sent
 from rkmate.device.copy_engine import StepCopies
 from rkmate.device.forms import Form, bytes_of
 from rkmate.device.lanes import checksum
@@ -36,10 +37,24 @@ class PinnedPool:
     def __init__(self, device: torch.device) -> None:
         self.out = torch.cuda.Stream(device)
         self.back = torch.cuda.Stream(device)
-        self.read: torch.cuda.Event | None = None
-        """After it, room that was given back is read no more."""
         self._slabs: list[torch.Tensor] = []
         self.room = Room(BLOCK, functools.partial(_grow, self._slabs), step=SLAB)
+        self._read: deque[torch.cuda.Event] = deque()
+        """After them, room that was given back is read no more; copies out do not wait for them yet."""
+        self._waiting = threading.Lock()
+
+    def give(self, extents: Sequence[Extent]) -> None:
+        """Give room back that copies back may still read. It takes no lock: the collector of garbage may call
+        it at any place."""
+        self._read.append(self.back.record_event())
+        self.room.give(extents)
+
+    def wait_for_readers(self) -> None:
+        """Copies out that are begun from now on may write to all room that was given back."""
+        with self._waiting:
+            while self._read:
+                self.out.wait_event(self._read[0])
+                self._read.popleft()
 
     def parts(self, extents: Sequence[Extent], content: torch.Tensor
               ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -98,116 +113,76 @@ class HostEngine:
         self._pool = None
 
 
-class HostCopies:
-    """The copies of one call. One thread at a time may use it, and all on one stream."""
+@dataclass(eq=False)
+class _Pinned(Sent):
+    """A storage, and where it is in pinned memory."""
+
+    extents: list[Extent]
+    written: torch.cuda.Event = field(init=False)
+    """The end of the copy out."""
+    there: torch.cuda.Event = field(init=False)
+    """The end of the last copy back."""
+    checksum: int | None = None
+    """None where nothing is verified."""
+
+
+class HostCopies(CallCopies[_Pinned]):
+    """The copies of one call, all on one stream. That waits for them, not the host: memory is used again in
+    its order."""
+
+    room = "pinned memory"
 
     def __init__(self, device: torch.device, pool: PinnedPool, away: AwayBytes, *, verify: bool) -> None:
-        self._device, self._pool, self._bytes, self._verify = device, pool, away, verify
-        self.away_bytes = 0
-        """Of the storages that it has sent, until it is closed."""
-        self._away: dict[str, _Away] = {}
-        self._leaving: dict[str, torch.Tensor] = {}
-        self._coming: dict[str, tuple[torch.Tensor, torch.cuda.Event]] = {}
-        self._open = True
+        self._pool, self._verify = pool, verify
+        super().__init__(HostEngine.place, device, away)
 
-    def out(self, key: str, tensor: torch.Tensor) -> None:
-        """See `StepCopies.out`."""
-        pool = self._usable()
-        if key in self._away:
-            raise ValueError(f"{key} was sent away before")
-        form, content = Form.of(tensor), bytes_of(tensor.untyped_storage())
-        self._bytes.add(self, form.nbytes)
-        try:
-            extents = pool.room.take(form.nbytes)
-        except RuntimeError as error:
-            self.away_bytes -= form.nbytes
-            raise OffloadError(f"host: there is no pinned memory for {form.nbytes:,} bytes "
-                               f"({error})") from error
-        expected = _checksum(content) if self._verify else None
+    def _take(self, form: Form, tensor: torch.Tensor) -> _Pinned:
+        return _Pinned(form, tensor, self._pool.room.take(form.nbytes))
+
+    def _send(self, sent: _Pinned, content: torch.UntypedStorage) -> None:
+        pool, there = self._pool, bytes_of(content)
+        if self._verify:
+            sent.checksum = _checksum(there)
+        pool.wait_for_readers()
         pool.out.wait_event(self._now().record_event())
-        if (read := pool.read) is not None:
-            pool.out.wait_event(read)
-        self._leaving[key] = tensor
         with torch.cuda.stream(pool.out):
-            for there, here in pool.parts(extents, content):
-                here.copy_(there, non_blocking=True)
-        self._away[key] = _Away(form, extents, pool.out.record_event(), expected)
+            for part, here in pool.parts(sent.extents, there):
+                here.copy_(part, non_blocking=True)
+        sent.written = pool.out.record_event()
 
-    def leave(self, key: str) -> None:
-        """See `StepCopies.leave`. The stream waits, not the host: memory is used again in its order."""
-        self._usable()
-        tensor = self._leaving[key]
-        self._now().wait_event(self._away[key].written)
-        del self._leaving[key], tensor
+    def _wait_out(self, sent: _Pinned) -> None:
+        self._now().wait_event(sent.written)
 
-    def back(self, key: str) -> torch.Tensor:
-        """See `StepCopies.back`."""
-        pool = self._usable()
-        if key in self._leaving:
-            raise ValueError(f"{key} has not left")
-        self.arrive(key)
-        away = self._away[key]
-        storage = torch.UntypedStorage(away.form.nbytes, device=self._device)
-        tensor = away.form.over(storage)
+    def _fetch(self, sent: _Pinned, content: torch.UntypedStorage) -> None:
+        pool = self._pool
         pool.back.wait_event(self._now().record_event())        # whoever had this memory before is done then
-        pool.back.wait_event(away.written)
+        pool.back.wait_event(sent.written)
         with torch.cuda.stream(pool.back):
-            for there, here in pool.parts(away.extents, bytes_of(storage)):
-                there.copy_(here, non_blocking=True)
-        self._coming[key] = tensor, pool.back.record_event()
-        return tensor
+            for part, here in pool.parts(sent.extents, bytes_of(content)):
+                part.copy_(here, non_blocking=True)
+        sent.there = pool.back.record_event()
 
-    def arrive(self, key: str) -> None:
-        """See `StepCopies.arrive`."""
-        self._usable()
-        if key not in self._coming:
-            return
-        tensor, there = self._coming[key]
-        self._now().wait_event(there)
-        away = self._away[key]
-        if away.checksum is not None and _checksum(bytes_of(tensor.untyped_storage())) != away.checksum:
-            raise OffloadError(f"host: of {away.form.nbytes:,} bytes some are not those that were sent: they "
+    def _wait_back(self, sent: _Pinned) -> None:
+        self._now().wait_event(sent.there)
+        if sent.checksum is not None and sent.coming is not None \
+                and _checksum(bytes_of(sent.coming.untyped_storage())) != sent.checksum:
+            raise OffloadError(f"host: of {sent.form.nbytes:,} bytes some are not those that were sent: they "
                                "were written to while they were copied")
-        del self._coming[key]
 
-    def close(self) -> None:
-        """See `StepCopies.close`. Memory that is still copied is used again when that is done, by whichever
-        stream."""
-        if not self._open:
-            return
-        self._open, self.away_bytes = False, 0
-        for tensor in self._leaving.values():
-            tensor.record_stream(self._pool.out)
-        for tensor, _ in self._coming.values():
-            tensor.record_stream(self._pool.back)
-        extents = [extent for away in self._away.values() for extent in away.extents]
-        self._leaving, self._coming, self._away = {}, {}, {}
-        self._pool.read = self._pool.back.record_event()
-        self._pool.room.give(extents)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_open") and not sys.is_finalizing():
-            self.close()
+    def _give_up(self) -> None:
+        # Memory that is still copied is used again when that is done, by whichever stream.
+        for sent in self._away.values():
+            if sent.leaving is not None:
+                sent.leaving.record_stream(self._pool.out)
+            if sent.coming is not None:
+                sent.coming.record_stream(self._pool.back)
+        extents = [extent for sent in self._away.values() for extent in sent.extents]
+        self._forget()
+        if extents:
+            self._pool.give(extents)
 
     def _now(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
-
-    def _usable(self) -> PinnedPool:
-        if not self._open:
-            raise OffloadError("host: these copies were closed")
-        return self._pool
-
-
-@dataclass(frozen=True)
-class _Away:
-    """What was sent."""
-
-    form: Form
-    extents: list[Extent]
-    written: torch.cuda.Event
-    """The end of the copy out."""
-    checksum: int | None
-    """None where nothing is verified."""
 
 
 def _checksum(content: torch.Tensor) -> int:

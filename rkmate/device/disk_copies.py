@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +11,9 @@ import torch
 
 from rkmate.device.away_bytes import AwayBytes
 from rkmate.device.away_file import BUFFER_BYTES, Abandoned, AwayFile, shared
+from rkmate.device.call_copies import CallCopies, Sent, reason_of
 from rkmate.device.forms import Form
-from rkmate.device.lanes import BLOCK, CHUNK, LANES, Chunk, Mismatch, Transfer, checksum
+from rkmate.device.lanes import BLOCK, CHUNK, LANES, Chunk, Mismatch, Queue, Transfer, checksum
 from rkmate.device.room import Extent
 from rkmate.errors import ArgumentError, OffloadError
 
@@ -35,8 +35,8 @@ class FolderEngine:
         try:
             self._file: AwayFile | None = shared(place)
         except OSError as error:
-            raise ArgumentError(f"offload is {place!r}, where nothing can be sent ({_reason(error)}): give a "
-                                "folder that is there and can be written, on a disk with room") from error
+            raise ArgumentError(f"offload is {place!r}, where nothing can be sent ({reason_of(error)}): give "
+                                "a folder that is there and can be written, on a disk with room") from error
         self._process = os.getpid()
         self._bytes = AwayBytes(place, most_bytes)
 
@@ -50,139 +50,13 @@ class FolderEngine:
                 self._file = shared(self.place)
             except OSError as error:
                 raise OffloadError(f"{self.place}: nothing can be sent there by a forked process "
-                                   f"({_reason(error)})") from error
+                                   f"({reason_of(error)})") from error
             self._process, self._bytes = os.getpid(), AwayBytes(self.place, self.most_bytes)
         return DiskCopies(self.place, self._file, self._bytes, verify=verify or self._verify)
 
     def close(self) -> None:
         """See `CopyEngine.close`."""
         self._file = None
-
-
-class DiskCopies:
-    """The copies of one call. One thread at a time may use it."""
-
-    def __init__(self, place: str, file: AwayFile, away: AwayBytes, *, verify: bool) -> None:
-        self._process = os.getpid()
-        self._place, self._file, self._bytes, self._verify = place, file, away, verify
-        self._closing = threading.Lock()
-        self.away_bytes = 0
-        """Of the storages that it has sent, until it is closed."""
-        self._away: dict[str, _Away] = {}
-        self._leaving: dict[str, tuple[torch.Tensor, Transfer]] = {}
-        self._coming: dict[str, tuple[torch.Tensor, Transfer]] = {}
-        file.sweep()
-        self._buffers: torch.Tensor | None = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
-        """None once it is closed."""
-        start = -(-self._buffers.data_ptr() // BLOCK) * BLOCK
-        places = tuple(start + k * CHUNK for k in range(2 * LANES))
-        self._out_buffers, self._back_buffers = places[:LANES], places[LANES:]
-
-    def out(self, key: str, tensor: torch.Tensor) -> None:
-        """See `StepCopies.out`."""
-        file = self._usable()
-        if key in self._away:
-            raise ValueError(f"{key} was sent away before")
-        form, start = Form.of(tensor), tensor.untyped_storage().data_ptr()
-        self._bytes.add(self, form.nbytes)
-        before = -start % file.aligned
-        if before >= min(BLOCK, form.nbytes):
-            before = 0
-        try:
-            extents = file.room.take(form.nbytes + (BLOCK - before if before else 0))
-        except OSError as error:
-            self.away_bytes -= form.nbytes
-            raise self._error(f"there is no room for {form.nbytes:,} bytes", error) from error
-        parts = tuple(_parts(extents, form.nbytes, before))
-        sums = tuple(checksum(start + p.start, p.size) if self._verify else None for p in parts)
-        self._away[key] = _Away(form, extents, parts, sums)
-        transfer = Transfer(len(parts), self._out_buffers)
-        self._leaving[key] = tensor, transfer
-        file.lanes.start()
-        for part in parts:
-            file.lanes.out.put(Chunk(transfer, start + part.start, part.size, part.offset))
-
-    def leave(self, key: str) -> None:
-        """See `StepCopies.leave`."""
-        self._usable()
-        transfer = self._leaving[key][1]
-        transfer.over.wait()
-        if transfer.error is not None:
-            raise self._error(f"{self._away[key].form.nbytes:,} bytes could not be written", transfer.error)
-        del self._leaving[key]
-
-    def back(self, key: str) -> torch.Tensor:
-        """See `StepCopies.back`."""
-        file = self._usable()
-        if key in self._leaving:
-            raise ValueError(f"{key} has not left")
-        self.arrive(key)
-        away = self._away[key]
-        storage = torch.UntypedStorage(away.form.nbytes, device="cpu")
-        tensor, start = away.form.over(storage), storage.data_ptr()
-        transfer = Transfer(len(away.parts), self._back_buffers)
-        self._coming[key] = tensor, transfer
-        file.lanes.start()
-        for part, expected in zip(away.parts, away.checksums, strict=True):
-            file.lanes.back.put(Chunk(transfer, start + part.start, part.size, part.offset, expected))
-        return tensor
-
-    def arrive(self, key: str) -> None:
-        """See `StepCopies.arrive`."""
-        self._usable()
-        if key not in self._coming:
-            return
-        transfer = self._coming[key][1]
-        transfer.over.wait()
-        size = self._away[key].form.nbytes
-        if isinstance(transfer.error, Mismatch):
-            raise OffloadError(f"{self._place}: of {size:,} bytes some are not those that were sent: the "
-                               "disk lost them, or they were written to while they were copied")
-        if transfer.error is not None:
-            raise self._error(f"{size:,} bytes could not be read", transfer.error)
-        del self._coming[key]
-
-    def close(self) -> None:
-        """See `StepCopies.close`."""
-        if self._closing.acquire(blocking=False):       # else another thread is at it
-            try:
-                if self._buffers is not None:
-                    self._close()
-            finally:
-                self._closing.release()
-
-    def _close(self) -> None:
-        moving = [*self._leaving.values(), *self._coming.values()]
-        transfers = [transfer for _, transfer in moving]
-        extents = [extent for away in self._away.values() for extent in away.extents]
-        if self._process != os.getpid():        # nothing here is a forked child's
-            self._forget()
-        elif self._file.lanes.here():
-            # The collector of garbage runs in a thread that copies, which cannot wait for itself.
-            self._file.abandon(Abandoned(transfers, extents, [moving, self._buffers]))
-            self._forget()
-        else:
-            self._file.lanes.without(transfers)
-            self._forget()
-            self._file.room.give(extents)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_buffers"):
-            self.close()
-
-    def _forget(self) -> None:
-        self.away_bytes, self._buffers = 0, None
-        self._leaving, self._coming, self._away = {}, {}, {}
-
-    def _usable(self) -> AwayFile:
-        if self._buffers is None:
-            raise OffloadError(f"{self._place}: these copies were closed")
-        if self._process != os.getpid():
-            raise OffloadError(f"{self._place}: what another process sent there is not a forked child's")
-        return self._file
-
-    def _error(self, what: str, error: BaseException) -> OffloadError:
-        return OffloadError(f"{self._place}: {what} ({_reason(error)})")
 
 
 class _Part(NamedTuple):
@@ -195,15 +69,94 @@ class _Part(NamedTuple):
     """In the file."""
 
 
-@dataclass(frozen=True)
-class _Away:
-    """What was sent."""
+@dataclass(eq=False)
+class _OnDisk(Sent):
+    """A storage, and where it is in the file."""
 
-    form: Form
     extents: list[Extent]
     parts: tuple[_Part, ...]
     checksums: tuple[int | None, ...]
     """Of each part; None where nothing is verified."""
+    moving: Transfer | None = None
+    """The last copy, out or back."""
+
+
+class DiskCopies(CallCopies[_OnDisk]):
+    """The copies of one call."""
+
+    def __init__(self, place: str, file: AwayFile, away: AwayBytes, *, verify: bool) -> None:
+        self._file, self._verify = file, verify
+        file.sweep()
+        self._buffers: torch.Tensor | None = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
+        """None once it is closed."""
+        start = -(-self._buffers.data_ptr() // BLOCK) * BLOCK
+        places = tuple(start + k * CHUNK for k in range(2 * LANES))
+        self._out_buffers, self._back_buffers = places[:LANES], places[LANES:]
+        super().__init__(place, torch.device("cpu"), away)
+
+    def _take(self, form: Form, tensor: torch.Tensor) -> _OnDisk:
+        before = -tensor.untyped_storage().data_ptr() % self._file.aligned
+        if before >= min(BLOCK, form.nbytes):
+            before = 0
+        extents = self._file.room.take(form.nbytes + (BLOCK - before if before else 0))
+        parts = tuple(_parts(extents, form.nbytes, before))
+        return _OnDisk(form, tensor, extents, parts, (None,) * len(parts))
+
+    def _send(self, sent: _OnDisk, content: torch.UntypedStorage) -> None:
+        start = content.data_ptr()
+        if self._verify:
+            sent.checksums = tuple(checksum(start + part.start, part.size) for part in sent.parts)
+        sent.moving = transfer = Transfer(len(sent.parts), self._out_buffers)
+        self._put(self._file.lanes.out, sent, [
+            Chunk(transfer, start + part.start, part.size, part.offset) for part in sent.parts])
+
+    def _wait_out(self, sent: _OnDisk) -> None:
+        self._wait(sent, "written")
+
+    def _fetch(self, sent: _OnDisk, content: torch.UntypedStorage) -> None:
+        start = content.data_ptr()
+        sent.moving = transfer = Transfer(len(sent.parts), self._back_buffers)
+        self._put(self._file.lanes.back, sent, [
+            Chunk(transfer, start + part.start, part.size, part.offset, expected)
+            for part, expected in zip(sent.parts, sent.checksums, strict=True)])
+
+    def _wait_back(self, sent: _OnDisk) -> None:
+        self._wait(sent, "read")
+
+    def _put(self, queue: Queue, sent: _OnDisk, chunks: list[Chunk]) -> None:
+        try:
+            self._file.lanes.put(queue, chunks)
+        except RuntimeError as error:
+            raise self._error(f"{sent.form.nbytes:,} bytes could not be copied", error) from error
+
+    def _wait(self, sent: _OnDisk, what: str) -> None:
+        transfer, size = sent.moving, sent.form.nbytes
+        assert transfer is not None
+        transfer.over.wait()
+        if isinstance(transfer.error, Mismatch):
+            raise OffloadError(f"{self._place}: of {size:,} bytes some are not those that were sent: the "
+                               "disk lost them, or they were written to while they were copied")
+        if transfer.error is not None:
+            raise self._error(f"{size:,} bytes could not be {what}", transfer.error)
+
+    def _give_up(self) -> None:
+        away = list(self._away.values())
+        transfers = [sent.moving for sent in away if sent.moving is not None]
+        extents = [extent for sent in away for extent in sent.extents]
+        file = self._file
+        if file.lanes.here():
+            # The collector of garbage runs in a thread that copies, which cannot wait for itself.
+            file.abandon(Abandoned(transfers, extents, [away, self._buffers]))
+            self._forget()
+        else:
+            file.lanes.without(transfers)
+            self._forget()
+            file.room.give(extents)
+            file.sweep()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._buffers = None
 
 
 def _parts(extents: list[Extent], size: int, before: int) -> Iterator[_Part]:
@@ -219,7 +172,3 @@ def _parts(extents: list[Extent], size: int, before: int) -> Iterator[_Part]:
             yield _Part(done, some, offset)
             done += some
             offset += -(-some // BLOCK) * BLOCK
-
-
-def _reason(error: BaseException) -> str:
-    return str(error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
+from dataclasses import dataclass
 
 import torch
 
+from rkmate.device.away_bytes import AwayBytes
+from rkmate.device.call_copies import CallCopies, Sent
 from rkmate.device.forms import Form
-from rkmate.errors import OffloadError
 
 
 class FakeEngine:
@@ -17,66 +20,51 @@ class FakeEngine:
                  buffer_bytes: int = 0) -> None:
         """`buffer_bytes`: that an open call takes, for nothing."""
         self.place, self.most_bytes, self.verify, self.buffer_bytes = place, most_bytes, verify, buffer_bytes
-        self.calls: list[FakeCopies] = []
+        self.away = AwayBytes(place, most_bytes)
+        self.calls: weakref.WeakSet[FakeCopies] = weakref.WeakSet()
         """That are open."""
 
     def open(self, *, verify: bool = False) -> FakeCopies:
         """See `CopyEngine.open`. Nothing gets lost here."""
-        self.calls.append(FakeCopies(self))
-        return self.calls[-1]
+        return FakeCopies(self)
 
     def close(self) -> None:
         """Nothing is kept."""
 
 
-class FakeCopies:
-    """The copies of one call. Raises `KeyError` for what is done in another order than can be."""
+@dataclass(eq=False)
+class _Stored(Sent):
+    content: bytes = b""
+
+
+class FakeCopies(CallCopies[_Stored]):
+    """The copies of one call."""
 
     def __init__(self, engine: FakeEngine) -> None:
-        self._engine = engine
+        self._calls = engine.calls
         self._buffers: torch.Tensor | None = torch.empty(engine.buffer_bytes, dtype=torch.uint8, device="cpu")
-        self._away: dict[str, tuple[Form, bytes]] = {}
-        self._leaving: set[str] = set()
-        self.log: list[tuple[str, str]] = []
-        """What was asked for, and of which key."""
+        super().__init__(engine.place, torch.device("cpu"), engine.away)
+        self._calls.add(self)
 
-    def out(self, key: str, tensor: torch.Tensor) -> None:
-        """See `StepCopies.out`."""
-        self._ask("out", key)
-        if key in self._away:
-            raise KeyError(key)
-        form, most = Form.of(tensor), self._engine.most_bytes
-        if most is not None and form.nbytes + sum(f.nbytes for f, _ in self._away.values()) > most:
-            raise OffloadError(f"{self._engine.place}: {form.nbytes:,} bytes are more than may be there")
-        self._away[key] = form, ctypes.string_at(tensor.untyped_storage().data_ptr(), form.nbytes)
-        self._leaving.add(key)
+    def _take(self, form: Form, tensor: torch.Tensor) -> _Stored:
+        return _Stored(form, tensor)
 
-    def leave(self, key: str) -> None:
-        """See `StepCopies.leave`."""
-        self._ask("leave", key)
-        self._leaving.remove(key)
+    def _send(self, sent: _Stored, content: torch.UntypedStorage) -> None:
+        sent.content = ctypes.string_at(content.data_ptr(), sent.form.nbytes)
 
-    def back(self, key: str) -> torch.Tensor:
-        """See `StepCopies.back`."""
-        self._ask("back", key)
-        if key in self._leaving:
-            raise KeyError(key)
-        form, content = self._away[key]
-        storage = torch.empty(form.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
-        ctypes.memmove(storage.data_ptr(), content, form.nbytes)
-        return form.over(storage)
+    def _wait_out(self, sent: _Stored) -> None:
+        """It has been copied."""
 
-    def arrive(self, key: str) -> None:
-        """See `StepCopies.arrive`."""
-        self._ask("arrive", key)
+    def _fetch(self, sent: _Stored, content: torch.UntypedStorage) -> None:
+        ctypes.memmove(content.data_ptr(), sent.content, sent.form.nbytes)
 
-    def close(self) -> None:
-        """See `StepCopies.close`."""
-        self._away, self._buffers = {}, None
-        if self in self._engine.calls:
-            self._engine.calls.remove(self)
+    def _wait_back(self, sent: _Stored) -> None:
+        """It has been copied."""
 
-    def _ask(self, what: str, key: str) -> None:
-        if self._buffers is None:
-            raise OffloadError(f"{self._engine.place}: these copies were closed")
-        self.log.append((what, key))
+    def _give_up(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._buffers = None
+        self._calls.discard(self)

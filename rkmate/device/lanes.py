@@ -8,13 +8,14 @@ that memory is never freed in these threads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -149,6 +150,13 @@ def checksum(address: int, size: int) -> int:
     return zlib.crc32(memory(address, size))
 
 
+def let_go(lock: threading.RLock) -> None:
+    """Release a lock as often as this thread has acquired it."""
+    with contextlib.suppress(RuntimeError):         # it is not this thread's
+        while True:
+            lock.release()
+
+
 Queue = SimpleQueue["Chunk | None"]
 
 
@@ -162,12 +170,14 @@ class Lanes:
         self._descriptor, self._keep = descriptor, keep
         self._lanes = [Lane(k % LANES, self.back if k >= LANES else self.out,
                             descriptor.read if k >= LANES else descriptor.write) for k in range(2 * LANES)]
-        self._starting = threading.Lock()
+        self._giving = threading.Lock()
+        """Held while chunks are given: none comes after the end of a queue, where nobody would move it."""
         self._stopped = False
 
-    def start(self) -> None:
-        """Start the threads, where they do not run. Raises `RuntimeError`: not after `stop`."""
-        with self._starting:
+    def put(self, queue: Queue, chunks: Iterable[Chunk]) -> None:
+        """Give chunks to the threads of a direction, and start these, where they do not run. Raises
+        `RuntimeError`: not after `stop`, nor where the system has no thread."""
+        with self._giving:
             if self._stopped:
                 raise RuntimeError("the threads that copy have ended, as the process does")
             for lane in self._lanes:
@@ -176,6 +186,8 @@ class Lanes:
                                               daemon=True)
                     thread.start()
                     lane.thread = thread
+            for chunk in chunks:
+                queue.put(chunk)
 
     def here(self) -> bool:
         """Whether this thread is one of them."""
@@ -183,10 +195,11 @@ class Lanes:
 
     def stop(self) -> None:
         """End the threads; the file is closed then. Nobody waits for what they were given."""
-        self._stopped = True
-        for lane in self._lanes:
-            lane.stopped = True
-            lane.queue.put(None)
+        with self._giving:
+            self._stopped = True
+            for lane in self._lanes:
+                lane.stopped = True
+                lane.queue.put(None)
         if not self.here():
             for lane in self._lanes:
                 if lane.thread is not None:
@@ -208,9 +221,9 @@ class Lanes:
             lane.working.acquire()
 
     def resume(self) -> None:
-        """The opposite of `rest`."""
+        """The opposite of `rest`, in the same thread; also of one that was interrupted, or done twice."""
         for lane in self._lanes:
-            lane.working.release()
+            let_go(lane.working)
 
 
 class Lane:
@@ -221,8 +234,8 @@ class Lane:
         self.thread: threading.Thread | None = None
         self.transfer: Transfer | None = None
         """Whose chunk it moves now."""
-        self.working = threading.Lock()
-        """Held while it moves a chunk."""
+        self.working = threading.RLock()
+        """Held while it moves a chunk. It knows who holds it: nobody lets go of it for another."""
         self.stopped = False
         """Set when it is to move no more."""
         self._number, self._move = number, move

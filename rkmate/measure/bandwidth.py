@@ -1,17 +1,18 @@
 """How fast a device's data goes away and comes back: both ways at once, while the device computes.
 
-It is measured with the engine that will do it, in a few hundred million bytes and about a second or two, and
-remembered.
+It is measured with an engine like the one that will do it (but without checksums, which a step may have or
+not), in a few hundred million bytes and about a second or two, and remembered.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import math
 import platform
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from rkmate.ir.link import Link
 from rkmate.support.json_store import read_json, write_json
 
 T = TypeVar("T")
-FORMAT = 2
+FORMAT = 3
 """Raised whenever what is measured changes: entries of another format count as unknown."""
 REPEATS = 3
 """Measurements; their median counts."""
@@ -52,13 +53,14 @@ def measure_link(device: Device, engine: CopyEngine, folder: Path | None = None)
     Raises:
         OffloadError: nothing can be sent there.
     """
-    key = _key(device, engine.place)
-    file = None if folder is None else folder / "links" / f"{key}.json"
-    rates = _known.get(key) or (_rates(read_json(file)) if file is not None else None)
+    most = MOST_BYTES if engine.most_bytes is None else min(MOST_BYTES, engine.most_bytes // 2)
+    sizes = dict.fromkeys((MOST_BYTES, most))       # rates of larger copies are those of small ones, too
+    keys = [_key(device, engine.place, size) for size in sizes]
+    rates = next((found for key in keys if (found := _found(key, folder))), None)
     if rates is None:
-        rates = _measured(device, engine)
-        _remember(file, rates)
-    _known[key] = rates
+        with closing(device.copy_engine(engine.place, engine.most_bytes)) as plain:
+            rates = _measured(device, plain, most)
+        _remember(keys[-1], folder, rates)
     out, back, each, slows = rates
     return Link(out, back, each, engine.buffer_bytes, engine.most_bytes, engine.place, slows)
 
@@ -68,8 +70,8 @@ Rates = tuple[float, float, float, float]
 _known: dict[str, Rates] = {}
 
 
-def _measured(device: Device, engine: CopyEngine) -> Rates:
-    most = MOST_BYTES if engine.most_bytes is None else min(MOST_BYTES, engine.most_bytes // 2)
+def _measured(device: Device, engine: CopyEngine, most: int) -> Rates:
+    """`most`: bytes each way that may be under way at once."""
     pace = _Pace(_computing(device))
     begun = min(FIRST_BYTES, most)
     slow = max(1e-9, *_round(device, engine, begun, 1, pace)[:2])
@@ -154,14 +156,30 @@ def _computing(device: Device) -> Callable[[], object]:
     return product
 
 
-def _remember(file: Path | None, rates: Rates) -> None:
-    if file is None:
+def _found(key: str, folder: Path | None) -> Rates | None:
+    """What is remembered in this process, or in a folder."""
+    found = _known.get(key)
+    if found is None and folder is not None:
+        found = _rates(read_json(_file(folder, key)))
+        if found is not None:
+            _known[key] = found
+    return found
+
+
+def _remember(key: str, folder: Path | None, rates: Rates) -> None:
+    _known[key] = rates
+    if folder is None:
         return
     try:
+        file = _file(folder, key)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, list(rates))
     except OSError:
         return              # a folder that cannot be written costs time later, nothing else
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / "links" / f"{key}.json"
 
 
 def _rates(content: Any) -> Rates | None:
@@ -170,14 +188,17 @@ def _rates(content: Any) -> Rates | None:
         out, back, each, slows = map(float, content)
     except (TypeError, ValueError):
         return None
-    return (out, back, each, slows) if min(out, back) > 0 and min(each, slows) >= 0 else None
+    sound = all(map(math.isfinite, (out, back, each, slows))) and min(out, back) > 0 and min(each, slows) >= 0
+    return (out, back, each, slows) if sound else None
 
 
-def _key(device: Device, place: str) -> str:
-    """All that the rates depend on."""
+def _key(device: Device, place: str, most: int) -> str:
+    """All that the rates depend on. `most`: bytes each way in a measurement, at most."""
     where = [place]
-    with contextlib.suppress(OSError):
-        path = Path(place).expanduser().absolute()
-        where = [str(path), str(path.stat().st_dev)]
-    content = [FORMAT, device.key(), *where, torch.__version__, torch.get_num_threads(), platform.machine()]
+    if place != "host":
+        with suppress(OSError):
+            path = Path(place).expanduser().absolute()
+            where = [str(path), str(path.stat().st_dev)]
+    content = [FORMAT, most, device.key(), *where, torch.__version__, torch.get_num_threads(),
+               platform.machine()]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

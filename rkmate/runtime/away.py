@@ -9,7 +9,8 @@ from rkmate.device.copy_engine import CopyEngine
 
 
 class Away:
-    """The copies of one call. Raises `OffloadError` where the place fails, as its engine does."""
+    """The copies of one call. Raises `OffloadError` where the place fails, as its engine does. The engine
+    closes what is collected: the copies of a forward whose backward never comes."""
 
     __slots__ = ("_step", "buffer_bytes")
 
@@ -38,8 +39,3 @@ class Away:
     def close(self) -> None:
         """Give up what is under way, and free everything."""
         self._step.close()
-
-    def __del__(self) -> None:
-        """A forward whose backward never came."""
-        if hasattr(self, "_step"):          # its engine may have refused
-            self._step.close()

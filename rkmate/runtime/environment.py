@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rkmate import device as devices
-from rkmate.device.copies import add_to_all, copy_all
+from rkmate.device.foreach_copy import add_to_all, copy_all
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import adding

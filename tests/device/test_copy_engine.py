@@ -59,6 +59,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         made = CPU.copy_engine(str(tmp_path))
         away_file.shared(tmp_path)._descriptor.aligned = 2**62
     elif request.param == "cached":
+        monkeypatch.setattr(away_file, "_kind", lambda folder: None)
         monkeypatch.setattr(away_file, "_nameless",
                             lambda folder, direct: None if direct else nameless(folder, 0))
         with pytest.warns(RkmateWarning, match="refuses direct reads and writes"):
@@ -285,7 +286,7 @@ def test_the_tests_accelerator_copies_too() -> None:
         def step() -> torch.Tensor:
             call = engine.open()
             call.out("a", tensor)
-            with pytest.raises(OffloadError, match="host: 40,000 bytes are more"):
+            with pytest.raises(OffloadError, match="host: 40,000 bytes more would make 80,000"):
                 call.out("b", tensor)
             call.leave("a")
             found = call.back("a")
@@ -298,3 +299,19 @@ def test_the_tests_accelerator_copies_too() -> None:
         assert same(found.result, tensor)
         assert (found.peak, found.net) == (1024 + 40_448, 40_448)
         assert not engine.calls
+
+
+def test_the_tests_accelerator_counts_all_calls_as_others_do() -> None:
+    engine = FakeDevice().copy_engine("host", 10_000)
+    first, second = engine.open(), engine.open()
+    first.out("a", some(6000))
+    with pytest.raises(OffloadError, match=r"host: 6,000 bytes more would make 12,000 .* 10,000 may be"):
+        second.out("a", some(6000))
+    del first
+    second.out("a", some(6000))
+    assert len(engine.calls) == 1
+    with pytest.raises(ValueError, match="a has not left"):
+        second.back("a")
+    second.leave("a")
+    with pytest.raises(ValueError, match="a has left before"):
+        second.leave("a")

@@ -272,40 +272,21 @@ def test_an_interrupted_close_is_done_again(engine: CopyEngine, monkeypatch: pyt
     call.close()
 
 
-def test_a_call_that_is_collected_in_a_thread_that_copies(engine: CopyEngine, tmp_path: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    call, write, where = engine.open(), os.pwrite, []
-
-    def closing(*args: Any) -> int:
-        where.append(threading.current_thread())
-        call.close()
-        return write(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", closing)
-        call.out("a", some(3 * MIB))
-        transfer = next(iter(call._leaving.values()), (None, None))[1]      # type: ignore[attr-defined]
-        if transfer is not None:
-            transfer.over.wait()
-    while not where:
-        time.sleep(0.001)
-    assert threading.current_thread() not in where
-    file = away_file.shared(tmp_path)
-    while not file._abandoned:
-        time.sleep(0.001)
-    end = file.room.end
-    engine.open().close()
-    assert not file._abandoned
-    other = engine.open()
-    other.out("a", some(3 * MIB))
-    assert file.room.end == end         # its room was given back
-    other.close()
-
-
 def test_a_folder_in_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(away_file, "_kind", lambda folder: "tmpfs")
     with pytest.warns(RkmateWarning, match=rf"{tmp_path} is memory \(tmpfs\), not a disk"):
         engine = CPU.copy_engine(str(tmp_path))
+    assert same(there_and_back(engine, some(9999)), some(9999))
+
+
+def test_memory_that_refuses_direct_writes_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nameless = away_file._nameless
+    monkeypatch.setattr(away_file, "_kind", lambda folder: "tmpfs")
+    monkeypatch.setattr(away_file, "_nameless",
+                        lambda folder, direct: None if direct else nameless(folder, 0))
+    with pytest.warns(RkmateWarning) as told:
+        engine = CPU.copy_engine(str(tmp_path))
+    assert ["is memory (tmpfs), not a disk" in str(t.message) for t in told] == [True]
     assert same(there_and_back(engine, some(9999)), some(9999))
 
 

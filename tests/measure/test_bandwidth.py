@@ -9,6 +9,7 @@ import pytest
 
 from rkmate import device
 from rkmate.device.fake import FakeDevice
+from rkmate.device.fake_copies import FakeCopies, FakeEngine
 from rkmate.errors import OffloadError, RkmateWarning
 from rkmate.measure import bandwidth
 from rkmate.measure.bandwidth import measure_link
@@ -88,7 +89,7 @@ def test_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(TypeError):
             measure_link(FakeDevice(), FakeDevice().copy_engine(str(away)), cache)
     file, = (cache / "links").iterdir()
-    for content in ("[1, 2, 1]", "[0, 1, 1, 0]", "[1, 1, 1, -1]", "null", '["a", 1, 1, 0]'):
+    for content in ("[1, 2, 1]", "[0, 1, 1, 0]", "[1, 1, 1, -1]", "null", '["a", 1, 1, 0]', "[1, NaN, 1, 0]"):
         file.write_text(content)
         bandwidth._known.clear()
         measure_link(CPU, CPU.copy_engine(str(away)), cache)
@@ -112,3 +113,51 @@ def test_a_fault_of_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(OffloadError, match="could not be read"):
         measure_link(CPU, engine)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    """Each engine that copies, once for each of its calls."""
+    found: list[FakeEngine] = []
+    real = FakeEngine.open
+
+    def noted(engine: FakeEngine) -> FakeCopies:
+        found.append(engine)
+        return real(engine)
+
+    monkeypatch.setattr(FakeEngine, "open", noted)
+    return found
+
+
+def test_checksums_are_not_measured(opened: list[FakeEngine]) -> None:
+    fake = FakeDevice()
+    measure_link(fake, fake.copy_engine("host", verify=True))
+    assert opened and not any(engine.verify for engine in opened)
+    opened.clear()
+    measure_link(fake, fake.copy_engine("host"))
+    assert not opened
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_what_few_bytes_tell_is_not_said_of_many(opened: list[FakeEngine], tmp_path: Path, remembered: bool
+                                                 ) -> None:
+    def asked(most: int | None) -> int:
+        """How many calls measuring takes."""
+        opened.clear()
+        if remembered:
+            bandwidth._known.clear()
+        link = measure_link(fake, fake.copy_engine("host", most), tmp_path if remembered else None)
+        assert link.most_bytes == most and all(engine.most_bytes == most for engine in opened)
+        return len(opened)
+
+    fake = FakeDevice()
+    assert asked(10_000) > 0 == asked(10_000)
+    assert asked(None) > 0 == asked(None) == asked(2**40)
+    assert asked(20_000) == 0, "small copies are as fast as large ones, but for what each takes"
+
+
+def test_a_folder_called_host_is_not_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = bandwidth._key(CPU, "host", 1)
+    (tmp_path / "host").mkdir()
+    assert bandwidth._key(CPU, "host", 1) == before != bandwidth._key(CPU, str(tmp_path / "host"), 1)

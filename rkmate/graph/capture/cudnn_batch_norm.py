@@ -17,7 +17,7 @@ from torch import fx
 from torch._prims_common import suggest_memory_format
 
 from rkmate import device as devices
-from rkmate.device.copies import copy_all
+from rkmate.device.foreach_copy import copy_all
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rkmate import device as devices
-from rkmate.device.copies import copy_all
+from rkmate.device.foreach_copy import copy_all
 
 aten = torch.ops.aten
 
