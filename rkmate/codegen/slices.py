@@ -200,12 +200,20 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Count:
+    """Add a number to integers of the caller's."""
+
+    keys: tuple[str, ...]
+    by: int
+
+
+@dataclass(frozen=True)
 class Function:
     """The forward, or one segment of the backward."""
 
     name: str
     comment: str
-    body: tuple[Call | Drop | Copy | Write, ...]
+    body: tuple[Call | Drop | Copy | Write | Count, ...]
     returns: tuple[str, ...]
     """Python over the environment."""
     pops: tuple[str, ...] = ()
@@ -231,19 +239,22 @@ class Listing:
         """Check every slice, that the environment has what is taken and read, and that nothing ends or is
         overwritten while it is copied; returns the listing itself. Raises `GraphError`."""
         there = _Environment()
+        verified: set[int] = set()              # by identity: equal blocks call the very same ones
         for number, function in enumerate(self.functions):
             there.function = function.name
             if number == 1:
                 there.keys.update(self.arriving)
             for step in function.body:
                 if isinstance(step, Call):
-                    step.slice.verify((*self.namespaces, *self.tiled))
+                    if id(step.slice) not in verified:
+                        step.slice.verify((*self.namespaces, *self.tiled))
+                        verified.add(id(step.slice))
                     there.enter(step)
                 elif isinstance(step, Drop):
                     there.end(step.keys)
                 elif isinstance(step, Copy):
                     there.copy(step)
-                else:
+                elif isinstance(step, Write):
                     there.look(_keys_in(step.value))
             returned = _keys_in(", ".join(function.returns))
             there.look(returned)
