@@ -34,7 +34,9 @@ class DeviceMemoryError(RkmateError, RuntimeError):
 class InfeasibleBudget(RkmateError):
     """No schedule fits in the budget.
 
-    ``minimum_bytes`` is the smallest budget that the planner can meet, in bytes.
+    ``minimum_bytes`` is the smallest budget that the planner can meet, in bytes. Where the message says that
+    nothing was measured (of a large model, whose step takes long), it is as counted: a plan for it measures,
+    and may find that some more is needed.
     """
 
     def __init__(self, message: str, minimum_bytes: int) -> None:

@@ -43,8 +43,12 @@ def _seconds(node: fx.Node) -> float:
     if isinstance(node.target, Tiled):
         return _seconds_of_tiles(node.target)
     rates = _rates(node)
-    moved = sum(_bytes(n.meta["val"]) for n in node.all_input_nodes) + _bytes(node.meta["val"])
-    return rates.seconds(_seconds_of_arithmetic(node, rates), moved)
+    return rates.seconds(_seconds_of_arithmetic(node, rates), bytes_moved(node))
+
+
+def bytes_moved(node: fx.Node) -> int:
+    """Bytes of all that an operation reads and makes."""
+    return sum(_bytes(n.meta["val"]) for n in node.all_input_nodes) + _bytes(node.meta["val"])
 
 
 def _rates(node: fx.Node) -> Rates:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from rkmate.budget import Budget
@@ -23,13 +24,14 @@ from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
 from rkmate.pipeline.compiled import compiled_by, fused_in
-from rkmate.pipeline.prepare import Prepared, Traced, prepare
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.room import room_within
 from rkmate.pipeline.runs import runs_of, runs_of_operations
 from rkmate.pipeline.sent_whole import sent_whole
 from rkmate.pipeline.smallest import Refused, error_of_all, lean_schedule, refused_at_once, smallest_of
 from rkmate.pipeline.summarise import summarise
+from rkmate.pipeline.unmeasured import refuse_unmeasured, refused_as_it_is
 from rkmate.pipeline.variants import Variant, first, is_faster, may_be_faster, others
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, best, found_in
 from rkmate.planners.registry import planner as find_planner
@@ -85,12 +87,15 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
         PlanningTimeout: its time was over before it found one.
         ArgumentError: it has no schedule for this model at any budget.
     """
-    prepared = prepare(traced, limit=room_within(budget))
+    blocked = block(traced)
+    blocks = {blocked.variant: blocked}
+    refuse_unmeasured(blocks, budget, find_planner(planner, traced.settings.of_planner))
+    prepared = prepare(traced, blocked=blocked, limit=room_within(budget))
     tell(prepared, budget)
     limit = limit_of(prepared, budget)
     room = device_room(prepared, budget.device)
     if room is None or budget.device is None:
-        planned = _compared(prepared, limit, planner)
+        planned = _compared(prepared, limit, planner, blocks)
         if room is not None:
             room.tell(planned)
         return planned
@@ -102,7 +107,9 @@ def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Pla
     return _compared(prepared, limit, planner).plan
 
 
-def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
+def _compared(prepared: Prepared, limit: int, planner: str,
+              blocks: Mapping[Variant, Blocked] = MappingProxyType({})) -> Planned:
+    """`blocks`: of variants that were looked at before."""
     blocked, traced = prepared.blocked, prepared.blocked.traced
     method = find_planner(planner, traced.settings.of_planner)
     taken: Planned | None = None
@@ -114,7 +121,13 @@ def _compared(prepared: Prepared, limit: int, planner: str) -> Planned:
         if variant is not blocked.variant:
             if taken is not None and not _may_win(taken.plan, prepared, limit, variant):
                 continue
-            here = prepare(traced, variant, limit=lambda blocked: limit)
+            cut = blocks.get(variant) or block(traced, variant)
+            lean = refused_as_it_is(cut, method, limit) if taken is None else None
+            if lean is not None:
+                refused.append(Refused(lean, limit, measured=False))
+                spent[variant] = time.perf_counter() - start
+                continue
+            here = prepare(traced, blocked=cut, limit=lambda blocked: limit)
         if taken is None or _is_worth_solving(taken.plan, here, method, limit):
             found = _whole_or_searched(here, method, limit)
             if isinstance(found, Refused):

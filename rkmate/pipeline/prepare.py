@@ -320,11 +320,11 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
         {**blocked.stage_seconds, "measure": time.perf_counter() - start})
 
 
-def prepare(traced: Traced, variant: Variant | None = None, *,
+def prepare(traced: Traced, variant: Variant | None = None, *, blocked: Blocked | None = None,
             limit: Callable[[Blocked], int] | None = None) -> Prepared:
-    """One variant of a captured model, in blocks and with costs. `limit`: the bytes that measuring may
-    take."""
-    return with_operation_costs(block(traced, variant), limit=limit)
+    """One variant of a captured model, in blocks and with costs. `blocked`: where it is in blocks already;
+    `limit`: the bytes that measuring may take."""
+    return with_operation_costs(blocked or block(traced, variant), limit=limit)
 
 
 def _reserve_at_loss(graph: CDGraph) -> int:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
 from rkmate.ilp.grid import lean_options
+from rkmate.measure.least import least_bytes
 from rkmate.pipeline.bounds import bytes_of_any
 from rkmate.pipeline.chains import Solved, class_graphs, solve, solve_with
-from rkmate.pipeline.prepare import Prepared
+from rkmate.pipeline.prepare import Blocked, Prepared, with_operation_costs
 from rkmate.pipeline.room import wholly_measured
 from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Composed, Outcome, Planner, Problem
@@ -26,6 +27,7 @@ class Refused:
     """A variant without a schedule within a budget."""
 
     prepared: Prepared
+    """Where nothing was measured, with the least costs that it can have."""
     limit: int
     """The budget, in bytes."""
     solved: Solved | None = None
@@ -34,6 +36,8 @@ class Refused:
     note: str = ""
     least: int | None = None
     """The smallest budget that is met, where it is known."""
+    measured: bool = True
+    """Whether its costs are known."""
 
 
 def lean_problem(prepared: Prepared) -> Problem:
@@ -43,7 +47,7 @@ def lean_problem(prepared: Prepared) -> Problem:
 
 def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:
     """That a budget is too small, where it is known without the options of blocks; None where it is not."""
-    if not _is_quick(prepared, method) or limit >= bytes_of_any(prepared):
+    if not is_quick(prepared.blocked, method) or limit >= bytes_of_any(prepared):
         return None
     least = smallest_budget(method, lean_problem(wholly_measured(prepared, limit)), limit)
     return None if least is None or least <= limit else Refused(prepared, limit, least=least)
@@ -52,7 +56,7 @@ def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused 
 def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | None:
     """The schedule whose peak `refused_at_once` names, with what is left of the budget spent; None where it
     needs more."""
-    if not _is_quick(prepared, method):
+    if not is_quick(prepared.blocked, method):
         return None
     problem = lean_problem(prepared)
     least = smallest_budget(method, problem, limit)
@@ -65,10 +69,11 @@ def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | 
                    others=())
 
 
-def _is_quick(prepared: Prepared, method: Planner) -> bool:
+def is_quick(blocked: Blocked, method: Planner) -> bool:
     """Whether a planner's smallest budget is looked for without the options of blocks."""
-    deep = len(prepared.graph.c) > prepared.settings.of_planner.deep_nodes
-    return deep and isinstance(method, Composed) and prepared.settings.calls == 1
+    settings = blocked.traced.settings
+    deep = len(blocked.partition.program.cd.c) > settings.of_planner.deep_nodes
+    return deep and isinstance(method, Composed) and settings.calls == 1
 
 
 def smallest_of(solved: Solved, method: Planner, above: int) -> int | None:
@@ -83,6 +88,15 @@ def _wholly(solved: Solved, limit: int) -> Solved:
     """The same with nothing counted that has no room to be measured."""
     prepared = wholly_measured(solved.prepared, limit)
     return solved if prepared is solved.prepared else solve(prepared)
+
+
+def _measured(refused: Refused, method: Planner) -> Refused:
+    """The same with costs, and so with the smallest budget that is met."""
+    if refused.measured:
+        return refused
+    blocked, limit = refused.prepared.blocked, refused.limit
+    prepared = with_operation_costs(blocked, limit=lambda _: max(limit, least_bytes(blocked.partition)))
+    return Refused(prepared, limit, least=smallest_budget(method, lean_problem(prepared), limit))
 
 
 def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
@@ -117,6 +131,6 @@ def error_of_all(refused: list[Refused], method: Planner) -> Exception:
     for one in sorted(refused, key=lambda r: bytes_of_any(r.prepared)):
         named = [e.minimum_bytes for e in found if isinstance(e, InfeasibleBudget)]
         if not named or bytes_of_any(one.prepared) < min(named):
-            found.append(error_of(one, method, whole))
+            found.append(error_of(_measured(one, method), method, whole))
     met = [e for e in found if isinstance(e, InfeasibleBudget)]
     return min(met, key=lambda e: e.minimum_bytes) if met else found[0]

@@ -1,0 +1,45 @@
+"""Costs before anything is measured: times as counted, and temporary memory between what is sure and what is
+ample."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from rkmate.graph.blocks.partition import Partition
+from rkmate.ir.cd import Cost
+from rkmate.measure.analytic import bytes_moved
+from rkmate.measure.costs import Costs
+
+AMPLE = 4
+"""No kernel that works on rows or numbers takes more temporary memory than so many copies of all that it
+reads and makes."""
+_SCRATCH = ("conv", "attention", "rnn", "lstm", "gru", "fft", "linalg")
+"""In the names of operations whose temporary memory is not counted: it hangs on the machine's libraries."""
+
+
+def without_temporaries(counted: Costs) -> list[Cost]:
+    """The least that operations take."""
+    return [Cost(counted[i].time, 0) for i in range(len(counted))]
+
+
+def with_ample_temporaries(partition: Partition, counted: Costs) -> list[Cost]:
+    """More than operations take, but for those whose temporary memory is not counted."""
+    return [Cost(cost.time, max(cost.overhead, AMPLE * bytes_moved(node)))
+            for node, cost in _each(partition, counted)]
+
+
+def with_likely_temporaries(partition: Partition, counted: Costs) -> list[Cost]:
+    """What operations take as far as it is counted, and a copy of all that they read and make where it is
+    not."""
+    return [cost if not _has_scratch(node) else Cost(
+        cost.time, max(cost.overhead, bytes_moved(node)), cost.alternatives)
+        for node, cost in _each(partition, counted)]
+
+
+def _each(partition: Partition, counted: Costs) -> list[tuple[fx.Node, Cost]]:
+    return [(node, counted[i]) for i, node in enumerate(partition.program.operation)]
+
+
+def _has_scratch(node: fx.Node) -> bool:
+    name = str(getattr(node.target, "_opname", ""))
+    return any(word in name for word in _SCRATCH)
