@@ -21,6 +21,9 @@ _OWN = frozenset(("rkmate",))
 _ASKING = frozenset(f"rkmate::{name}" for name in (
     "opaque", "opaque_backward", "ctc_loss", "ctc_loss_backward"))
 """Operators of this package that may read values on the host."""
+_DIFFERENTIATING = frozenset(f"rkmate::{name}" for name in (
+    "opaque", "opaque_backward", "recurrent_layer", "product_backward", "cumulative_product_backward"))
+"""Those that use autograd inside."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Generated:
     deferred: tuple[str, ...] = ()
     """Functions of the outputs that are computed when they are read, in the order of `Joint.deferred`. They
     take an environment of their own."""
-    only_torch: bool = False
-    """Whether all operations are torch's own: others may use autograd inside."""
+    below_autograd: bool = False
+    """Whether all operations are torch's own, or this package's that use no autograd inside."""
     only_known: bool = False
     """Whether all are torch's own, or this package's that read no values on the host."""
     draws: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
@@ -56,17 +59,25 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
     for part in (listing.functions, *((f,) for f in later)):       # each has an environment of its own
         replace(listing, functions=part).verify()
     listing = replace(listing, functions=(*listing.functions, *later))
+    spaces, names = listing.namespaces.values(), _names(partition)
+    known = (_TORCH | _OWN).issuperset(spaces)
     return Generated(print_listing(listing), segments,
                      tuple(int(s.key) for s, _ in partition.program.input_grads),
-                     tuple(f.name for f in later), _TORCH.issuperset(listing.namespaces.values()),
-                     (_TORCH | _OWN).issuperset(listing.namespaces.values())
-                     and not any(_asks(n.target) for n in partition.program.operation),
+                     tuple(f.name for f in later), known and not names & _DIFFERENTIATING,
+                     known and not names & _ASKING,
                      (_draws(listing.functions[:1]), _draws(listing.functions[1:1 + len(segments)])),
                      any(isinstance(s, Copy) for f in listing.functions for s in f.body))
 
 
-def _asks(target: object) -> bool:
-    return isinstance(target, OpOverload) and target.name() in _ASKING
+def _names(partition: Partition) -> set[str]:
+    """Of the operators, those in tiles and groups included."""
+    found: set[str] = set()
+    for node in partition.program.operation:
+        inside = getattr(node.target, "graph", None)
+        for n in (node, *(inside.nodes if inside is not None else ())):
+            if isinstance(n.target, OpOverload):
+                found.add(n.target.name())
+    return found
 
 
 def _draws(functions: Sequence[Function]) -> tuple[str, ...]:

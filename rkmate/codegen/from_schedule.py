@@ -15,6 +15,7 @@ from rkmate.codegen.slices import (
     RESERVED,
     Call,
     Copy,
+    Count,
     Draws,
     Drop,
     Function,
@@ -92,7 +93,7 @@ class _Maker:
 
     def listing(self, summary: str) -> tuple[Listing, tuple[Segment, ...]]:
         cut = cut_schedule(self.cd, self.schedule, self.partition.block_of, self.partition.segments)
-        body: list[Call | Drop | Copy | Write] = [c for s in cut.before for c in self._steps(s)]
+        body: list[Call | Drop | Copy | Write | Count] = [c for s in cut.before for c in self._steps(s)]
         made = [self._forward_end(body, cut.at_loss)]
         self.stored.update(self.cd.output_grads)
         segments: list[Segment] = []
@@ -220,7 +221,8 @@ class _Maker:
     def _expression(self, node: fx.Node, pops: Collection[int] = ()) -> str:
         return Spelled(self.program, InEnvironment(self.cd, self.aliases, pops)).value(node)
 
-    def _forward_end(self, body: list[Call | Drop | Copy | Write], at_loss: Sequence[int]) -> Function:
+    def _forward_end(self, body: list[Call | Drop | Copy | Write | Count],
+                     at_loss: Sequence[int]) -> Function:
         """The forward: writes what it overwrites, and returns the outputs, then what is kept for those that
         are computed later."""
         written = {self.program.d_of(n) for _, n in self.program.overwritten}
@@ -229,6 +231,8 @@ class _Maker:
         late = self._keys(sorted(j for j in gone if j in written))
         body += [Drop(early)] if early else []
         body += [Write(source_key(s), self._expression(n)) for s, n in self.program.overwritten]
+        for by in dict.fromkeys(by for _, by in self.program.joint.counters):
+            body.append(Count(tuple(source_key(s) for s, n in self.program.joint.counters if n == by), by))
         body += [Drop(late)] if late else []
         self.stored.difference_update(gone)
         return Function("forward", "the forward, up to the loss", tuple(body), tuple(

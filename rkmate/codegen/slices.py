@@ -200,12 +200,20 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Count:
+    """Add a number to integers of the caller's."""
+
+    keys: tuple[str, ...]
+    by: int
+
+
+@dataclass(frozen=True)
 class Function:
     """The forward, or one segment of the backward."""
 
     name: str
     comment: str
-    body: tuple[Call | Drop | Copy | Write, ...]
+    body: tuple[Call | Drop | Copy | Write | Count, ...]
     returns: tuple[str, ...]
     """Python over the environment."""
     pops: tuple[str, ...] = ()
@@ -246,7 +254,7 @@ class Listing:
                     there.end(step.keys)
                 elif isinstance(step, Copy):
                     there.copy(step)
-                else:
+                elif isinstance(step, Write):
                     there.look(_keys_in(step.value))
             returned = _keys_in(", ".join(function.returns))
             there.look(returned)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rkmate import device as devices
-from rkmate.device.copies import copy_all
+from rkmate.device.copies import add_to_all, copy_all
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import adding
@@ -122,6 +122,11 @@ class Environment:
         """The same of several, in few calls."""
         if not self.dry:
             copy_all([self._sources[n] for n in names], values)
+
+    def count(self, names: Sequence[str], by: int) -> None:
+        """Add a number to what the forward counts up."""
+        if not self.dry:
+            add_to_all([self._sources[n] for n in names], by)
 
     def watch(self, names: Iterable[str]) -> None:
         """Remember the versions of what the user gets, and may write into."""

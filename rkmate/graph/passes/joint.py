@@ -38,6 +38,8 @@ class Joint:
     """Operations of the forward whose outcome must stand: they run once."""
     deferred: tuple[Deferred, ...] = ()
     """Outputs that are computed when they are read. Among `outputs`, None stands for them."""
+    counters: tuple[tuple[Source, int], ...] = ()
+    """What else the forward overwrites: integers, each with the number that is added to it."""
 
     @property
     def kept(self) -> tuple[fx.Node, ...]:
@@ -48,6 +50,10 @@ class Joint:
         """Nodes whose value is handed to the caller."""
         return {n for n in self.outputs if n is not None} | {n for _, n in self.mutations} \
             | {n for _, n in self.grads} | set(self.kept)
+
+    def written(self) -> set[Source]:
+        """What the forward writes to."""
+        return {s for s, _ in self.mutations} | {s for s, _ in self.counters}
 
     def results(self) -> set[fx.Node]:
         """Nodes whose value leaves the graph."""
@@ -105,6 +111,8 @@ class Rewriting:
     """As `Joint.decisions`, once they are known."""
     deferred: list[Deferred] = field(default_factory=list)
     """As `Joint.deferred`."""
+    counters: list[tuple[Source, int]] = field(default_factory=list)
+    """As `Joint.counters`."""
 
     def __post_init__(self) -> None:
         self.nodes_before = sum(n.op == "call_function" for n in self.graph.nodes)
@@ -145,7 +153,8 @@ class Rewriting:
         """The graph as it stands."""
         return Joint(self.graph, self.sources, tuple(self.outputs), tuple(self.mutations),
                      tuple(self.grads), self.constant, self.wanted, self.nodes_before, self.linear_losses,
-                     self.wide_mlps, self.convolutions, self.decisions, tuple(self.deferred))
+                     self.wide_mlps, self.convolutions, self.decisions, tuple(self.deferred),
+                     tuple(self.counters))
 
 
 def rewriting(capture: Capture, wanted: tuple[bool, ...], choices: Choices = Choices()) -> Rewriting:

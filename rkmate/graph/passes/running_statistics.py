@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -58,3 +59,23 @@ def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
         return node in args[3:5] and node not in args[:3]
     return user.target is aten._native_batch_norm_legit_functional.default \
         and args[5] is True and node in args[3:5] and node not in args[:3]
+
+
+def take_counters_off(work: Rewriting) -> None:
+    """Note what integers of the caller's the forward only counts up: they are no value of the step."""
+    place = {s: n for n, s in work.sources.items()}
+    handed = Counter(n for n in (*work.outputs, *(n for _, n in work.grads), *(n for _, n in work.mutations)))
+    kept = []
+    for source, node in work.mutations:
+        if _counts_up(node, place[source]) and handed[node] == 1:
+            work.counters.append((source, node.args[1]))  # type: ignore[arg-type]
+        else:
+            kept.append((source, node))
+    work.mutations = kept
+
+
+def _counts_up(node: fx.Node, old: fx.Node) -> bool:
+    """Whether a value is `old` and a number, and nothing else reads either."""
+    return node.target is aten.add.Tensor and node.args[0] is old and len(node.args) == 2 \
+        and type(node.args[1]) is int and not node.kwargs and not node.users and set(old.users) == {node} \
+        and not old.meta["val"].is_floating_point() and not old.meta["val"].is_complex()

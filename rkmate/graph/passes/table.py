@@ -13,6 +13,7 @@ from rkmate.graph.capture.repairs import REPAIRS, Pass
 from rkmate.graph.passes import chunked_kernels, in_place
 from rkmate.graph.passes.added_gradients import add_gradients_in_place
 from rkmate.graph.passes.alternatives import alternatives
+from rkmate.graph.passes.clusters.batch_norms import take_batch_norms_apart
 from rkmate.graph.passes.clusters.rewrite import fuse
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
@@ -24,7 +25,11 @@ from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.layouts import channels_last, layouts_of_gradients
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
-from rkmate.graph.passes.running_statistics import drop_unread_statistics, protect_overwritten
+from rkmate.graph.passes.running_statistics import (
+    drop_unread_statistics,
+    protect_overwritten,
+    take_counters_off,
+)
 from rkmate.graph.passes.tiles.heads import tile_heads
 from rkmate.graph.passes.tiles.mlps import tile_mlps
 from rkmate.graph.passes.unwanted_gradients import drop_unwanted_gradients
@@ -71,6 +76,10 @@ REWRITINGS = (
          "The forward writes to a buffer or an input when it is over; who needs the value from before, a "
          "second run in the backward above all, reads a copy.",
          protect_overwritten, ()),
+    Pass("counters", "simplify",
+         "Each batch norm counts its batches in a buffer of its own: an operation, and a kernel, for each. "
+         "What nobody reads is counted up after the forward, all in one call.",
+         take_counters_off, ()),
     Pass("reduced losses", "simplify",
          "Torch's kernels of some losses (`mse_loss`, `smooth_l1_loss`, `binary_cross_entropy`, "
          "`soft_margin_loss`) return a number in a storage as large as what it sums up. Held to the end of "
@@ -113,6 +122,11 @@ REWRITINGS = (
          "Where the caller asks for it, products, convolutions and embeddings add to what stands in `.grad`, "
          "and no gradient of a weight is a tensor of its own.",
          add_gradients_in_place, ()),
+    Pass("batch norms apart", "simplify",
+         "Torch's kernel of a batch norm goes over an image three times, and what stands behind it once "
+         "more. Where groups are compiled, its statistics are a group, and its arithmetic stands among the "
+         "activations and sums beside it.",
+         take_batch_norms_apart, ()),
     Pass("shared gradients", "simplify",
          "A gradient that is handed to autograd becomes the user's, who may write to it: it shares its "
          "storage with nothing else.",

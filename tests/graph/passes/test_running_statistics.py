@@ -91,3 +91,30 @@ def test_a_batch_norm_of_cudnn_may_run_twice(monkeypatch: pytest.MonkeyPatch) ->
     y, new_mean = made.item(norm, 0), made.item(norm, 3)
     work = run("overwritten values", made.work([y], (), [(mean, new_mean)]))
     assert aten.clone.default not in targets(work)
+
+
+def test_integers_that_are_counted_up_are_no_values() -> None:
+    made = Made()
+    x = made.source("input", 0, 3)
+    counters = [made.source("buffer", k, dtype=torch.long) for k in ("a", "b")]
+    new = [made.call(aten.add.Tensor, c, by) for c, by in zip(counters, (1, 2), strict=True)]
+    y = made.call(aten.neg.default, x)
+    work = run("counters", made.work([y], (), list(zip(counters, new, strict=True))))
+    assert targets(work) == [aten.neg.default] and not work.mutations
+    assert [(s.key, by) for s, by in work.joint().counters] == [("a", 1), ("b", 2)]
+    assert {s.key for s in work.joint().written()} == {"a", "b"}
+
+
+@pytest.mark.parametrize("why", ["read", "returned", "read before", "of floats", "twice", "by a tensor"])
+def test_other_values_stay(why: str) -> None:
+    made = Made()
+    x = made.source("input", 0, 3)
+    counter = made.source("buffer", "n", dtype=torch.float32 if why == "of floats" else torch.long)
+    by = made.source("buffer", "by", dtype=torch.long) if why == "by a tensor" else 1
+    new = made.call(aten.add.Tensor, counter, by)
+    last = made.call(aten.add.Tensor, new, 1) if why == "twice" else new
+    y = made.call(aten.mul.Tensor, x, new if why == "read" else counter if why == "read before" else x)
+    before = [n.target for n in made.graph.nodes if n.op == "call_function"]
+    outputs = [y, new] if why == "returned" else [y]
+    work = run("counters", made.work(outputs, (), [(counter, last)]))
+    assert targets(work) == before and len(work.mutations) == 1 and not work.counters
