@@ -90,6 +90,13 @@ class CNode:
     """It adds to a gradient that the caller holds: it is of the backward, and runs once."""
 
 
+    def renumbered(self, d: Mapping[int, int]) -> CNode:
+        """The same over D nodes with other numbers."""
+        return CNode(self.name, self.phase, tuple([d[j] for j in self.inputs]),
+                     tuple([d[j] for j in self.outputs]), self.time, self.overhead, self.random,
+                     tuple([d[j] for j in self.donors]), self.alternatives, self.decides, self.adds)
+
+
 @dataclass(frozen=True)
 class CDGraph:
     """C and D nodes of a block (or of a whole model) in one topological order.
@@ -158,9 +165,10 @@ class CDGraph:
 
     def with_costs(self, costs: Iterable[Cost]) -> CDGraph:
         """The same graph with the costs of each C node, in order."""
-        return replace(self, c=tuple(
-            replace(c, time=cost.time, overhead=cost.overhead, alternatives=cost.alternatives)
-            for c, cost in zip(self.c, costs, strict=True)))
+        return replace(self, c=tuple([
+            CNode(c.name, c.phase, c.inputs, c.outputs, cost.time, cost.overhead, c.random, c.donors,
+                  cost.alternatives, c.decides, c.adds)
+            for c, cost in zip(self.c, costs, strict=True)]))
 
     def verify(self) -> CDGraph:
         """Check the invariants that every later stage relies on; returns the graph itself."""

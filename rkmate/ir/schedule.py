@@ -200,8 +200,8 @@ def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: in
     if loss_at == 0:
         steps.append(Loss())
     for k, i in enumerate(order):
-        missing = [j for j in graph.c[i].inputs if j not in available]
-        if missing:
+        if not available.issuperset(graph.c[i].inputs):
+            missing = [j for j in graph.c[i].inputs if j not in available]
             names = ", ".join(graph.d[j].name for j in missing)
             raise ScheduleError(f"step {k} ({graph.c[i].name}) reads {names}, which is not in memory")
         steps.append(Compute(i))

@@ -79,7 +79,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
     seen_loss = False
     ran: set[int] = set()
     timeline: list[int] = []
-    for k, step in enumerate(schedule.steps):
+    steps, size, decided = schedule.steps, [d.size for d in graph.d], graph.decided
+    for k, step in enumerate(steps):
         now = live
         if isinstance(step, Compute):
             node = graph.c[step.c]
@@ -89,27 +90,28 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 raise ScheduleError(f"step {k}: {node.name} decides, and would decide a second time")
             if node.adds and step.c in ran:
                 raise ScheduleError(f"step {k}: {node.name} adds to a gradient, and would add a second time")
-            for j in node.inputs:
-                if j not in alive and j not in fixed:
-                    raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
-                if copies:
-                    clocks.arrive(j)
-                    where.read(j)
+            if not alive.issuperset(node.inputs):
+                for j in node.inputs:
+                    if j not in alive and j not in fixed:
+                        raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
+            for j in node.inputs if copies else ():
+                clocks.arrive(j)
+                where.read(j)
             # A second run creates all of the outputs anew, also those that are still there.
             remade = 0
-            donor = in_place_donor(graph, schedule.steps, k)
+            donor = in_place_donor(graph, steps, k) if node.donors else None
             if donor is not None:
                 # The output takes the input's storage: when the input is freed, nothing is freed.
-                live -= graph.d[donor].size
+                live -= size[donor]
                 taken.add(donor)
             for j in node.outputs:
                 if copies:
                     where.make(j, k)
                 if j in alive:
-                    remade += graph.d[j].size
+                    remade += size[j]
                 else:
                     alive.add(j)
-                    live += graph.d[j].size
+                    live += size[j]
             kernel: CNode | Kernel = kernel_of(graph, step) if step.kernel else node
             now = live + remade + kernel.overhead
             clocks.compute(kernel.time)
@@ -119,14 +121,15 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which is not in memory")
             if step.d in pinned:
                 raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which the user holds")
-            if step.d in graph.decided:
+            if step.d in decided:
                 raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which was decided and stays")
-            where.free(step.d, k)
+            if copies:
+                where.free(step.d, k)
             alive.discard(step.d)
             if step.d in taken:
                 taken.discard(step.d)
             else:
-                live -= graph.d[step.d].size
+                live -= size[step.d]
             now = live
         elif isinstance(step, Loss):
             missing = [j for j in graph.outputs if (j not in alive and j not in fixed) or j in where.coming]

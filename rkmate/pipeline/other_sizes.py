@@ -137,12 +137,19 @@ def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
     Time is on the line through the two sizes next to it, by bytes read and written. Temporary memory is
     that of the next larger known size, or grows with what grows most among what is read and written.
     """
-    rows = [(p.graph.cd, p.costs) for p in known]
+    sizes = [d.size for d in new.d]
+    rows = [([d.size for d in p.graph.cd.d], p.costs) for p in known]
+    ratios = [[_ratio(a, b) for a, b in zip(sizes, before, strict=True)] for before, _ in rows]
     # An operation may read what the caller holds, which grows as something in the graph does.
-    whole = [max(_ratio(a.size, b.size) for a, b in zip(new.d, g.d, strict=True)) for g, _ in rows]
-    return [_scaled([(_moved(g, i), max(_ratios(g, new, i), most if most > 1 else 0), costs[i])
-                     for (g, costs), most in zip(rows, whole, strict=True)], _moved(new, i))
-            for i in range(len(new.c))]
+    whole = [most if (most := max(ratio)) > 1 else 0 for ratio in ratios]
+    result: list[Cost] = []
+    for i, c in enumerate(new.c):
+        touched = (*c.inputs, *c.outputs)
+        at_known = [(sum([before[j] for j in touched]),
+                     max(max([ratio[j] for j in touched], default=1.0), most), costs[i])
+                    for (before, costs), ratio, most in zip(rows, ratios, whole, strict=True)]
+        result.append(_scaled(at_known, sum([sizes[j] for j in touched])))
+    return result
 
 
 def bounded_costs(costs: Sequence[Cost], program: Program) -> list[Cost]:
@@ -157,18 +164,8 @@ def bounded_costs(costs: Sequence[Cost], program: Program) -> list[Cost]:
     return result
 
 
-def _moved(graph: CDGraph, i: int) -> int:
-    c = graph.c[i]
-    return sum(graph.d[j].size for j in (*c.inputs, *c.outputs))
-
-
 def _ratio(now: int, before: int) -> float:
     return now / before if before else 1.0
-
-
-def _ratios(known: CDGraph, new: CDGraph, i: int) -> float:
-    c = new.c[i]
-    return max((_ratio(new.d[j].size, known.d[j].size) for j in (*c.inputs, *c.outputs)), default=1.0)
 
 
 def _scaled(known: Sequence[tuple[int, float, Cost]], moved: int) -> Cost:

@@ -202,9 +202,7 @@ def _block(cd: CDGraph, b: int, of: tuple[int, ...], cuts: tuple[frozenset[int],
     releases = {local[j]: end[i] for j, i in cd.releases.items() if i in end and j in local}
     graph = CDGraph(
         nodes,
-        tuple(replace(cd.c[i], inputs=tuple(local[j] for j in cd.c[i].inputs),
-                      outputs=tuple(local[j] for j in cd.c[i].outputs),
-                      donors=tuple(local[j] for j in cd.c[i].donors)) for i in c),
+        tuple([cd.c[i].renumbered(local) for i in c]),
         loss, inputs, tuple(local[j] for j in sorted(cuts[b + 1] | pinned) if j in made),
         tuple(local[j] for j in incoming), tuple(local[j] for j in outgoing), releases)
     return Block(b, tuple(c), tuple(d), graph.verify())

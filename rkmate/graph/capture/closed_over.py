@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from rkmate.errors import CaptureError
 
 _NORMS = (F.batch_norm, F.instance_norm)
+_SINGLE = (torch.Tensor, int, float, str, torch.dtype, type(None))
 _FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
@@ -45,7 +46,7 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in tree_leaves((args, kwargs)) if type(t) in (torch.Tensor, nn.Parameter)]
+        given = [t for t in _leaves((*args, *kwargs.values())) if type(t) in (torch.Tensor, nn.Parameter)]
         if not given or func.__name__ == "__get__":
             return func(*args, **kwargs)
         if func in _NORMS and _moves_statistics(func, *args, **kwargs):
@@ -65,6 +66,11 @@ class _Guard(TorchFunctionMode):
                 "gradient and that it does not find as a parameter of the module: register it "
                 "(nn.Parameter, nn.ParameterList), pass it as an argument, or detach it")
         return out
+
+
+def _leaves(values: tuple[Any, ...]) -> Iterable[Any]:
+    """What an operation takes; most take tensors and numbers alone."""
+    return values if all(isinstance(v, _SINGLE) for v in values) else tree_leaves(values)
 
 
 def _moves_statistics(norm: Any, *args: Any, **kwargs: Any) -> bool:

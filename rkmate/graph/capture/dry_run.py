@@ -12,6 +12,7 @@ Uses private names of torch (fake tensors, wrapper tensors); tested with torch 2
 from __future__ import annotations
 
 import hashlib
+import marshal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -122,7 +123,7 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
             recorder.note((a.path, repr(a.new)))
         structure = flat.found.structure
         assert structure is not None
-    return Recording(recorder.digest.digest(), tuple(recorder.numbers), structure)
+    return Recording(recorder.digest(), tuple(recorder.numbers), structure)
 
 
 class _Sized(torch.Tensor):
@@ -159,8 +160,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.digest = hashlib.sha256()
         self.numbers: list[int | float] = []
+        self._notes: list[Any] = []
         self._made: list[tuple[_Sized, _Origin | None]] = []
         """Every tensor, and of which call it is a result, and its place among the results."""
         self.real: frozenset[int] = frozenset()
@@ -180,8 +181,12 @@ class _Recorder(TorchDispatchMode):
         return False            # nothing is compiled in here, and to say so at every call takes long
 
     def note(self, what: Any) -> None:
-        """Something that two recordings have to have in common."""
-        self.digest.update(repr(what).encode())
+        """Something that two recordings have to have in common: plain values, and lists of them."""
+        self._notes.append(what)
+
+    def digest(self) -> bytes:
+        """Of all that was noted."""
+        return hashlib.sha256(marshal.dumps(self._notes, 2)).digest()       # as of 3, equal values may differ
 
     def enter(self, form: TensorForm) -> torch.Tensor:
         """A new tensor."""

@@ -49,6 +49,8 @@ def _is_view_operation(target: OpOverload) -> bool:
                                           for r in target._schema.returns)
 
 
+_random_operations: dict[int, tuple[OpOverload, bool]] = {}
+"""As `_view_operations`."""
 _DRAWN_BEFORE = {aten._scaled_dot_product_efficient_attention_backward.default,
                  aten._scaled_dot_product_cudnn_attention_backward.default}
 """They are said to draw, and read the state that their forward has left."""
@@ -57,8 +59,14 @@ _DRAWN_BEFORE = {aten._scaled_dot_product_efficient_attention_backward.default,
 def is_random(node: fx.Node) -> bool:
     """Whether the operation draws from a generator. Attention does where it has dropout."""
     target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags \
-            or target in _DRAWN_BEFORE:
+    known = _random_operations.get(id(target))
+    if known is None:
+        if not isinstance(target, OpOverload):
+            return False
+        draws = torch.Tag.nondeterministic_seeded in target.tags and target not in _DRAWN_BEFORE
+        known = _random_operations[id(target)] = target, draws
+    target, draws = known
+    if not draws:
         return False
     place = _place_of(target, "dropout_p")
     if place is None:

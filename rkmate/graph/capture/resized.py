@@ -102,6 +102,8 @@ class SideBySide:
         self._forms: dict[_Form, int] = {}
         self._storages: dict[tuple[int, ...], int] = {}
         self._tensor_of: dict[tuple[int, ...], int] = {}
+        self._first: list[Any] = []
+        """Each tensor of the first capture."""
         self._tensors: list[tuple[int, int, bool]] = []
         """Form, storage, and whether it is the first in its storage."""
         self._place: dict[fx.Node, _Place] = {}
@@ -109,6 +111,9 @@ class SideBySide:
         """Of the first capture; the new one's arguments, keywords, notes and value, with places."""
         self._read()
         self._check()
+        modes = {id(m): m for t in self._first for m in [getattr(t, "fake_mode", None)]}
+        self._mode: FakeTensorMode | None = modes.popitem()[1] if len(modes) == 1 else None
+        """That all tensors of the first capture are of."""
 
     # -- reading --------------------------------------------------------------------------
 
@@ -199,6 +204,7 @@ class SideBySide:
                 raise _Unknown("a storage of another size than its tensor")
             storage = self._storages.setdefault(key, len(self._storages))
             self._tensor_of[at] = len(self._tensors)
+            self._first.append(first)
             self._tensors.append((self._forms.setdefault(form, len(self._forms)), storage, owns))
         return _Place("tensor", self._tensor_of[at])
 
@@ -226,15 +232,37 @@ class SideBySide:
             mutations=tuple((s, at[n]) for s, n in first.mutations),
             grads=tuple((s, at[n]) for s, n in first.grads), result=new.result)
 
+    def _same_as_first(self, values: Sequence[Any]) -> list[bool]:
+        """Of each tensor, whether it is the first capture's: what is of one size alone, as parameters and
+        their gradients are, and stands in a storage of such."""
+        if self._mode is None:
+            return [False] * len(self._tensors)
+        fixed = [type(row[0]) is int and row[0] == now for row, now in zip(self._rows, values, strict=True)]
+        forms = [all(fixed[k] for k in (*f.shape, *f.stride, f.offset)) for f in self._forms]
+        kept: set[int] = set()
+        result = []
+        for k, storage, owns in self._tensors:
+            same = forms[k] and (owns or storage in kept)
+            if same and owns:
+                kept.add(storage)
+            result.append(same)
+        return result
+
     def _tensors_at(self, values: Sequence[Any]) -> list[FakeTensor]:
-        mode = FakeTensorMode()
+        same = self._same_as_first(values)
+        mode = FakeTensorMode() if self._mode is None else self._mode
         forms = [f._replace(shape=tuple(values[k] for k in f.shape),
                             stride=tuple(values[k] for k in f.stride), offset=values[f.offset])
                  for f in self._forms]
         owners: dict[int, torch.Tensor] = {}
         made: list[FakeTensor] = []
-        for k, storage, owns in self._tensors:
+        for number, (k, storage, owns) in enumerate(self._tensors):
             f = forms[k]
+            if same[number]:
+                made.append(self._first[number])
+                if owns:
+                    owners[storage] = made[-1]
+                continue
             if owns and not f.offset:
                 plain = torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device="meta")
             else:

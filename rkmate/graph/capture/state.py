@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -73,10 +73,12 @@ class PythonState:
         for _, _, attributes, registries in self._modules:
             for field, content in registries.items():
                 now = attributes[field]
-                if {k: id(v) for k, v in now.items()} != {k: id(v) for k, v in content.items()}:
+                if (now or content) and {k: id(v) for k, v in now.items()} != {k: id(v) for k, v in content.items()}:
                     now.clear()
                     now.update(content)
         for _, holder, attributes in self._holders:
+            if _same(holder.__dict__, attributes):
+                continue
             for k in {*holder.__dict__, *attributes}:
                 if k not in attributes:
                     del holder.__dict__[k]
@@ -94,12 +96,19 @@ class PythonState:
         """The attributes that are other objects now."""
         found = []
         for path, holder, attributes in self._holders:
+            if _same(holder.__dict__, attributes):
+                continue
             for k in sorted({*holder.__dict__, *attributes}):
                 old, new = attributes.get(k, MISSING), holder.__dict__.get(k, MISSING)
                 # A recurrent layer keeps lists of its weights, which the tracer swaps.
                 if old is not new and not (isinstance(holder, nn.RNNBase) and k in _LISTS):
                     found.append(Assigned(f"{path + '.' if path else ''}{k}", holder, k, old, new))
         return found
+
+
+def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether these are the same objects under the same names."""
+    return len(now) == len(before) and all(now.get(k, MISSING) is v for k, v in before.items())
 
 
 def _is_object(value: Any) -> bool:
