@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import peers
 import torch
 import transformers
 from beside import Forward, add_row, beside, peak_of, read_rows, step
+from fused_rows import Bar, Row, Rows, bars_table, depths_table, table
 from peers import DOCS, Case, Segmenter, budgeted, gpt, images
 
 import rkmate
@@ -44,8 +45,12 @@ INDUCTOR = ("1.0", "0.5", "0.1")
 FRACTIONS = ("1.0", "0.7", "0.5", "0.35", "inductor")
 NAMES = ("gpt", "gpt12", "resnet18", "resnet50", "regnet", "unet", "t5", "vit")
 CONVOLUTIONS = ("resnet18", "resnet50", "regnet", "unet")
-DEEPER = ("gpt", "gpt12", "gpt24")
-"""For how long compiling takes: 6, 12 and 24 layers."""
+SMALLEST = "inductor 0.1"
+"""Of torch.compile's budgets, the one whose peak is smallest."""
+OWN_BARS = {"gpt": (0.42, 0.84), "resnet18": (0.6, 1.0), "regnet": (0.7, 0.8), "unet": (0.7, 0.8)}
+"""Per model a part of eager's peak, and of its time, that compiled groups are to take there at most."""
+DEPTHS = ("inductor 1.0", "rkmate compile 1.0")
+"""Of which `--depths` says how long they take to get ready."""
 SECONDS = 6
 """Steps are repeated for so long, at least."""
 
@@ -77,68 +82,39 @@ def _t5() -> Case:
 
 
 SMALL: dict[str, Callable[[], Case]] = {
-    **{name: functools.partial(gpt, layers, 32, 32, 2, 128) for name, layers in zip(DEEPER, (1, 2, 4),
-                                                                                    strict=True)},
+    "gpt": functools.partial(gpt, 1, 32, 32, 2, 128), "gpt12": functools.partial(gpt, 2, 32, 32, 2, 128),
     "resnet18": functools.partial(_residual, "ResNet"), "resnet50": functools.partial(_residual, "ResNet"),
     "regnet": functools.partial(_residual, "RegNet"), "unet": _segmenter, "t5": _t5, "vit": _vit}
-def gpt24() -> Case:
-    """The GPT-2 of the first table, with 24 layers."""
-    return gpt(24)
+MODELS: dict[str, Callable[[], Case]] = peers.MODELS
 
 
-MODELS: dict[str, Callable[[], Case]] = {**peers.MODELS, "gpt24": gpt24}
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was measured of one method on one model; peaks and times are parts of eager's."""
-
-    model: str
-    method: str
-    threads: int
-    peak: float | None = None
-    time: float | None = None
-    predicted_peak: float | None = None
-    predicted_time: float | None = None
-    ready: float | None = None
-    """Seconds until the first step is done, nothing being on disk."""
-    again: float | None = None
-    """The same in a second process, which finds what was compiled, and follows a saved plan."""
-    groups: int | None = None
-    """Compiled; equal ones once."""
-    compiling: float | None = None
-    """Seconds of compiling, a part of `ready`."""
-    compiling_again: float | None = None
-    """The same in the second process."""
-    variant: str = ""
-    error: float | None = None
-    """Of all gradients together, relative to those in double precision."""
-    eager_error: float | None = None
-    eager_bytes: int | None = None
-    eager_seconds: float | None = None
-    took: float | None = None
-    """Seconds that measuring the row took, all in all."""
-    failed: str = ""
-    """Why there are no figures."""
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What tells it from other rows."""
-        return self.model, self.method, self.threads
-
-
-Rows = dict[tuple[str, str, int], Row]
+def case_of(model: str, *, small: bool) -> Case:
+    """A model with its inputs; ``12 layers`` is the GPT-2 of the first table with so many."""
+    if model.endswith(" layers"):
+        layers = int(model.split()[0])
+        return gpt(layers, 32, 32, 2, 128) if small else gpt(layers)
+    return (SMALL if small else MODELS)[model]()
 
 
 def methods_of(model: str) -> list[str]:
     """Names of the methods for a model, in the order in which they are measured."""
     if model not in NAMES:
-        return ["rkmate compile 1.0"]
+        return list(DEPTHS)
     kinds = ["rkmate", "rkmate compile"]
     if model in CONVOLUTIONS:
         kinds += ["rkmate layouts", "rkmate compile layouts"]
     return ["eager", *(["eager channels-last"] if model in CONVOLUTIONS else []),
             *(f"inductor {f}" for f in INDUCTOR), *(f"{kind} {f}" for f in FRACTIONS for kind in kinds)]
+
+
+def bars_of(model: str) -> list[Bar]:
+    """What is to hold for a model."""
+    own = "rkmate compile layouts" if model in CONVOLUTIONS else "rkmate compile"
+    bars = [Bar(f"{own} inductor", 1.0, "inductor")]
+    if model in OWN_BARS:
+        fraction, most = OWN_BARS[model]
+        bars.append(Bar(f"{own} {fraction}", most))
+    return bars
 
 
 def in_format(kwargs: dict[str, Any], form: torch.memory_format) -> dict[str, Any]:
@@ -189,7 +165,7 @@ def one(row: Row, plan: Path, repeats: int, *, small: bool) -> Row:
     cases = []
     for _ in range(2):
         torch.manual_seed(0)
-        cases.append((SMALL if small else MODELS)[row.model]())
+        cases.append(case_of(row.model, small=small))
         cases[-1].model.train()
     reference, case = cases
 
@@ -240,11 +216,11 @@ def measured(row: Row, asked: str, repeats: int, *, small: bool) -> Row:
 
 
 def run(names: Sequence[str], path: Path | None, *, threads: int, repeats: int, small: bool = False,
-        methods: Sequence[str] | None = None) -> Rows:
-    """Measure what is not in the file yet."""
+        methods: Callable[[str], Sequence[str]] = methods_of) -> Rows:
+    """Measure what is not in the file yet. `methods`: those of a model."""
     rows: Rows = {row.key: row for row in read_rows(Row, path)}
     for model in names:
-        for method in methods or methods_of(model):
+        for method in methods(model):
             row = Row(model, method, threads)
             if row.key in rows:
                 continue
@@ -255,40 +231,9 @@ def run(names: Sequence[str], path: Path | None, *, threads: int, repeats: int, 
                 if not peaks:
                     raise SystemExit(f"{method} needs the peaks of inductor on {model}, measured before it")
                 asked = method.removesuffix("inductor") + str(min(peaks))
-            row = rows[row.key] = measured(row, asked, repeats, small=small)
+            row = rows[row.key] = measured(row, asked, repeats if model in MODELS else 0, small=small)
             add_row(row, path)
     return rows
-
-
-def _part(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f} s"
-
-
-def _errors(row: Row) -> str:
-    return "" if row.error is None or not row.eager_error else f"{row.error / row.eager_error:.2f} of eager's"
-
-
-def table(model: str, threads: int, rows: Rows) -> str:
-    """The Markdown table of a model."""
-    lines = ["| method | peak | time | predicted peak | gradients' error | first step done | in a second "
-             "process | compiled |",
-             "|---|--:|--:|--:|--:|--:|--:|--:|"]
-    for row in rows.values():
-        if (row.model, row.threads) != (model, threads):
-            continue
-        cells = (row.failed, "") if row.failed else (_part(row.peak), _ratio(row.time))
-        compiled = "" if row.groups is None else f"{row.groups} groups, {_seconds(row.compiling)}"
-        lines.append(f"| {row.method} | {' | '.join(cells)} | {_part(row.predicted_peak)} | "
-                     f"{_errors(row)} | {_seconds(row.ready)} | {_seconds(row.again)} | {compiled} |")
-    return "\n".join(lines)
 
 
 def write(rows: Rows) -> None:
@@ -299,7 +244,11 @@ def write(rows: Rows) -> None:
              f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in rows.values())
     sections = [f"## {model}, {threads} thread{'s' * (threads > 1)}\n\n{MODELS[model].__doc__ or ''}\n\n"
-                f"{table(model, threads, rows)}\n" for model, threads in kinds]
+                f"{table(model, threads, rows)}\n" for model, threads in kinds if model in MODELS]
+    for threads in sorted({threads for model, threads in kinds if model not in MODELS}):
+        deep = [model for model, n in kinds if model not in MODELS and n == threads]
+        sections.append(f"## How long it takes to get ready, {threads} thread{'s' * (threads > 1)}\n\n"
+                        f"{depths_table(deep, threads, rows, DEPTHS)}\n")
     PAGE.write_text("\n".join([about, *sections]), encoding="utf-8")
 
 
@@ -309,6 +258,10 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(NAMES), help=f"of {', '.join(MODELS)}; comma separated")
     parser.add_argument("--methods", help="comma separated; all by default")
+    parser.add_argument("--bars", action="store_true", help="measure what is to hold alone, and say "
+                        "whether it does: torch.compile's smallest peak, groups there and at their own bar")
+    parser.add_argument("--depths", help="of GPT-2, comma separated: how long so many layers take to get "
+                        "ready, and nothing else")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=7, help=f"at least, and for {SECONDS} s")
     parser.add_argument("--rows", type=Path, help="file of rows, read and appended to")
@@ -321,11 +274,22 @@ def main() -> None:
         found = one(Row(model, method, options.threads), Path(plan), options.repeats, small=options.small)
         print(json.dumps(asdict(found)))
         return
+    how: dict[str, Any] = {"threads": options.threads, "repeats": options.repeats, "small": options.small}
     names = options.models.split(",")
-    rows = run(names, options.rows, threads=options.threads, repeats=options.repeats, small=options.small,
-               methods=options.methods.split(",") if options.methods else None)
-    for model in names:
-        print(f"\n{model}\n\n{table(model, options.threads, rows)}", flush=True)
+    if options.depths:
+        names = [f"{n} layers" for n in options.depths.split(",")]
+        rows = run(names, options.rows, **how)
+        print(f"\n{depths_table(names, options.threads, rows, DEPTHS)}", flush=True)
+    elif options.bars:
+        rows = run(names, options.rows, **how, methods=lambda model: [
+            SMALLEST, *(bar.method for bar in bars_of(model))])
+        bars = {model: bars_of(model) for model in names}
+        print(f"\n{bars_table(names, options.threads, rows, bars)}", flush=True)
+    else:
+        named = options.methods.split(",") if options.methods else None
+        rows = run(names, options.rows, **how, methods=lambda model: named or methods_of(model))
+        for model in names:
+            print(f"\n{model}\n\n{table(model, options.threads, rows)}", flush=True)
     if options.write and not options.small:
         write(rows)
 

@@ -235,15 +235,20 @@ def _said(model: Model, method: str) -> Said | None:
     return near[0] if near else None
 
 
+def _asked(method: str) -> tuple[float, str]:
+    """The budget that a method's name says, smallest first; those without one come before."""
+    planner, _, fraction = method.partition(" ")
+    return float(fraction or 0), planner
+
+
 def table(name: str, rows: Rows) -> str:
     """The Markdown table of a model."""
     model = MODELS[name]
     lines = ["| method | peak | time | predicted peak | predicted time | planned in | paper's peak | "
              "paper's time |",
              "|---|--:|--:|--:|--:|--:|--:|--:|"]
-    for (of, method), row in rows.items():
-        if of != name:
-            continue
+    for method, row in sorted(((method, row) for (of, method), row in rows.items() if of == name),
+                              key=lambda found: _asked(found[0])):
         said = _said(model, method) or Said(float("nan"))
         theirs = ("" if said.peak != said.peak else part(said.peak), ratio(said.time))
         cells = (row.failed, "") if row.failed else (part(row.peak), ratio(row.time))
@@ -258,6 +263,11 @@ def write(rows: Rows) -> None:
     about = ("# The papers' tables\n\nPeak and time of a training step relative to eager's in the same "
              "run, beside what the papers say of theirs. "
              "Parameters and their gradients stand, and are not counted. "
+             "`rkmate` and planners of other names are asked for a part of eager's peak, `in-place` is "
+             "rkmate with gradients in place, `checkpoint` has a checkpoint around each layer. Predicted "
+             "times are sums of operations, measured one by one on memory that was used before; in a step, "
+             "eager's tensors are memory that the system has to clear first, so that the less a plan holds, "
+             "the faster it is beside eager than predicted. "
              f"Made by `python benchmarks/papers.py --rows FILE --write` on a CPU ({platform.machine()}, "
              f"{torch.get_num_threads()} threads), torch {torch.__version__.partition('+')[0]}.\n")
     sections = [f"## {name}\n\n{model.about}.\n\n{table(name, rows)}\n" for name, model in MODELS.items()

@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "rkmate.comparison.run": ("compare",),
     "rkmate.comparison.table": ("Comparison",),
+    "rkmate.device.kept_pages": ("keep_pages",),
     "rkmate.errors": (
         "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
         "DeviceMemoryError",
@@ -36,6 +37,7 @@ __all__ = sorted(name for names in _PLACES.values() for name in names)
 if typing.TYPE_CHECKING:
     from rkmate.comparison.run import compare as compare
     from rkmate.comparison.table import Comparison as Comparison
+    from rkmate.device.kept_pages import keep_pages as keep_pages
     from rkmate.errors import ArgumentError as ArgumentError
     from rkmate.errors import BackwardError as BackwardError
     from rkmate.errors import CaptureError as CaptureError

@@ -11,20 +11,21 @@ from torch import nn
 from rkmate.errors import ArgumentError
 from rkmate.runtime.module import PlannedModule
 
-_OPTIONS = ("budget", "planner", "costs", "on_new_shape", "trains")
+_OPTIONS = ("budget", "planner", "costs", "on_new_shape", "trains", "verify", "offload", "offload_bytes")
 
 
 def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
             options: Mapping[str, Any] | None = None, **ignored: Any) -> Callable[..., Any]:
     """Plans each graph that Dynamo captures, when it is first called with gradients.
 
-    The budget holds for each graph by itself. Dynamo hands the parameters over as inputs, so their
-    gradients leave together at the end of the graph's backward.
+    The budget holds for each graph by itself, and so does what it may send away at once. Dynamo hands the
+    parameters over as inputs, so their gradients leave together at the end of the graph's backward.
 
     Args:
         graph, examples: from Dynamo.
-        options: ``budget`` (needed), ``planner``, ``costs``, ``on_new_shape``,
-            ``trains``: as of `rkmate.wrap`. The outputs of a graph have numbers and no names.
+        options: ``budget`` (needed), ``planner``, ``costs``, ``on_new_shape``, ``trains``, ``verify``,
+            ``offload``, ``offload_bytes``: as of `rkmate.wrap`. The outputs of a graph have numbers and no
+            names.
 
     Raises:
         ArgumentError: an option is missing or unknown, or the shapes are dynamic.

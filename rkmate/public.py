@@ -17,10 +17,11 @@ from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import device_share
 from rkmate.pipeline.loss_inside import loss_inside, traceable
-from rkmate.pipeline.offload import Offload, Place, offload_of
+from rkmate.pipeline.offload import Place
 from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
+from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_layers, take_plan_from
 from rkmate.runtime.lengths import checked_lengths
@@ -68,7 +69,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         plan: a plan made before (`Plan.load`), instead of a budget.
         costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing. Unless given, what
             the settings say, which is ``"measured"`` by default.
-        verify: measure the first training step, and warn when it is over its prediction.
+        verify: measure the first training step, and warn when it is over its prediction. What that step sends
+            away (`offload`) has to come back with the same checksum.
         on_new_shape: what a call with other shapes, dtypes or constants does: ``"plan"`` makes a
             plan for it with the same budget, ``"original"`` runs the original module, ``"error"``
             raises.
@@ -98,8 +100,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             a folder on a disk, or ``"host"``, the host's memory, for a model on a GPU. What goes there, and
             when, is planned beside what is recomputed, by how fast the place is ([offload](offload.md)).
             Unless given, what the settings say, which is nowhere by default.
-        offload_bytes: how much may be there at once, bytes or text ("20GiB"); as much as there is room for,
-            unless given.
+        offload_bytes: how much may be there at once, of all `calls`, bytes or text ("20GiB"); as much as
+            there is room for, unless given.
         settings: of the stages, `rkmate.Settings`: ``costs``, as above; ``cut``, how long blocks may be;
             ``measure``, how long operations are measured; ``options``, the integer programs of the
             blocks; ``slots`` of the dynamic program; ``planning_seconds``, as above; ``chunked_loss``, when
@@ -131,12 +133,13 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         CaptureError: the model has no static graph; the message names the operation and the line.
         ArgumentError: an argument is wrong.
         PlanError: `plan` does not belong to this model.
+        OffloadError: `offload` could not be written or read when it was measured.
     """
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains, calls, gradients, compile,
-                         offload=offload_of(offload, offload_bytes))
+                         offload=offload, offload_bytes=offload_bytes)
     ahead = checked_lengths(model, lengths, pad)
     if cuda_graph:
         check_device([*{t.device for t in (*model.parameters(), *model.buffers())}],
@@ -201,7 +204,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, planner, costs, settings, progress,
                          planning_seconds, trains, calls, gradients, compile,
-                         offload=offload_of(offload, offload_bytes))
+                         offload=offload, offload_bytes=offload_bytes)
     if layers:
         put_plans_into_layers(model, layers, planning, verify, _checked(on_new_shape))
         return model
@@ -253,7 +256,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         args, kwargs = checked_sample(model, args, kwargs)
         planning = _planning(_in_bytes(budget, model), None, planner, costs, settings, progress,
                              planning_seconds, trains, calls, gradients, compile, gpu,
-                             offload_of(offload, offload_bytes))
+                             offload, offload_bytes)
         with flags_to_plan(model, training):
             traced = trace(model, args, kwargs, planning.settings, Progress(progress))
         made = make_plan(traced, planning.budget, planning.planner).plan
@@ -284,7 +287,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
         wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
         planning = _planning(1.0, None, planner, costs, settings, progress, planning_seconds, trains,
                              gradients=gradients, compile=compile, gpu=gpu,
-                             offload=offload_of(offload, offload_bytes))
+                             offload=offload, offload_bytes=offload_bytes)
         with flags_to_plan(model, training):
             traced = trace(model, args, kwargs, planning.settings, Progress(progress))
         made = make_curve(traced, wanted, planning.planner)
@@ -320,14 +323,18 @@ def _checked(on_new_shape: Any) -> NewShape:
 def _planning(budget: Any, plan: Plan | None, planner: str, costs: str | None, settings: Settings | None,
               progress: bool, planning_seconds: float | None, trains: Any,
               calls: int | None = None, gradients: str | None = None, compile: Compile | None = None,
-              gpu: GPU | None = None, offload: Offload | None = None) -> Planning:
+              gpu: GPU | None = None, offload: Place | None = None,
+              offload_bytes: int | str | None = None) -> Planning:
     if (budget is None) == (plan is None):
         raise ArgumentError("give a budget or a plan, and not both")
     if plan is not None and not isinstance(plan, Plan):
         raise ArgumentError(f"plan is {type(plan).__name__}; it should be a rkmate.Plan")
     name = find_planner(planner).name
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
-    base = settings_of_call(settings, costs, trains, gradients, compile, offload)
+    base = settings_of_call(settings, costs, trains, gradients, compile, offload, offload_bytes)
+    if base.offload is not None and plan is None and name not in SENDING:
+        raise ArgumentError(f"planner is {name!r}, which recomputes alone: leave offload out, or take one "
+                            f"that sends data away ({', '.join(map(repr, SENDING))})")
     if gpu is not None:
         base = elsewhere.estimating(base, costs)
     elif base.offload is not None:

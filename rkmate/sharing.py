@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rkmate.errors import ArgumentError, RkmateError
+from rkmate.pipeline.offload import Place
 from rkmate.pipeline.settings import Settings
 from rkmate.public import plan
 from rkmate.show.plan import Plan
@@ -18,7 +19,8 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (),
                 kwargs: Mapping[str, Any] | None = None, *, budget: int | float | str,
                 planner: str = "rockmate", progress: bool = True, costs: str | None = None,
                 trains: str | int | Sequence[str | int] | None = None,
-                planning_seconds: float | None = None, settings: Settings | None = None,
+                planning_seconds: float | None = None, offload: Place | None = None,
+                offload_bytes: int | str | None = None, settings: Settings | None = None,
                 group: Any = None) -> Plan:
     """The plan that the first process of a group makes, in every process of it.
 
@@ -27,8 +29,9 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (),
     ``plan``.
 
     Args:
-        model, args, kwargs, budget, planner, progress, costs, trains, planning_seconds, settings: as of
-            `plan`.
+        model, args, kwargs, budget, planner, progress, costs, trains, planning_seconds, offload,
+            offload_bytes, settings: as of `plan`. Where `offload` is fast for the first process it should be
+            for all, and each says ``offload=`` again to `wrap`: a folder may be another one there.
         group: the process group; the default one unless given.
 
     Raises:
@@ -42,7 +45,8 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (),
     if dist.get_rank(group) == 0:
         try:
             result[0] = plan(model, args, kwargs, budget=budget, planner=planner, progress=progress,
-                             costs=costs, trains=trains, planning_seconds=planning_seconds, settings=settings)
+                             costs=costs, trains=trains, planning_seconds=planning_seconds, offload=offload,
+                             offload_bytes=offload_bytes, settings=settings)
         except RkmateError as error:
             result[0] = error
         except BaseException as error:

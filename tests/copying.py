@@ -36,11 +36,14 @@ class LateEngine:
         self.calls = self.opened = self.closed = 0
         """Copies that were asked for; open calls, and those that are closed."""
         self.words: list[str] = []
+        self.verified = 0
+        """How many of the calls were to be verified."""
         self.ended = 0
         """How often the engine itself was closed."""
 
-    def open(self) -> LateCopies:
+    def open(self, *, verify: bool = False) -> LateCopies:
         self.opened += 1
+        self.verified += verify
         return LateCopies(self)
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ def test_layouts(on_the_path: None, tmp_path: Path) -> None:
 
     methods = ["eager channels-last", "rkmate 1.0", "rkmate layouts 1.0"]
     rows = fused.run(["regnet", "unet"], tmp_path / "rows.jsonl", threads=1, repeats=1, small=True,
-                     methods=methods)
+                     methods=lambda model: methods)
     assert list(rows) == [(model, method, 1) for model in ("regnet", "unet") for method in methods]
     for row in rows.values():
         assert not row.failed and row.groups is None and row.again is None
@@ -102,8 +102,9 @@ def test_compiled_groups_beside_the_compiler(on_the_path: None, tmp_path: Path,
 
     path, methods = tmp_path / "rows.jsonl", ["inductor 0.5", "rkmate compile inductor"]
     with pytest.raises(SystemExit, match="needs the peaks of inductor"):
-        fused.run(["gpt"], None, threads=1, repeats=1, small=True, methods=methods[1:])
-    rows = fused.run(["gpt"], path, threads=1, repeats=1, small=True, methods=methods)
+        fused.run(["gpt"], None, threads=1, repeats=1, small=True,
+                  methods=lambda model: methods[1:])
+    rows = fused.run(["gpt"], path, threads=1, repeats=1, small=True, methods=lambda model: methods)
     theirs, ours = rows.values()
     assert not theirs.failed and not ours.failed
     assert ours.peak <= theirs.peak and abs(ours.predicted_peak / ours.peak - 1) < 0.02
@@ -114,7 +115,24 @@ def test_compiled_groups_beside_the_compiler(on_the_path: None, tmp_path: Path,
         raise AssertionError("measured again")
 
     monkeypatch.setattr(fused, "measured", never)
-    assert fused.run(["gpt"], path, threads=1, repeats=1, small=True, methods=methods) == rows
+    assert fused.run(["gpt"], path, threads=1, repeats=1, small=True, methods=lambda model: methods) == rows
+    bars = {"gpt": [fused.Bar("rkmate compile inductor", 100.0, "inductor"),
+                    fused.Bar("rkmate compile inductor", 0.0), fused.Bar("rkmate compile 0.42", 0.84)]}
+    cells = [line.split(" | ") for line in fused.bars_table(["gpt"], 1, rows, bars).splitlines()[2:]]
+    assert [row[6] for row in cells[:2]] == ["yes", "no"] and cells[2][2] == "not measured"
+
+
+@pytest.mark.slow
+def test_how_long_depths_take(on_the_path: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    import fused
+
+    monkeypatch.setattr(sys, "argv", ["fused.py", "--small", "--depths", "1", "--rows",
+                                      str(tmp_path / "rows.jsonl"), "--threads", "1"])
+    fused.main()
+    theirs, ours = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[-2:])
+    assert [row[1] for row in (theirs, ours)] == list(fused.DEPTHS)
+    assert theirs[3] == theirs[4] == "" and int(ours[4]) > 0
 
 
 def test_rows_of_fused_are_measured_in_order(on_the_path: None) -> None:
@@ -125,8 +143,11 @@ def test_rows_of_fused_are_measured_in_order(on_the_path: None) -> None:
         assert len(set(methods)) == len(methods) == (25 if model in fused.CONVOLUTIONS else 14)
         first = next(k for k, m in enumerate(methods) if m.startswith("rkmate") and m.endswith("inductor"))
         assert all(methods.index(f"inductor {f}") < first for f in fused.INDUCTOR)
-    assert [fused.methods_of(model)[-1] for model in fused.DEEPER[2:]] == ["rkmate compile 1.0"]
-    assert set(fused.NAMES) | set(fused.DEEPER) == set(fused.SMALL) <= set(fused.MODELS)
+        for bar in fused.bars_of(model):
+            assert bar.of in ("eager", "inductor") and bar.method.startswith("rkmate compile")
+    assert fused.methods_of("24 layers")[-1] == "rkmate compile 1.0"
+    assert len(fused.case_of("3 layers", small=True).model.transformer.h) == 3
+    assert set(fused.NAMES) == set(fused.SMALL) <= set(fused.MODELS)
 
 
 def test_rows_of_gpus_stand_on_their_page(on_the_path: None, tmp_path: Path) -> None:
@@ -193,3 +214,14 @@ def test_offload_s_table_has_a_line_for_each_method(on_the_path: None) -> None:
     assert len(lines) == 5 and all(line.count("|") == 12 for line in lines)
     assert lines[-1] == ("| offload, at 25.0% | 25.0% | 1.040 | 8.30 s | 25.0% | 1.031 | 8.20 s | 3.0 GiB | "
                          "250 ms | 60% | 20 s |")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")
+def test_steps_are_measured_with_pages_that_stay(on_the_path: None) -> None:
+    import pages
+
+    rows = [row for budget in (None, 1.0) for row in pages.measured("gpt", budget, small=True, repeats=1)]
+    assert [(r.budget, r.kept) for r in rows] == [(b, kept) for b in (None, 1.0) for kept in (False, True)]
+    assert all(row.resident > row.counted > 0 for row in rows)
+    assert pages.table(rows).count("\n") == 5

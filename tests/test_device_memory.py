@@ -98,6 +98,21 @@ def test_most_sizes_are_derived_from_two_captures(monkeypatch: pytest.MonkeyPatc
     assert captured == [16, 32]
 
 
+def test_planned_parts_are_captured_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a recording of another size, too."""
+    captured: list[int] = []
+    full = prepare_module.capture
+    monkeypatch.setattr(prepare_module, "capture", lambda model, args, *more: (
+        captured.append(len(args[0])), full(model, args, *more))[1])
+    part = Net()
+    rkmate.apply(part, budget=0.9, costs="analytic", progress=False)
+    model = nn.Sequential(nn.Linear(32, 32), part)
+    rkmate.max_batch_size(model, inputs, device_memory="1GiB", most=8, costs="analytic", progress=False)
+    shown = rkmate.applied(part)
+    assert captured == [16, 32]
+    assert shown is not None and not shown.has_plan
+
+
 def test_the_search_stops_at_the_most_that_is_asked() -> None:
     found = rkmate.max_batch_size(Net(), inputs, device_memory="1GiB", most=3, costs="analytic",
                                   progress=False)
@@ -116,7 +131,9 @@ def test_not_even_one_fits() -> None:
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"device_memory": 0.5}, "device_memory is 0.5"), ({"device_memory": "50%"}, "share"),
     ({"device_memory": 1000}, "alone need"), ({"device_memory": "1GiB", "most": 0}, "most is 0"),
-    ({"device_memory": "1GiB", "costs": "guess"}, "costs is")])
+    ({"device_memory": "1GiB", "costs": "guess"}, "costs is"),
+    ({"device_memory": "1GiB", "optimizer_states": -1}, "optimizer_states is -1"),
+    ({"device_memory": "1GiB", "optimizer_states": 1.5}, "optimizer_states is 1.5")])
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(rkmate.ArgumentError, match=message):
         rkmate.max_batch_size(Net(), inputs, **arguments)

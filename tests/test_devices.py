@@ -18,6 +18,7 @@ from rkmate.device.elsewhere import Elsewhere, planning_for
 from rkmate.devices import A100, GPU, H100, H200, NAMES, T4, called, known
 from rkmate.graph.capture.attention_elsewhere import kernel_of
 from rkmate.measure.reductions_on_gpus import reduction_bytes
+from rkmate.support.planning_lock import PlanningLock, capture_lock, planning_lock
 
 pytestmark = pytest.mark.xdist_group("devices elsewhere")      # they share plans
 MIB = 2**20
@@ -78,6 +79,20 @@ def test_nothing_is_left_behind() -> None:
     assert devices.of("cpu").elsewhere is None
     here = rkmate.plan(model(), (X,), budget=1.0, costs="analytic", progress=False)
     assert any("for_cpu" in name for name in operations(here)) and "estimates" not in here.note
+
+
+def test_locks_are_taken_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else this thread and one that plans a wrapped module would wait for each other."""
+    take, seen = PlanningLock.__enter__, []
+
+    def taken(lock: PlanningLock) -> PlanningLock:
+        if lock is planning_lock:
+            seen.append(planning_lock.is_mine() or not capture_lock.is_mine())
+        return take(lock)
+
+    monkeypatch.setattr(PlanningLock, "__enter__", taken)
+    rkmate.plan(nn.Linear(8, 8), (torch.zeros(2, 8),), budget=1.0, device="h100", progress=False)
+    assert seen and all(seen)
 
 
 def test_a_model_without_memory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 from torch import fx
 
 from rkmate.codegen import slices
-from rkmate.codegen.liveness import Computed, Freed, flow
+from rkmate.codegen.alike import Alike, Way, source_name
+from rkmate.codegen.liveness import Computed, Flow, Freed, flow
 from rkmate.codegen.slices import (
     RESERVED,
     Call,
@@ -86,6 +86,7 @@ class _Maker:
         """Of each block's values, and the table that they were taken from."""
         self.view_keys: dict[Any, int] = {}
         """What tells the views of the program apart, for `Views`."""
+        self.alike = Alike(partition, labels)
         self.handed = {j: (s, n) for s, n in self.program.param_grads
                        if (j := self.program.d_of(n)) is not None}
         """Parameter gradients: autograd frees them."""
@@ -128,15 +129,49 @@ class _Maker:
         if not found.body:
             self.stored = found.after(self.stored)
             return [Drop(self._keys(found.drop))]
+        rng: list[str] = []
+        ways = [self._way(do, rng) for do in found.body if isinstance(do, Computed)]
+        stretch = self.alike.stretched(part.block, found, ways)
+        known = None if stretch is None else self.alike.get(stretch)
+        if known is None or stretch is None:
+            made, give, sources = self._slice(part, found, ways)
+            if stretch is not None:
+                self.alike.keep(stretch, made, give, sources)
+        else:
+            made = known.slice
+            give = [stretch.block.d[k] for k in known.give]
+            sources = [stretch.sources[k] for k in known.sources]
+        call = Call(made, self._keys(found.take), self._keys(found.read),
+                    tuple(map(source_key, sources)), self._keys(give), tuple(rng))
+        self.stored = found.after(self.stored)
+        return [call, Drop(self._keys(found.drop))] if found.drop else [call]
+
+    def _way(self, do: Computed, rng: list[str]) -> Way:
+        """How a computation runs here; `rng`: names of the slice's repeated draws, which it joins."""
+        c, node = do.step.c, self.cd.c[do.step.c]
+        draws: Draws = ""
+        state = None
+        if node.random:
+            draws = "draw" if c not in self.repeated else "replay" if c in self.ran else "remember"
+            if c in self.repeated:
+                state = len(rng)
+                rng.append(node.name)
+        again = kernel_of(self.cd, do.step).time if c in self.ran else None
+        self.ran.add(c)
+        return Way(again, draws, state, node.adds)
+
+    def _slice(self, part: Stretch, found: Flow,
+               ways: Sequence[Way]) -> tuple[Slice, Sequence[int], Sequence[Source]]:
+        """A stretch as a function; the D nodes that it gives, and the sources of what it reads."""
         naming = _Locals(self, part.block)
         views = Views(self.program, naming, [self.program.operation[s.c] for s in part.steps
                                              if isinstance(s, Compute)], self.view_keys)
         expressions = Spelled(self.program, naming, views)
         body: list[Run | Look | slices.Free] = []
-        rng: list[str] = []
+        following = iter(ways)
         for do in found.body:
             if isinstance(do, Computed):
-                run = self._run(do, expressions, naming, rng)
+                run = self._run(do, next(following), expressions, naming)
                 body += [*views.take_new(), run]
             else:
                 body.append(_free(do, naming, views, self.cd))
@@ -147,13 +182,10 @@ class _Maker:
             else "forward"
         made = Slice(f"{label}_{phase}", naming.values(found.take),
                      naming.values(found.read), tuple(naming.sources.values()), tuple(body),
-                     naming.values(give), len(rng))
-        call = Call(made, self._keys(found.take), self._keys(found.read),
-                    tuple(map(source_key, naming.sources)), self._keys(give), tuple(rng))
-        self.stored = found.after(self.stored)
-        return [call, Drop(self._keys(found.drop))] if found.drop else [call]
+                     naming.values(give), sum(way.state is not None for way in ways))
+        return made, give, tuple(naming.sources)
 
-    def _run(self, do: Computed, expressions: Spelled, naming: _Locals, rng: list[str]) -> Run:
+    def _run(self, do: Computed, way: Way, expressions: Spelled, naming: _Locals) -> Run:
         c = do.step.c
         node = self.program.operation[c]
         naming.used.clear()
@@ -168,18 +200,9 @@ class _Maker:
         makes: list[str | None] = [None] * (len(results) if several else 1)
         for j in do.keeps:
             makes[self.program.position[j] or 0] = naming.value(j, read=False)
-        draws: Draws = ""
-        state = None
-        if self.cd.c[c].random:
-            draws = "draw" if c not in self.repeated else "replay" if c in self.ran else "remember"
-            if c in self.repeated:
-                state = len(rng)
-                rng.append(self.cd.c[c].name)
-        again = kernel_of(self.cd, do.step).time if c in self.ran else None
-        self.ran.add(c)
         return Run(call, tuple(naming.used), tuple(makes), several,
-                   None if do.donor is None else naming.value(do.donor, read=False), again, draws,
-                   self.cd.c[c].adds, state)
+                   None if do.donor is None else naming.value(do.donor, read=False), way.again, way.draws,
+                   way.adds, way.state)
 
     def _added(self, c: int) -> list[str]:
         """The parameters whose gradients a computation adds to."""
@@ -283,18 +306,6 @@ class _Locals(LocalNames):
     def function(self, tiled: OwnFunction) -> str:
         self.called.add(self.tiled[tiled])
         return self.tiled[tiled]
-
-
-def source_name(source: Source) -> str:
-    """What a value from outside is called: ``blocks_weight`` for ``blocks.0.weight``; inputs are numbered."""
-    if source.kind == "input":
-        return "input"
-    parts = [p for p in str(source.key).split(".") if not p.isdigit()]
-    parts = [*(["grad"] if source.kind == "grad" else []), *parts[-2:]]
-    base = re.sub(r"\W", "_", "_".join(parts), flags=re.ASCII) or "p"
-    if base == "input":
-        return "input_"
-    return f"p{base}" if base[0].isdigit() else base
 
 
 class InEnvironment:

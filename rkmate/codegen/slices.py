@@ -239,13 +239,16 @@ class Listing:
         """Check every slice, that the environment has what is taken and read, and that nothing ends or is
         overwritten while it is copied; returns the listing itself. Raises `GraphError`."""
         there = _Environment()
+        verified: set[int] = set()              # by identity: equal blocks call the very same ones
         for number, function in enumerate(self.functions):
             there.function = function.name
             if number == 1:
                 there.keys.update(self.arriving)
             for step in function.body:
                 if isinstance(step, Call):
-                    step.slice.verify((*self.namespaces, *self.tiled))
+                    if id(step.slice) not in verified:
+                        step.slice.verify((*self.namespaces, *self.tiled))
+                        verified.add(id(step.slice))
                     there.enter(step)
                 elif isinstance(step, Drop):
                     there.end(step.keys)

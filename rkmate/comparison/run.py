@@ -19,7 +19,7 @@ from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss_inside import trains_of
-from rkmate.pipeline.offload import Place, offload_of
+from rkmate.pipeline.offload import Place
 from rkmate.pipeline.planning import attempted
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
@@ -88,7 +88,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     methods = [find_planner(n) for n in ([n for n in PLANNERS if n != "auto"] if planners is None
                                          else planners)]
     wanted_settings = settings_of_call(settings, costs, trains, gradients, compile,
-                                       offload_of(offload, offload_bytes))
+                                       offload, offload_bytes)
     if not time_limit > 0:
         raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
     shown = Progress(progress)

@@ -50,9 +50,9 @@ class CopyEngine(Protocol):
     def buffer_bytes(self) -> int:
         """Bytes of the device that an open call takes, as the device's meter counts them."""
 
-    def open(self) -> StepCopies:
+    def open(self, *, verify: bool = False) -> StepCopies:
         """For one call; takes its buffers (in the calling thread: the meter sees them), which are freed
-        at its `close`."""
+        at its `close`. `verify`: what comes back in this call must have the checksum of what went."""
 
     def close(self) -> None:
         """No more calls are opened; the place is given back when the open ones are closed."""

@@ -87,11 +87,11 @@ class HostEngine:
         self._pool: PinnedPool | None = pool_of(device)
         self._bytes = AwayBytes(self.place, most_bytes)
 
-    def open(self) -> HostCopies:
+    def open(self, *, verify: bool = False) -> HostCopies:
         """See `CopyEngine.open`. Raises `OffloadError`: the engine is closed."""
         if self._pool is None:
             raise OffloadError("host: nothing more is sent there, it was closed")
-        return HostCopies(self._device, self._pool, self._bytes, verify=self._verify)
+        return HostCopies(self._device, self._pool, self._bytes, verify=verify or self._verify)
 
     def close(self) -> None:
         """See `CopyEngine.close`."""

@@ -40,7 +40,7 @@ class FolderEngine:
         self._process = os.getpid()
         self._bytes = AwayBytes(place, most_bytes)
 
-    def open(self) -> DiskCopies:
+    def open(self, *, verify: bool = False) -> DiskCopies:
         """See `CopyEngine.open`. Raises `OffloadError`: the engine is closed, or this is a forked child and
         the folder is gone."""
         if self._file is None:
@@ -52,7 +52,7 @@ class FolderEngine:
                 raise OffloadError(f"{self.place}: nothing can be sent there by a forked process "
                                    f"({_reason(error)})") from error
             self._process, self._bytes = os.getpid(), AwayBytes(self.place, self.most_bytes)
-        return DiskCopies(self.place, self._file, self._bytes, verify=self._verify)
+        return DiskCopies(self.place, self._file, self._bytes, verify=verify or self._verify)
 
     def close(self) -> None:
         """See `CopyEngine.close`."""

@@ -20,8 +20,8 @@ class FakeEngine:
         self.calls: list[FakeCopies] = []
         """That are open."""
 
-    def open(self) -> FakeCopies:
-        """See `CopyEngine.open`."""
+    def open(self, *, verify: bool = False) -> FakeCopies:
+        """See `CopyEngine.open`. Nothing gets lost here."""
         self.calls.append(FakeCopies(self))
         return self.calls[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,15 @@ class Form:
         if self.negative:
             tensor = torch.ops.aten._neg_view.default(tensor)
         return tensor
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a new tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

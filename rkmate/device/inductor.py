@@ -2,7 +2,8 @@
 
 A group is a Python function of tensors of known forms, which calls operators; what it looks like does not
 depend on where it comes from, so that equal groups are compiled once in a process, and found on disk by the
-next one (inductor's own cache, which another version of torch does not use).
+next one (`kernel_files`; what is not kept there, in inductor's own cache. Another version of torch uses
+neither).
 
 Uses private names of torch (inductor's inner compiler); tested with torch 2.13.
 """
@@ -10,29 +11,41 @@ Uses private names of torch (inductor's inner compiler); tested with torch 2.13.
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
+import sys
 import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from os import environ
 from typing import Any
 
 import torch
 
+from rkmate.device import kernel_files
+from rkmate.device.forms import contiguous_strides
+from rkmate.device.protocol import Device
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.device.registry import common
 from rkmate.errors import CompilerError
+from rkmate.support.warn import warn
 
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
                    r"(?: by \[(?P<strides>[\d, ]*)\])?")
-_COMPILERS = ("g++", "clang++", "c++")
+_COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+"""What inductor runs, unless the environment says `CXX`."""
 _lock = threading.RLock()
-_known: dict[Any, Fused] = {}
+_known: weakref.WeakValueDictionary[Any, Fused] = weakref.WeakValueDictionary()
+"""Those that some plan holds, or that were made lately."""
+TOLD = 1 << 20
+"""Bytes that are copied for a call without a word, because they lie otherwise than in the trace: the gradient
+of an output that is a view may."""
 compiled = 0
 """How many groups were compiled in this process, those found on disk included."""
+found = 0
+"""How many of them were on disk, as `kernel_files` keeps them."""
 seconds = 0.0
 """How long that took."""
 
@@ -45,8 +58,10 @@ class Fused:
 
     def __init__(self, function: Callable[..., Any], forms: Sequence[str]) -> None:
         self._function, self._forms = function, tuple(forms)
-        self._run: Callable[[list[torch.Tensor]], Any] | None = None
+        self._run: kernel_files.Call | None = None
         self._copied: tuple[int, ...] | None = None
+        self._otherwise: dict[tuple[tuple[int, ...], ...], bool] = {}
+        """Strides of arguments -> whether they are other ones than those that it was compiled for."""
 
     def compile(self) -> None:
         """Compile, where that is still to be done: seconds, unless it is on disk. Raises `CompilerError`."""
@@ -62,16 +77,27 @@ class Fused:
         if self._run is None:
             self.compile()
             assert self._run is not None
-        try:
-            results = self._run(list(tensors))
-        except AssertionError:          # a kernel has laid out its result otherwise than its trace says
+        if self._are_laid_out_otherwise(tensors):
             tensors = tuple(_as(t, form) for t, form in zip(tensors, self._forms, strict=True))
-            results = self._run(list(tensors))
+        results = self._run(list(tensors))
         if self._copied is None:
             self._copied = _shared(tensors, results)
         if self._copied:
             return tuple(r.clone() if k in self._copied else r for k, r in enumerate(results))
         return tuple(results)
+
+    def _are_laid_out_otherwise(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a kernel before has laid out its result otherwise than its trace says; said once."""
+        strides = tuple([t.stride() for t in tensors])
+        found = self._otherwise.get(strides)
+        if found is None:
+            copied = [t.nbytes for t, form in zip(tensors, self._forms, strict=True) if not _is_as(t, form)]
+            found = self._otherwise[strides] = bool(copied)
+            if sum(copied) > TOLD:
+                warn(f"{self._function.__name__}, a compiled group of operations, gets tensors in another "
+                     f"layout than in the trace: {sum(copied):,} bytes are copied for each call, outside of "
+                     "the plan")
+        return found
 
 
 def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
@@ -81,18 +107,23 @@ def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
     one is compiled for as many threads as torch has then.
     """
     def made(function: Any) -> Fused:
-        code: types.CodeType = function.__code__
-        key = (forms, torch.get_num_threads(), code.co_code, code.co_names, code.co_varnames,
-               tuple(map(repr, code.co_consts)))
+        key = _text(function, forms)
         with _lock:
             return _known.setdefault(key, Fused(function, forms))
     return made
 
 
+def _text(function: Callable[..., Any], forms: Sequence[str]) -> tuple[Any, ...]:
+    """What tells a function of tensors of these forms from others, and how it is compiled now."""
+    code: types.CodeType = function.__code__
+    return (tuple(forms), torch.get_num_threads(), code.co_code, code.co_names, code.co_varnames,
+            tuple(map(repr, code.co_consts)))
+
+
 def form_of(value: torch.Tensor) -> str:
     """A (fake) tensor's form as text: ``float32[4, 8]``, ``cuda:0 float16[4, 8] by [1, 4]``."""
     device = "" if value.device.type == "cpu" else f"{value.device} "
-    strides = "" if value.is_contiguous() and value.stride() == _plain(value.shape) \
+    strides = "" if value.is_contiguous() and value.stride() == contiguous_strides(value.shape) \
         else f" by {list(value.stride())}"
     return f"{device}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{strides}"
 
@@ -100,15 +131,16 @@ def form_of(value: torch.Tensor) -> str:
 def check_compiler(device: torch.device) -> None:
     """Raise `CompilerError` where nothing can be compiled for a device: it names what to install."""
     if device.type == "cpu":
-        named = environ.get("CXX")
-        if named and shutil.which(shlex.split(named)[0]) is None:
+        named = environ.get("CXX")              # one program: inductor reads no options in it
+        if named is not None and shutil.which(named) is None:
             raise CompilerError(f"no C++ compiler: the environment says CXX={named}, and there is no such "
                                 "program. Install it, or let CXX name another one")
-        if not named and not any(map(shutil.which, _COMPILERS)):
+        if named is None and shutil.which(_COMPILER) is None:
             raise CompilerError(
-                "no C++ compiler, which compile=True needs on a CPU: install g++ (Debian and Ubuntu: `apt "
-                "install g++`; Fedora: `dnf install gcc-c++`; conda: `conda install gxx`; macOS: "
-                '`xcode-select --install`), or say compile="auto" or compile=False')
+                f"no C++ compiler, which compile=True needs on a CPU: there is no {_COMPILER}. Let CXX in "
+                "the environment name another one, or install g++ (Debian and Ubuntu: `apt install g++`; "
+                "Fedora: `dnf install gcc-c++`; conda: `conda install gxx`; macOS: `xcode-select "
+                '--install`), or say compile="auto" or compile=False')
         return
     from torch.utils._triton import has_triton
     if not has_triton():
@@ -121,30 +153,27 @@ def version() -> str:
     return f"inductor of torch {torch.__version__}"
 
 
-def _plain(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def _read(form: str) -> tuple[torch.dtype, str, list[int], list[int]]:
     found = _FORM.fullmatch(form)
     if found is None:
         raise ValueError(f"{form!r} is no form of a tensor")
     shape = [int(n) for n in found["shape"].split(",") if n.strip()]
-    strides = list(_plain(shape)) if found["strides"] is None else \
+    strides = list(contiguous_strides(shape)) if found["strides"] is None else \
         [int(n) for n in found["strides"].split(",") if n.strip()]
     return getattr(torch, found["dtype"]), found["device"] or "cpu", shape, strides
 
 
 def _as(value: torch.Tensor, form: str) -> torch.Tensor:
     """A tensor in the strides of a form."""
-    _, _, shape, strides = _read(form)
-    if list(value.stride()) == strides:
+    if _is_as(value, form):
         return value
+    _, _, shape, strides = _read(form)
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _is_as(value: torch.Tensor, form: str) -> bool:
+    """Whether a tensor's numbers lie as a form says: the strides of single ones mean nothing."""
+    return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), _read(form)[3], strict=True))
 
 
 def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -161,9 +190,21 @@ def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) ->
     return tuple(found)
 
 
-def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> Callable[[list[torch.Tensor]], Any]:
+def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> kernel_files.Call:
+    global found
+    device = common([torch.empty(0, device=_read(form)[1]) for form in forms])
+    key = kernel_files.key_of(_text(function, forms), device.key())
+    known = kernel_files.kept(key)
+    if known is not None:
+        found += 1
+        return known
+    made = _made(function, forms, device)
+    kernel_files.keep(key, made)
+    return made
+
+
+def _made(function: Callable[..., Any], forms: Sequence[str], device: Device) -> kernel_files.Call:
     wanted = [_read(form) for form in forms]
-    device = common([torch.empty(0, device=d) for _, d, _, _ in wanted])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch._guards import TracingContext, tracing

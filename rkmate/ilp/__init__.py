@@ -3,11 +3,12 @@
 Rockmate (ICML 2023), section 3.3 and appendix B.
 """
 
-from rkmate.ilp.cache import OptionCache, cache_folder
+from rkmate.ilp.cache import OptionCache
 from rkmate.ilp.grid import BlockSolution, OptionSet, block_options, solve_block
 from rkmate.ilp.highs import Status
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.solve_all import solve_options
+from rkmate.support.cache_folder import cache_folder
 
 __all__ = [
     "BlockSolution",

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -30,20 +28,6 @@ from rkmate.support.warn import warn
 
 FORMAT = 1
 """Grows when the content of an entry changes its meaning."""
-
-
-def cache_folder() -> Path:
-    """Where entries lie: ``RKMATE_CACHE_DIR``, else the platform's cache folder."""
-    named = os.environ.get("RKMATE_CACHE_DIR")
-    if named:
-        return Path(named)
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return (Path(local) if local else Path.home() / "AppData" / "Local") / "rkmate" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "rkmate"
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "rkmate"
 
 
 def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rkmate.errors import ArgumentError
-from rkmate.ilp.cache import OptionCache, cache_folder, fingerprint
+from rkmate.ilp.cache import OptionCache, fingerprint
 from rkmate.ilp.grid import OptionSet, block_options
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ir.cd import CDGraph
+from rkmate.support.cache_folder import cache_folder
 
 _Finished = tuple[int, OptionSet | BaseException]
 

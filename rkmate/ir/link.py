@@ -7,6 +7,7 @@ both ways to save memory).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,11 @@ def read_link(content: Any) -> Link | None:
     if content is None:
         return None
     link = Link(**content)
-    if min(link.out_bytes_per_second, link.in_bytes_per_second) <= 0 \
-            or min(link.seconds_per_copy, link.buffer_bytes, link.computing_seconds_per_byte) < 0:
+    rates = link.out_bytes_per_second, link.in_bytes_per_second
+    seconds = link.seconds_per_copy, link.computing_seconds_per_byte
+    whole = link.buffer_bytes, 0 if link.most_bytes is None else link.most_bytes
+    if not all(type(v) in (int, float) and 0 <= v < math.inf for v in (*rates, *seconds)) or 0 in rates \
+            or not all(type(v) is int and v >= 0 for v in whole) or not isinstance(link.place, str):
         raise ValueError(f"no link is like {content!r}")
     return link
 

@@ -200,10 +200,10 @@ def _step(step: Step) -> int | str:
     if isinstance(step, Compute):
         return f"{step.c} {_KERNEL} {step.kernel}" if step.kernel else step.c
     if isinstance(step, Loss):
-        return "loss"
+        return step.kind
     if isinstance(step, Free):
         return -step.d - 1
-    return f"{next(word for word, kind in _COPIES.items() if isinstance(step, kind))} {step.d}"
+    return f"{step.kind} {step.d}"
 
 
 def _read_step(value: Any) -> Step:

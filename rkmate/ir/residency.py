@@ -23,8 +23,8 @@ class Residency:
         """With a copy that is away, to the end of the step."""
         self.coming: set[int] = set()
         """Being copied back, not read yet."""
-        self.most = 0
-        """Bytes away, at most."""
+        self.bytes = 0
+        """Away. What is away stays there: never more than at the end of the step."""
 
     def read(self, d: int) -> None:
         """A computation reads it, and has waited for it."""
@@ -50,7 +50,7 @@ class Residency:
             raise self._wrong(step, f"copies {self._name(d)} away, which somebody else holds")
         self.leaving.add(d)
         self.away.add(d)
-        self.most = max(self.most, self.graph.bytes(self.away))
+        self.bytes += self.graph.d[d].size
 
     def leave(self, d: int, step: int) -> None:
         """It is freed when its copy out has ended."""

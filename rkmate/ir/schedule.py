@@ -3,13 +3,16 @@
 The order of the computations says it all: a storage is best freed right after its last reader
 before the next time it is created. `from_order` derives the steps that free, so a planner only has to
 decide what is computed when.
+
+Steps are tuples, and equal where what is in them is. `Compute` is two numbers; the others carry a word of
+their kind, so that two kinds are never equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rkmate.errors import ScheduleError
 from rkmate.ir.cd import CDGraph, Kernel
@@ -27,22 +30,27 @@ class Free(NamedTuple):
     """Free a D node's storage."""
 
     d: int
+    kind: Literal["free"] = "free"
 
 
 class Loss(NamedTuple):
     """The forward ends here: outputs go to the user, gradients come back."""
+
+    kind: Literal["loss"] = "loss"
 
 
 class CopyOut(NamedTuple):
     """Begin to copy a D node's storage away. It stays in memory until it leaves."""
 
     d: int
+    kind: Literal["out"] = "out"
 
 
 class Leave(NamedTuple):
     """Wait until a copy out has ended, and free the D node's storage."""
 
     d: int
+    kind: Literal["leave"] = "leave"
 
 
 class CopyIn(NamedTuple):
@@ -50,6 +58,7 @@ class CopyIn(NamedTuple):
     that. The copy that is away stays there to the end of the step."""
 
     d: int
+    kind: Literal["in"] = "in"
 
 
 Step = Compute | Free | Loss | CopyOut | Leave | CopyIn

@@ -162,5 +162,5 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
     left_out = [graph.c[i].name for i in range(len(graph.c)) if i not in ran]
     if left_out:
         raise ScheduleError(f"the schedule never runs {', '.join(left_out[:5])}")
-    return Simulation(peak, peak_at, clocks.now, saved, tuple(timeline), clocks.stalled, where.most,
+    return Simulation(peak, peak_at, clocks.now, saved, tuple(timeline), clocks.stalled, where.bytes,
                       tuple(clocks.out), tuple(clocks.back))

@@ -28,7 +28,7 @@ def bytes_of_group(group: Cluster) -> int:
     return _bytes(group, torch.get_num_threads())
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _bytes(group: Cluster, threads: int) -> int:
     like = [n.meta["val"] for n in group.graph.nodes if n.op == "placeholder"]
     device = devices.common(like)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from rkmate.device.inductor import check_compiler, version
+from rkmate.device.inductor import check_compiler, fused, version
 from rkmate.errors import CompilerError
 from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.pipeline.settings import Settings
@@ -18,18 +18,24 @@ from rkmate.support.warn import warn
 
 
 def with_compiler(settings: Settings, device: torch.device) -> Settings:
-    """The settings with a decision whether to compile. Raises `CompilerError` where that is asked for, and
-    there is no compiler for the device."""
+    """The settings with a decision whether to compile, for "auto" by compiling something. Raises
+    `CompilerError` where compiling is asked for, and there is no compiler for the device."""
     if settings.compile is False:
         return settings
     try:
         check_compiler(device)
+        if settings.compile == "auto":          # there may be no headers
+            fused("float32[2]" if device.type == "cpu" else f"{device} float32[2]")(_smallest).compile()
     except CompilerError as error:
         if settings.compile is True:
             raise
         warn(f'compile is "auto", and nothing is compiled: {error}')
         return replace(settings, compile=False)
     return replace(settings, compile=True)
+
+
+def _smallest(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x + 1,)
 
 
 def clusters_of(operations: Iterable[fx.Node]) -> list[Cluster]:

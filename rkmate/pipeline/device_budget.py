@@ -26,7 +26,7 @@ from rkmate.pipeline.reserved import LEFT_ALONE
 from rkmate.pipeline.settings import Compile, Gradients, Settings, checked_trains
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
-from rkmate.support.planning_lock import capture_lock
+from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.progress import Progress
 
 ADAM_STATES = 2
@@ -37,7 +37,10 @@ _SLACK = 0.04
 
 def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int:
     """Bytes that training needs beside the parameters: gradients that do not exist yet, and
-    `optimizer_states` tensors of the size of each trained parameter."""
+    `optimizer_states` tensors of the size of each trained parameter. Raises `ArgumentError`."""
+    if isinstance(optimizer_states, bool) or not isinstance(optimizer_states, int) or optimizer_states < 0:
+        raise ArgumentError(f"optimizer_states is {optimizer_states!r}; it should be a number of tensors: "
+                            "2 for Adam, 0 for none")
     trained = [p for p in model.parameters() if p.requires_grad]
     grads = sum(p.nbytes for p in trained if p.grad is None)
     return grads + optimizer_states * sum(p.nbytes for p in trained)
@@ -177,7 +180,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         family = [k for k in known if one_family(k, args, kwargs)]
         found: Capture | None = None
         if possible(_shapes(args, kwargs), [[f.shape for f in k.forms] for k in family]):
-            with gc_pause(), capture_lock:
+            with planning_lock, gc_pause(), capture_lock:
                 found, _ = derived(traceable(model), args, kwargs, family)
         traced = trace(model, args, kwargs, settings, Progress(progress), found)
         if found is None:

@@ -17,7 +17,7 @@ from rkmate.devices import GPU, checked
 from rkmate.errors import ArgumentError
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
-from rkmate.support.planning_lock import capture_lock
+from rkmate.support.planning_lock import capture_lock, planning_lock
 
 _P = TypeVar("_P", bound=Plan)
 
@@ -31,7 +31,7 @@ def on_gpu(gpu: GPU | None, model: nn.Module) -> Iterator[None]:
         return
     tensors = [*model.parameters(), *model.buffers()]
     taken = sum(t.nbytes for t in tensors) + sum(p.grad.nbytes for p in tensors if p.grad is not None)
-    with capture_lock, planning_for(gpu, {t.device for t in tensors}, taken):
+    with planning_lock, capture_lock, planning_for(gpu, {t.device for t in tensors}, taken):
         yield
 
 

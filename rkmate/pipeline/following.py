@@ -18,11 +18,14 @@ from rkmate.show.plan import Plan
 
 def follow(traced: Traced, plan: Plan) -> Planned:
     """A plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError` where
-    it does not belong to this model, or to this way of gradients."""
+    it does not belong to this model, to this way of gradients, or to as many calls."""
     if plan.gradients != traced.settings.gradients:
         raise PlanError(f'the plan was made with gradients="{plan.gradients}", and this call says '
                         f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make another '
                         "plan")
+    if plan.calls < traced.settings.calls:
+        raise PlanError(f"the plan was made with calls={plan.calls}, and this call says "
+                        f"calls={traced.settings.calls}: make another plan")
     if bool(plan.compiled) != (traced.settings.compile is True):
         raise PlanError(f"the plan was made with compile={bool(plan.compiled)}, and this call says "
                         f"{traced.settings.compile}: say compile={bool(plan.compiled)}, or make another plan")
@@ -77,7 +80,7 @@ def _sent_here(plan: Plan, traced: Traced) -> Plan:
         where = link.place or "another place"
         raise PlanError(f"the plan sends data away while it computes (it was made for {where}), and this "
                         "call does not say where to: say offload= again, or make another plan")
-    link = replace(link, place=offload.place, most_bytes=offload.most_bytes,
+    link = replace(link, place=offload.place, most_bytes=offload.part(1, plan.calls).most_bytes,
                    buffer_bytes=offload.buffer_bytes(devices.of(traced.device)))
     return replace(plan, graph=replace(plan.graph, link=link))
 
@@ -94,5 +97,8 @@ def _check(plan: Plan, prepared: Prepared) -> None:
     if plan.schedule.copied and link is not None and link.most_bytes is not None:
         away = prepared.simulate(plan.schedule).away
         if away > link.most_bytes:
-            raise PlanError(f"the plan sends {away:,} bytes away, and offload_bytes is {link.most_bytes:,}: "
-                            "give more, or make another plan")
+            each = "" if plan.calls == 1 else f" in each of {plan.calls} calls"
+            offload = prepared.settings.offload
+            assert offload is not None, "which _sent_here has seen to"
+            raise PlanError(f"the plan sends {away:,} bytes away{each}, and offload_bytes is "
+                            f"{offload.most_bytes:,}: give more, or make another plan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,18 +19,43 @@ from rkmate.measure.bandwidth import measure_link
 
 HOST = "host"
 """The place that is the host's own memory."""
+LEAST_BYTES = 4096
+"""What may be away at least, where that is bounded: less is a unit that was forgotten."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Offload:
     """A place to which a step may send data, and how much of it."""
 
     place: str
-    """``"host"``: the host's memory, for a model on an accelerator; else a folder on a disk."""
-    most_bytes: int | None = None
-    """That may be away at once; None: as many as there is room for."""
-    verify: bool = False
-    """Whether what comes back must have the checksum of what went, which takes time."""
+    """``"host"``: the host's memory, for a model on an accelerator; else the whole path of a folder on a
+    disk, for one on the CPU."""
+    most_bytes: int | None
+    """That may be away at once, of all calls of a module (with `apply`, of all its layers) that wait for
+    their backward; None: as many as there is room for."""
+    verify: bool
+    """Whether what comes back must have the checksum of what went in every step, which takes time."""
+
+    def __init__(self, place: str | os.PathLike[str], most_bytes: int | str | None = None,
+                 verify: bool = False) -> None:
+        """`place`: a folder may be relative to the one of the process, or begin with ``~``. `most_bytes`:
+        bytes, or text such as ``"20GiB"``. Raises `ArgumentError` for what is neither."""
+        if not isinstance(place, (str, os.PathLike)) or not (text := str(os.fspath(place))):
+            raise ArgumentError(f'offload is {place!r}; it should be a folder on a disk, or "host"')
+        if not isinstance(verify, bool):
+            raise ArgumentError(f"verify is {verify!r}; it should be True or False")
+        path = text if text == HOST else os.path.abspath(os.path.expanduser(text))
+        for name, value in (("place", path), ("verify", verify),
+                            ("most_bytes", None if most_bytes is None else _bytes(most_bytes))):
+            object.__setattr__(self, name, value)
+
+    def part(self, share: int, whole: int) -> Offload:
+        """The same place for one of several that share what may be away at once."""
+        if self.most_bytes is None or share == whole:
+            return self
+        found = copy.copy(self)
+        object.__setattr__(found, "most_bytes", self.most_bytes * share // whole)
+        return found
 
     def check_folder(self) -> None:
         """Raise `ArgumentError` for a folder that is not there, or that cannot be written."""
@@ -41,18 +67,20 @@ class Offload:
             raise ArgumentError(f"offload is {self.place!r}; the folder cannot be written to")
 
     def check(self, device: Device) -> None:
-        """Raise `ArgumentError` where nothing can be sent there from a device; nobody knows of one that is
-        not here."""
+        """Raise `ArgumentError` where nothing can be sent there from a device."""
         if device.elsewhere is None:
             self.check_folder()
             self.engine(device).close()
+        elif self.place != HOST:
+            raise ArgumentError(f"offload is {self.place!r}, and from a GPU data is sent to the host's "
+                                'memory: offload="host"')
 
     def engine(self, device: Device) -> CopyEngine:
         """What copies data from a device there, and back. Raises `ArgumentError` where nothing can."""
         return device.copy_engine(self.place, self.most_bytes, verify=self.verify)
 
     def buffer_bytes(self, device: Device) -> int:
-        """Bytes of the device that copying takes in each step."""
+        """Bytes of the device that copying takes in each call that waits for its backward."""
         with closing(self.engine(device)) as engine:
             return engine.buffer_bytes
 
@@ -61,20 +89,16 @@ Place = str | os.PathLike[str] | Offload
 """As users write one."""
 
 
-def offload_of(place: Any, most: Any) -> Offload | None:
-    """What a user gave as `offload` and `offload_bytes`. Raises `ArgumentError` for what is neither."""
-    if place is None:
-        if most is not None:
-            raise ArgumentError(f"offload_bytes is {most!r}, and offload does not say where to: give a "
-                                'folder, or "host"')
-        return None
-    size = None if most is None else _bytes(most)
-    if isinstance(place, Offload):
-        return place if size is None else replace(place, most_bytes=size)
-    if not isinstance(place, (str, os.PathLike)) or not os.fspath(place):
-        raise ArgumentError(f'offload is {place!r}; it should be a folder on a disk, or "host"')
-    text = str(os.fspath(place))
-    return Offload(text if text == HOST else os.path.abspath(os.path.expanduser(text)), size)
+def offload_of(place: Any, most: Any, before: Offload | None = None) -> Offload | None:
+    """What a user gave as `offload` and `offload_bytes`; `before`: what counts for what is left out. Raises
+    `ArgumentError` for what is neither."""
+    found = before if place is None else place if isinstance(place, Offload) else Offload(place)
+    if most is None:
+        return found
+    if found is None:
+        raise ArgumentError(f"offload_bytes is {most!r}, and offload does not say where to: give a "
+                            'folder, or "host"')
+    return replace(found, most_bytes=most)
 
 
 def _bytes(most: Any) -> int:
@@ -82,22 +106,29 @@ def _bytes(most: Any) -> int:
         found = parse_budget(most).bytes
     except ArgumentError:
         found = None
-    if found is None:
-        raise ArgumentError(f"offload_bytes is {most!r}; it should be bytes (an int), or text such as "
+    if found is None or found < LEAST_BYTES:
+        unit = "" if found is None else f", {found:,} bytes, which is less than any tensor worth sending"
+        raise ArgumentError(f"offload_bytes is {most!r}{unit}; it should be bytes (an int), or text such as "
                             '"20GiB"')
     return found
 
 
-def link_of(offload: Offload | None, device: Device, costs: str) -> Link | None:
-    """The way from a device to where its data may be sent; None where it may not. It is measured where
-    `costs` are, and stated otherwise. Raises `ArgumentError`, and `OffloadError` where the place fails."""
+def link_of(offload: Offload | None, device: Device, costs: str, calls: int = 1) -> Link | None:
+    """The way from a device to where its data may be sent, for each of so many calls of a step; None where
+    it may not, or where that is too little to be worth it. It is measured where `costs` are, and stated
+    otherwise. Raises `ArgumentError`, and `OffloadError` where the place fails."""
     if offload is None:
+        return None
+    most = offload.part(1, calls).most_bytes
+    if most is not None and most < LEAST_BYTES:
         return None
     if costs != "measured":
         buffers = 0 if device.elsewhere is not None else offload.buffer_bytes(device)
-        return stated_link(offload, device, buffers)
-    with closing(offload.engine(device)) as engine:
-        return measure_link(device, engine, cache_folder())
+        link = stated_link(offload, device, buffers)
+    else:
+        with closing(offload.engine(device)) as engine:
+            link = measure_link(device, engine, cache_folder())
+    return replace(link, most_bytes=most)
 
 
 def stated_link(offload: Offload, device: Device, buffer_bytes: int) -> Link:

@@ -27,6 +27,7 @@ from rkmate.pipeline.prepare import Prepared, Traced, prepare
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.room import room_within
 from rkmate.pipeline.runs import runs_of, runs_of_operations
+from rkmate.pipeline.sent_whole import sent_whole
 from rkmate.pipeline.smallest import Refused, error_of_all, lean_schedule, refused_at_once, smallest_of
 from rkmate.pipeline.summarise import summarise
 from rkmate.pipeline.variants import Variant, first, is_faster, may_be_faster, others
@@ -286,6 +287,9 @@ def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> Plann
     at_once = None if whole else refused_at_once(prepared, method, limit)
     if at_once is not None:
         return at_once
+    sent = None if whole else sent_whole(prepared, method, limit)
+    if sent is not None:
+        return Planned(plan_of(prepared, None, method.name, limit, sent), prepared)
     solved = None if whole else solve(prepared)
     attempt = attempted(prepared, solved, method, limit)
     if attempt.plan is None:

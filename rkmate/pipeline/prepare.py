@@ -284,7 +284,11 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     if costs is not None:
         known: Costs = dict(enumerate(costs))
     elif traced.settings.costs == "analytic":
-        known = with_memory_of_groups(parts.program.operation, analytic_costs(parts))
+        known = analytic_costs(parts)
+        if devices.of(traced.device).elsewhere is None:
+            compile_all(parts.program.operation, traced.progress)
+        with capture_lock:                  # groups run once, and what the process allocates is read
+            known = with_memory_of_groups(parts.program.operation, known)
     else:
         compile_all(parts.program.operation, traced.progress)
         with traced.progress.stage("measuring", len(parts.blocks)) as tick, capture_lock:
@@ -300,7 +304,8 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
                 raise CaptureError(f"{traced.name} does not run on the sample inputs: {error}") from error
     cd = parts.program.cd
     if costs is None and link is None:
-        link = link_of(traced.settings.offload, devices.of(traced.device), traced.settings.costs)
+        settings = traced.settings
+        link = link_of(settings.offload, devices.of(traced.device), settings.costs, settings.calls)
     graph = cd.with_costs(known[i] for i in range(len(cd.c)))
     if link is not None:
         graph = replace(graph, link=link)

@@ -13,7 +13,7 @@ from rkmate.graph.capture.opaque_parts import Opaque
 from rkmate.ilp import settings as ilp_settings
 from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.settings import MeasureSettings
-from rkmate.pipeline.offload import Offload
+from rkmate.pipeline.offload import Offload, Place, offload_of
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.settings import PlannerSettings
 
@@ -138,7 +138,7 @@ def checked_trains(trains: Any) -> Trains:
 
 def settings_of_call(settings: Settings | None, costs: str | None, trains: Any = None,
                      gradients: str | None = None, compile: Compile | None = None,
-                     offload: Offload | None = None) -> Settings:
+                     offload: Place | None = None, offload_bytes: int | str | None = None) -> Settings:
     """The settings, with the source of costs, the outputs of the loss, the way of gradients, the compiling
     and the place for data that a call names; those that it leaves out are the settings' own. Raises
     `ArgumentError`."""
@@ -147,8 +147,8 @@ def settings_of_call(settings: Settings | None, costs: str | None, trains: Any =
         settings = replace(settings, gradients=gradients)  # type: ignore[arg-type]
     if compile is not None:
         settings = replace(settings, compile=compile)
-    if offload is not None:
-        settings = replace(settings, offload=offload)
+    if offload is not None or offload_bytes is not None:
+        settings = replace(settings, offload=offload_of(offload, offload_bytes, settings.offload))
     if trains is not None:
         settings = replace(settings, trains=checked_trains(trains))
     if costs is None:

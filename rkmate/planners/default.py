@@ -125,7 +125,7 @@ class Default:
 
     def smallest_budget(self, problem: Problem, above: int) -> int:
         """See `rkmate.planners.protocol.Composed`."""
-        least = self._smallest if problem.graph.link is None else self._offloading(math.inf).smallest
+        least = self._smallest if problem.graph.link is None else self._offloading().smallest
         return least(problem).peak
 
     def _any(self, problem: Problem, budget: int, time_limit: float | None,
@@ -133,15 +133,15 @@ class Default:
         """With copies where the problem has a link."""
         if problem.graph.link is None:
             return self._plan(problem, budget, time_limit, known)
-        return self._offloading(time_limit).search(problem, budget, time_limit, known)
+        return self._offloading().search(problem, budget, time_limit, known)
 
-    def _offloading(self, time_limit: float | None) -> Offloading:
-        settings, limit = self._settings, math.inf if time_limit is None else time_limit
+    def _offloading(self) -> Offloading:
+        settings = self._settings
         return Offloading(
             self._plan, self._smallest,
-            lambda problem, budget: self.save_set.plan(problem, budget,
-                                                       time_limit=min(settings.save_set_seconds, limit)),
-            min(settings.offload_seconds, limit), settings.gap_tolerance)
+            lambda problem, budget, seconds: self.save_set.plan(problem, budget, time_limit=min(
+                settings.save_set_seconds, math.inf if seconds is None else seconds)),
+            settings.offload_seconds, settings.gap_tolerance)
 
     def _plan(self, problem: Problem, budget: int, time_limit: float | None,
               known: Sequence[Candidate] | None) -> Outcome:

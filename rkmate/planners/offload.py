@@ -77,7 +77,7 @@ def offload(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Collecti
         return None
     waits, placement = best
     if waits:
-        waits = _without_each(placement, limit, waits)
+        waits = _without_each(placement, limit, waits, until)
     found = _judged(graph, with_copies(placement), budget, pinned, reserve_at_loss)
     _give_room(placement, limit)
     easy = _judged(graph, with_copies(placement), budget, pinned, reserve_at_loss)
@@ -89,7 +89,9 @@ def offload(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Collecti
 def _judged(graph: CDGraph, schedule: Schedule, budget: int, pinned: Collection[int],
             reserve_at_loss: int) -> Offloaded | None:
     result = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss)
-    return Offloaded(schedule, result) if result.peak <= budget else None
+    most = None if graph.link is None else graph.link.most_bytes
+    fits = result.peak <= budget and (most is None or result.away <= most)
+    return Offloaded(schedule, result) if fits else None
 
 
 def _choose(placement: Placement, limit: int, most_bytes: int | None, until: float) -> bool:
@@ -125,7 +127,8 @@ def _choose(placement: Placement, limit: int, most_bytes: int | None, until: flo
             continue
         # Nothing more without waiting: at the first such moment, what makes wait least for its bytes.
         first = int(np.argmax(over > 0))
-        inside = (gaps.last < first) & (first < gaps.next) & (gaps.freed <= first) & allowed \
+        free = np.where(placement.copied_before(), gaps.may_free, gaps.last + 1)
+        inside = (gaps.last < first) & (first < gaps.next) & (free <= first) & allowed \
             & ~(placement.chosen & (leave <= first) & (first < fetch))
         if not inside.any():
             return False
@@ -134,13 +137,15 @@ def _choose(placement: Placement, limit: int, most_bytes: int | None, until: flo
         price = (leaves + arrives + 1e-3 * np.where(placement.chosen, 0.0, seconds)) \
             / np.minimum(gaps.size, over[first])
         best = int(np.argmin(np.where(inside, price, np.inf)))
-        placement.chosen[best] = True
+        # One that is chosen again was pushed out by others: now it stays, or they would take turns for ever.
+        again = asked[best] and not placement.chosen[best]
+        asked[best] = placement.chosen[best] = True
         placement.at = placement.at.copy()
-        if first < leave[best]:
-            placement.leave_by[best] = first
+        if first < leave[best] or again:
+            placement.leave_by[best] = min(placement.leave_by[best], first)
             placement.at[first + 1:] += leaves[best]
-        if first >= fetch[best]:
-            placement.fetch_from[best] = first + 1
+        if first >= fetch[best] or again:
+            placement.fetch_from[best] = max(placement.fetch_from[best], first + 1)
             placement.at[int(gaps.next[best]) + 1:] += arrives[best]
         placement.changed()
     return False
@@ -165,12 +170,15 @@ def _drop_needless(placement: Placement, limit: int) -> None:
         placement.changed()
 
 
-def _without_each(placement: Placement, limit: int, waits: float) -> float:
-    """Leave out single gaps while less is waited for without them. Returns the waits that are left."""
+def _without_each(placement: Placement, limit: int, waits: float, until: float) -> float:
+    """Leave out single gaps while less is waited for without them, and there is time. Returns the waits that
+    are left."""
     chosen = np.flatnonzero(placement.chosen)
     if len(chosen) > SMALL_GAPS:
         return waits
     for i in chosen.tolist():
+        if time.perf_counter() > until:
+            break
         kept = placement.chosen.copy()
         placement.chosen[i] = False
         placement.changed()

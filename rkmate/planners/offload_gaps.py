@@ -44,8 +44,8 @@ class Gaps:
     """The moment of its last use before the gap."""
     next: Ints
     """The moment of its first use after the gap."""
-    freed: Ints
-    """The first boundary that it may be freed at where it need not be copied first."""
+    may_free: Ints
+    """The first boundary at which it may be freed, where it need not be copied first."""
     size: Ints
     """Bytes."""
     out: Floats
@@ -55,17 +55,19 @@ class Gaps:
 
     @property
     def least(self) -> int:
-        """The peak where all that has a gap is away from its first moment to its last, without buffers."""
+        """The peak where all that has a gap is away from its first moment to its last, without buffers: no
+        copies make a smaller one."""
         change = np.zeros(len(self.memory) + 1, dtype=np.int64)
         np.add.at(change, self.last + 1, -self.size)
         np.add.at(change, self.next, self.size)
         return int((self.memory + np.cumsum(change)[:-1]).max(initial=0))
 
 
-def may_be_sent(graph: CDGraph, pinned: Collection[int]) -> list[bool]:
-    """Per D node, whether it may be away: a forward value that nobody else holds or waits for."""
+def may_be_sent(graph: CDGraph, pinned: Collection[int], *, gradients: bool = False) -> list[bool]:
+    """Per D node, whether it may be away: a forward value that nobody else holds or waits for. `gradients`:
+    or a value of the backward."""
     held = {*pinned, *graph.outputs, *graph.decided, *graph.input_grads, *graph.releases}
-    return [made is not None and made < graph.loss and node.size > 0 and j not in held
+    return [made is not None and (gradients or made < graph.loss) and node.size > 0 and j not in held
             for j, (node, made) in enumerate(zip(graph.d, graph.producer, strict=True))]
 
 
@@ -114,9 +116,9 @@ def gaps_of(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = (),
     table = np.array(rows, dtype=np.int64).reshape(-1, 5)
     size = np.array([graph.d[j].size for j in table[:, 0]], dtype=np.int64)
     link: Link = graph.link
-    d, before, last, following, freed = (np.ascontiguousarray(table[:, k]) for k in range(5))
+    d, before, last, following, may_free = (np.ascontiguousarray(table[:, k]) for k in range(5))
     return Gaps(schedule, np.array([*begins, len(schedule.steps)], dtype=np.int64),
                 np.array(memory, dtype=np.int64), np.concatenate([[0.0], np.cumsum(seconds)]), loss,
-                d, before, last, following, freed, size,
-                link.seconds_per_copy + size / link.out_bytes_per_second,
-                link.seconds_per_copy + size / link.in_bytes_per_second)
+                d, before, last, following, may_free, size,
+                np.array([link.seconds_out(n) for n in size.tolist()]),
+                np.array([link.seconds_in(n) for n in size.tolist()]))

@@ -77,7 +77,7 @@ class Placement:
         seconds = np.cumsum(gaps.out[gap[sent]])
         idle = np.maximum.accumulate(self.at[begin[sent]] - np.concatenate([[0.0], seconds[:-1]])) \
             if len(sent) else seconds
-        leave = gaps.freed[gap]
+        leave = gaps.may_free[gap]
         ends = self.at[leave]
         ends[sent] = seconds + idle
         leave[sent] = np.maximum(gaps.last[gap[sent]] + 1, np.searchsorted(self.at, ends[sent]))
@@ -121,10 +121,10 @@ class Placement:
         place = np.searchsorted(p.begin[sent], begin, side="right")
         free = np.concatenate([[0.0], p.ends[sent]])[place]
         ends = np.maximum(self.at[begin], free) + gaps.out
-        copied = self._copied_before()
-        leave = np.where(copied, gaps.freed, np.maximum(gaps.last + 1, np.searchsorted(self.at, ends)))
+        copied = self.copied_before()
+        leave = np.where(copied, gaps.may_free, np.maximum(gaps.last + 1, np.searchsorted(self.at, ends)))
         leave = np.minimum(leave, gaps.next)
-        ends = np.where(copied, self.at[gaps.freed], ends)
+        ends = np.where(copied, self.at[gaps.may_free], ends)
         back = np.argsort(gaps.next[p.gap], kind="stable")
         place = np.searchsorted(gaps.next[p.gap][back], gaps.next)
         due = np.concatenate([p.starts[back], [np.inf]])[place]
@@ -133,7 +133,7 @@ class Placement:
         leave[p.gap], fetch[p.gap], ends[p.gap], starts[p.gap] = p.leave, p.fetch, p.ends, p.starts
         return leave, fetch, ends, starts
 
-    def _copied_before(self) -> Bools:
+    def copied_before(self) -> Bools:
         """For every gap, whether an earlier one of its D node is chosen."""
         before = np.cumsum(self.chosen) - self.chosen
         start = np.searchsorted(self.gaps.d, self.gaps.d)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
 from rkmate.planners.offload import Offloaded, offload
 from rkmate.planners.offload_gaps import gaps_of
 from rkmate.planners.offload_trades import fewer_runs, one_more_run, runs_by_price, without_copies
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, found_in, infeasible, whole_step
+from rkmate.planners.settings import PlannerSettings
 
 NEAR = 1e-9
 """Relative: what is nearer is equal."""
@@ -25,10 +27,14 @@ SHARES = (0.6, 0.35, 0.15, 0.05)
 """How far between the budget and the whole step's peak larger budgets are asked, on a scale of ratios."""
 BASE_SECONDS = 1.5
 """How long each of them may take, where what plans it can stop early."""
+OF_PLAN, OF_BASE = 0.5, 0.125
+"""Of the time that is left, where it is limited: what copies for the whole step may take, the plan without
+copies, and the program with them; and each of the larger budgets."""
 DROPPED = 6
 """How often the number of recomputations that are dropped is halved, or moved by as much."""
 SMALLEST_TRIES = 12
-"""How often the range of the smallest budget is halved, where the bytes that may be away are bounded."""
+"""How often the range of the smallest budget is halved, where it is not what there is without all that may be
+away."""
 ONCE = "nothing needs to be recomputed"
 NOTE = "what does not fit is copied away meanwhile"
 
@@ -48,25 +54,26 @@ class Offloading:
     plan: Plan
     smallest_plan: Callable[[Problem], Candidate]
     """The schedule with the smallest peak that is known, without copies."""
-    save_set: Callable[[Problem, int], Outcome]
-    """What else is asked of the problem: its bound holds for schedules with copies."""
+    save_set: Callable[[Problem, int, float | None], Outcome]
+    """What else is asked of the problem, for some seconds: its bound holds for schedules with copies."""
     seconds: float
-    """How long copies may be looked for, beside what these take."""
+    """How long copies may be looked for, beside what these take; and how long for those that make the
+    smallest peak of a schedule."""
     near: float
     """How near to its lower bound, relative to it, a schedule is good enough."""
 
     def search(self, problem: Problem, budget: int, time_limit: float | None,
                known: Sequence[Candidate] | None) -> Outcome:
-        """The fastest schedule within a budget. `known`: what was found for other budgets; None at the first
-        one."""
+        """The fastest schedule within a budget. `time_limit`: seconds, of all that can stop early. `known`:
+        what was found for other budgets; None at the first one."""
         whole = whole_step(problem)
         if whole.peak <= budget:
             return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds, note=ONCE)
-        search = _Search(problem, budget, self.seconds, self.near)
+        search = _Search(problem, budget, self.seconds, time_limit, self.near)
         search.take(c for c in known or () if c.schedule.copied)
-        search.send(whole)
+        search.send(whole, OF_PLAN)
         if not search.is_near:
-            self._recompute(search, time_limit, known)
+            self._recompute(search, known)
         outcome = best(search.inside, budget)
         if outcome.schedule is None:
             least = self.smallest(problem)
@@ -78,25 +85,25 @@ class Offloading:
         return replace(outcome, bound=search.bound, smallest=min(peaks),
                        others=(*search.inside, *search.others))
 
-    def _recompute(self, search: _Search, time_limit: float | None,
-                   known: Sequence[Candidate] | None) -> None:
+    def _recompute(self, search: _Search, known: Sequence[Candidate] | None) -> None:
         problem, budget = search.problem, search.budget
         own = without_link(problem)
         plain = None if known is None else [c for c in known if not c.schedule.copied]
-        outcome = self.plan(own, budget, time_limit, plain)
+        outcome = self.plan(own, budget, search.part(OF_PLAN), plain)
         search.note = outcome.note
         found = [*(plain or ()), *found_in(own, outcome)]
         search.take(found_in(own, outcome))
         if search.is_near:
             return
-        outcome = self.save_set(problem, budget)
+        outcome = self.save_set(problem, budget, search.part(OF_PLAN))
         search.take(found_in(problem, outcome))
         if outcome.bound is not None:
             search.bound = max(search.bound, outcome.bound)
         ratio = whole_step(problem).peak / budget
         for share in SHARES:
-            seconds = BASE_SECONDS if time_limit is None else min(BASE_SECONDS, time_limit)
-            outcome = self.plan(own, int(budget * ratio ** share), seconds, found)
+            if search.left <= 0:
+                break
+            outcome = self.plan(own, int(budget * ratio ** share), search.part(OF_BASE, BASE_SECONDS), found)
             found += found_in(own, outcome)
             search.take(found_in(own, outcome))
         for c in sorted(found, key=lambda c: c.seconds):
@@ -107,21 +114,23 @@ class Offloading:
         """The schedule with the smallest peak that is known, with copies where they make it smaller."""
         plain = self.smallest_plan(without_link(problem))
         found = [plain, *(c for base in (whole_step(problem), plain) if (c := problem.once(
-            ("smallest with copies", base.schedule), partial(_smallest_of, problem, base))) is not None)]
+            ("smallest with copies", base.schedule, self.seconds),
+            partial(_smallest_of, problem, base, self.seconds))) is not None)]
         return min(found, key=lambda c: (c.peak, c.seconds))
 
 
 class _Search:
     """What is known of one budget."""
 
-    def __init__(self, problem: Problem, budget: int, seconds: float, near: float) -> None:
+    def __init__(self, problem: Problem, budget: int, seconds: float, time_limit: float | None,
+                 near: float) -> None:
         self.problem, self.budget, self.near = problem, budget, near
         self.bound = sum(c.time for c in problem.graph.c)
         self.note = ""
         self.inside: list[Candidate] = []
         self.others: list[Candidate] = []
-        self._left = seconds
-        self._until = math.inf
+        self._copying = seconds
+        self._until = math.inf if time_limit is None else time.perf_counter() + time_limit
         self._sent: set[Schedule] = set()
 
     @property
@@ -134,21 +143,32 @@ class _Search:
         """Whether the fastest is near enough to the bound."""
         return self.fastest <= self.bound * (1 + self.near)
 
+    @property
+    def left(self) -> float:
+        """Seconds for copies."""
+        return min(self._copying, self._until - time.perf_counter())
+
+    def part(self, share: float, most: float = math.inf) -> float | None:
+        """A share of the time that is left for everything, so many seconds at most; None: no limit."""
+        seconds = min(most, share * (self._until - time.perf_counter()))
+        return None if math.isinf(seconds) else max(0.0, seconds)
+
     def take(self, candidates: Iterable[Candidate]) -> None:
         """Schedules as they are."""
         for c in candidates:
             (self.inside if c.peak <= self.budget else self.others).append(c)
 
-    def send(self, base: Candidate) -> Candidate | None:
+    def send(self, base: Candidate, share: float = 1.0) -> Candidate | None:
         """A schedule's computations with copies, where that may be faster than what is known; what came of
-        it."""
+        it. `share`: of the time that is left for everything, what it may take."""
         graph, start = self.problem.graph, time.perf_counter()
-        if self._left <= 0 or self.is_near or base.schedule in self._sent or base.schedule.copied \
+        if self.left <= 0 or self.is_near or base.schedule in self._sent or base.schedule.copied \
                 or base.schedule.seconds(graph) >= self.fastest * (1 - NEAR):
             return None
         self._sent.add(base.schedule)
-        found = _sent(self.problem, base.schedule, self.budget, start + self._left)
-        self._left -= time.perf_counter() - start
+        found = _sent(self.problem, base.schedule, self.budget,
+                      min(start + self._copying, start + share * (self._until - start)))
+        self._copying -= time.perf_counter() - start
         if found is None:
             return None
         c = _candidate(found, base.note)
@@ -157,7 +177,7 @@ class _Search:
 
     def trade(self) -> None:
         """Better schedules near the fastest ones."""
-        self._until = time.perf_counter() + self._left
+        self._until = time.perf_counter() + self.left
         bases: dict[Schedule, Candidate] = {}
         for c in sorted(self.inside, key=lambda c: (c.seconds, c.peak)):
             alone = without_copies(self.problem.graph, c.schedule, self.problem.pinned)
@@ -168,7 +188,7 @@ class _Search:
             pass
 
     def _is_over(self) -> bool:
-        return self.is_near or time.perf_counter() > self._until
+        return self.is_near or self.left <= 0
 
     def _drop_many(self, base: Candidate) -> None:
         """Without the dearest of its recomputations; how many, is looked for."""
@@ -223,24 +243,46 @@ def _candidate(found: Offloaded, note: str) -> Candidate:
     return Candidate(found.schedule, found.simulation.peak, found.simulation.seconds, "; ".join(words))
 
 
-def _sent(problem: Problem, schedule: Schedule, budget: int, until: float = math.inf) -> Offloaded | None:
+def _sent(problem: Problem, schedule: Schedule, budget: int, until: float) -> Offloaded | None:
     return offload(problem.graph, schedule, budget, pinned=problem.pinned,
                    reserve_at_loss=problem.reserve_at_loss, until=until)
 
 
-def _smallest_of(problem: Problem, base: Candidate) -> Candidate | None:
-    """The smallest peak that copies make of a schedule, however long they take."""
+def _halfway(until: float) -> float:
+    """Between now and a time."""
+    return (time.perf_counter() + until) / 2
+
+
+def _smallest_of(problem: Problem, base: Candidate, seconds: float) -> Candidate | None:
+    """The smallest peak that copies make of a schedule, however long they take. `seconds`: of looking for it;
+    each try has half of what is left."""
+    until = time.perf_counter() + seconds
     link = problem.graph.link
     assert link is not None
     gaps = gaps_of(problem.graph, base.schedule, problem.pinned, problem.reserve_at_loss)
     low, high = gaps.least + link.buffer_bytes, base.peak
-    found = _sent(problem, base.schedule, low)
-    if found is None and link.most_bytes is not None:
+    found = _sent(problem, base.schedule, low, _halfway(until))
+    if found is None:
         for _ in range(SMALLEST_TRIES):
+            if high - low <= 1:
+                break
             middle = (low + high) // 2
-            tried = _sent(problem, base.schedule, middle)
+            tried = _sent(problem, base.schedule, middle, _halfway(until))
             if tried is None:
                 low = middle
             else:
                 found, high = tried, tried.simulation.peak
     return None if found is None else _candidate(found, base.note)
+
+
+def whole_at_once(graph: CDGraph, whole: Schedule, budget: int, settings: PlannerSettings, *,
+                  pinned: Collection[int] = (), reserve_at_loss: int = 0) -> Outcome | None:
+    """The whole step with copies, where they do not make it slower to speak of; None where they do, and
+    something else may be faster. `whole`: the step without recomputations; it needs more than the budget."""
+    found = offload(graph, whole, budget, pinned=pinned, reserve_at_loss=reserve_at_loss,
+                    until=time.perf_counter() + settings.offload_seconds)
+    bound = sum(c.time for c in graph.c)
+    if found is None or found.simulation.seconds > bound * (1 + settings.gap_tolerance):
+        return None
+    c = _candidate(found, "")
+    return Outcome(c.schedule, "ok", c.seconds, bound=bound, note=c.note, smallest=c.peak, others=(c,))

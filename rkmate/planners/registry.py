@@ -1,8 +1,4 @@
-"""All planners by name. The order is the order in which tables list them.
-
-Where data can be sent away (`CDGraph.link`), "rockmate", "save-set" and "auto" copy it; all others recompute
-alone.
-"""
+"""All planners by name. The order is the order in which tables list them."""
 
 from __future__ import annotations
 
@@ -52,6 +48,8 @@ left."""
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _SINGLE}
 PLANNERS["auto"] = Auto(_DEFAULT, (PLANNERS["save-all"],), tuple(PLANNERS[name] for name in _AUTO))
+SENDING = ("rockmate", "save-set", "auto")
+"""Those that copy data away where it can be sent (`CDGraph.link`); all others recompute alone."""
 RENAMED = {"keep-set": "save-set"}
 """Old names, understood for one more version."""
 

@@ -3,15 +3,16 @@
 For each forward value, F says whether it has been copied out and is not there at the loss, L whether it is
 copied out else, and I for each checkpoint time whether it comes back between it and the next. Copies out take
 their time between the first run of what makes them and the loss, copies back between the loss and their first
-reader; where that is shorter, the difference is waited for, and counted. What is copied back may be counted
-as there too early, and copies in the backward have all of it: so the program stays a relaxation, of schedules
-that run the forward in order, too, and send forward values only. POET (Patil et al., ICML 2022) has
-a program for recomputation and paging together, too, which minimizes energy.
+reader; where that is shorter, the difference is waited for, and counted. So is the computing time that
+copying takes. What is copied back may be counted as there too early, and copies in the backward have all
+of it: so the program stays a relaxation, of schedules that run the forward in order, too, and send forward
+values only. POET (Patil et al., ICML 2022) has a program for recomputation and paging together, too, which
+minimizes energy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -35,11 +36,11 @@ class Copies:
         self.program, self.graph, self.link, self.second = program, graph, link, second
         self.byte = byte
         self.sent = [j for j in needed[0] if sendable[j]]
-        self.F = {j: program.column(f"F_{j}", 0, 1, integer=True) for j in self.sent}
-        self.L = {j: program.column(f"L_{j}", 0, 1) for j in self.sent}
+        self.F = {j: program.column(f"F_{j}", 0, 1, self._slows(j), integer=True) for j in self.sent}
+        self.L = {j: program.column(f"L_{j}", 0, 1, self._slows(j)) for j in self.sent}
         self.returns = {j: program.column(f"Z_{j}", 0, 1) for j in self.sent}
         """Whether it is away at the loss, and never made again: then it comes back before it is read."""
-        self.I = [{j: program.column(f"I_{t}_{j}", 0, 1) for j in here if j in self.F}
+        self.I = [{j: program.column(f"I_{t}_{j}", 0, 1, self._slows(j)) for j in here if j in self.F}
                   for t, here in enumerate(needed)]
         self.any = program.column("copies", 0, 1, integer=True)
         self.waits = tuple(program.column(name, 0, cost=1.0) for name in ("W_forward", "W_backward"))
@@ -71,7 +72,7 @@ class Copies:
 
     def _forward(self) -> None:
         """Copies out of what is made from some place of the forward on end by the loss."""
-        graph, program = self.graph, self.program
+        graph = self.graph
         ended = np.cumsum([c.time for c in graph.c])
         total = float(ended[graph.loss - 1]) if graph.loss else 0.0
         by_node = sorted(self.sent, key=lambda j: graph.producer[j] or 0)
@@ -79,11 +80,11 @@ class Copies:
             rest = by_node[start:]
             if rest:
                 left = total - float(ended[graph.producer[rest[0]] or 0])
-                program.weighted(-left / self.second, (
-                    (self.waits[0], 1.0), *((self.F[j], -self._out(j)) for j in rest)))
+                self._wait(left, ((self.waits[0], 1.0), *((self.F[j], -self._out(j)) for j in rest)),
+                           (self.F, self.L))
 
     def _backward(self, again: Sequence[Columns], times: Sequence[int]) -> None:
-        graph, program = self.graph, self.program
+        graph, later = self.graph, (self.L, *self.I)
         began = np.concatenate([[0.0], np.cumsum([graph.c[b].time for b in graph.backward])])
         whole = float(began[-1])
 
@@ -92,13 +93,12 @@ class Copies:
 
         # All copies that begin after a checkpoint time end before the step does.
         for t, start in enumerate(times):
-            left = whole - float(began[start - graph.loss])
-            program.weighted(-left / self.second, (
+            self._wait(whole - float(began[start - graph.loss]), (
                 (self.waits[1], 1.0), *extra(again[t:]),
-                *((v, -self._in(j)) for span in self.I[t:] for j, v in span.items())))
+                *((v, -self._in(j)) for span in self.I[t:] for j, v in span.items())), later)
         out = [(v, -self._out(j)) for part in (self.F, self.L) for j, v in part.items()]
-        seconds = sum(c.time for c in graph.c)
-        program.weighted(-seconds / self.second, (*((w, 1.0) for w in self.waits), *extra(again), *out))
+        self._wait(sum(c.time for c in graph.c), (*((w, 1.0) for w in self.waits), *extra(again), *out),
+                   (self.F, *later))
         # What is not there at the loss, and is never made again, comes back before its first reader runs.
         first = {j: next((b for b in graph.readers[j] if b >= graph.loss), None) for j in self.sent}
         by_reader = sorted((b, j) for j, b in first.items() if b is not None)
@@ -107,9 +107,18 @@ class Copies:
                 continue
             last = by_reader[stop - 1][0]
             spans = [span for span, start in zip(again, times, strict=True) if start <= last]
-            program.weighted(-float(began[last - graph.loss]) / self.second, (
+            self._wait(float(began[last - graph.loss]), (
                 (self.waits[1], 1.0), *extra(spans),
-                *((self.returns[j], -self._in(j)) for _, j in by_reader[:stop])))
+                *((self.returns[j], -self._in(j)) for _, j in by_reader[:stop])), later)
+
+    def _wait(self, left: float, terms: Iterable[tuple[int, float]], slowing: Sequence[Columns]) -> None:
+        """A row: copies that take longer than computing are waited for. `left`: seconds of computing
+        meanwhile, beside what is in the terms, and what copying slows it by."""
+        weights: dict[int, float] = {}
+        slower = [(v, self._slows(j)) for part in slowing for j, v in part.items() if self._slows(j)]
+        for v, weight in (*terms, *slower):
+            weights[v] = weights.get(v, 0.0) + weight
+        self.program.weighted(-left / self.second, weights.items())
 
     def buffers(self) -> tuple[tuple[int, float], ...]:
         """What copying takes of the memory at each checkpoint time."""
@@ -118,6 +127,9 @@ class Copies:
 
     def _out(self, j: int) -> float:
         return self.link.seconds_out(self.graph.d[j].size) / self.second
+
+    def _slows(self, j: int) -> float:
+        return self.link.computing_seconds_per_byte * self.graph.d[j].size / self.second
 
     def _in(self, j: int) -> float:
         return self.link.seconds_in(self.graph.d[j].size) / self.second

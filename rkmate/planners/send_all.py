@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
+from rkmate.planners.offload_gaps import may_be_sent
 
 
 class Gap(NamedTuple):
@@ -28,8 +29,7 @@ def gaps(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = ()) -> li
 
     What leaves the graph stays (outputs, gradients of inputs and parameters), and what comes from outside.
     """
-    stays = {*pinned, *graph.outputs, *graph.input_grads, *graph.releases, *graph.decided}
-    stays.update(j for j, made in enumerate(graph.producer) if made is None or not graph.d[j].size)
+    may = may_be_sent(graph, pinned, gradients=True)
     steps = schedule.steps
     since: dict[int, int] = {}                  # D node -> its latest use
     found: list[Gap] = []
@@ -39,7 +39,7 @@ def gaps(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = ()) -> li
         elif isinstance(step, Compute):
             node = graph.c[step.c]
             found += [Gap(j, clear_after(steps, since[j]), k) for j in node.inputs if j in since]
-            since.update((j, k) for j in (*node.inputs, *node.outputs) if j not in stays)
+            since.update((j, k) for j in (*node.inputs, *node.outputs) if may[j])
     return [gap for gap in found if gap.after < gap.before]
 
 

@@ -45,7 +45,7 @@ class PlannerSettings:
     slots: the one for all budgets has a dozen below the least memory of a deep model."""
     offload_seconds: float = 10.0
     """How long copies may be looked for, where data can be sent away, beside what it takes to plan without
-    them."""
+    them; once a budget cannot be met, how long for those that take the least memory."""
     partial_save_blocks: int = 40
     """Up to how many blocks the chain's program lets forwards keep something for one another. Its time
     grows with that, and on the deeper models tried (transformers, all) nothing was gained."""

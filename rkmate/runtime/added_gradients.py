@@ -20,7 +20,7 @@ from rkmate.errors import ArgumentError, BackwardError
 from rkmate.graph.capture.gradient_places import IN_PLACE, RETURNED, obstacle
 
 _MARK = "_rkmate_half_added"
-"""Attribute of a gradient: its version when a step failed that had begun to add."""
+"""Attribute of a gradient: a step failed that had begun to add."""
 
 adding = threading.RLock()
 """Held around every addition to a parameter's gradient: another thread's step may add to the same one."""
@@ -65,8 +65,7 @@ class Additions:
         for name, parameter in zip(names, self._parameters, strict=True):
             if why := obstacle(parameter):
                 raise ArgumentError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
-            grad = parameter.grad
-            if grad is not None and getattr(grad, _MARK, None) == grad._version:
+            if _is_half_added(parameter.grad):
                 raise ArgumentError(f"{IN_PLACE}: a backward failed when it had added a part of its "
                                     f"gradients (to that of {name!r}, say): zero them first (zero_grad)")
 
@@ -86,7 +85,17 @@ class Additions:
         """The backward has failed: mark the gradients, where it had begun to add."""
         for parameter in self._parameters if self.begun else ():
             if parameter.grad is not None:
-                setattr(parameter.grad, _MARK, parameter.grad._version)
+                setattr(parameter.grad, _MARK, True)
+
+
+def _is_half_added(grad: torch.Tensor | None) -> bool:
+    """Whether a gradient has a mark, and is anything but zeros; the mark of zeros is taken away."""
+    if grad is None or not hasattr(grad, _MARK):
+        return False
+    if grad.any():
+        return True
+    delattr(grad, _MARK)
+    return False
 
 
 def _is_accumulated(parameter: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ planned method in the place of ``forward`` for those who call that directly (pef
 What is planned is the call as a whole, with the hooks and whatever a library has put in the place of
 ``forward``. Sharded modules are the exception: their hooks gather parameters, and run outside.
 
-Uses private names of torch (where a compiled call is kept); tested with torch 2.13.
+Uses private names of torch (where a compiled call is kept, and what makes replicas); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MethodType
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
+from rkmate.runtime.engines import Engines
 from rkmate.runtime.first_step import FirstStep
 from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Executable, Planning
@@ -32,6 +33,8 @@ from rkmate.runtime.sharded import is_sharded, shares
 from rkmate.show.plan import Plan
 
 _M = TypeVar("_M", bound=nn.Module)
+_PUT = ("forward", "__getstate__", "_replicate_for_data_parallel")
+"""The methods that a planned module has of its own."""
 _thread = threading.local()
 """Of each thread, the planned parts that it is inside of: what runs there is what was planned."""
 
@@ -116,13 +119,19 @@ class PlannedCall:
 
     def take_away(self) -> None:
         """Leave the module as it was."""
-        own = self._model.__dict__.get("forward")
-        if isinstance(own, MethodType) and getattr(own.__func__, "is_planned", False):
-            if self._own is None:
-                del self._model.__dict__["forward"]
-            else:
-                self._model.__dict__["forward"] = self._own
+        left = self.left_without(self._model.__dict__)
+        for name in _PUT:
+            self._model.__dict__.pop(name, None)
+        self._model.__dict__.update(left)
         self._model._compiled_call_impl = None
+
+    def left_without(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """What a module's dictionary holds without the plan."""
+        left = {k: v for k, v in content.items() if k not in _PUT and v is not self}
+        forward = content.get("forward", self._own)
+        if isinstance(forward, MethodType) and getattr(forward.__func__, "is_planned", False):
+            forward = self._own             # else a library's, around the planned one
+        return left if forward is None else {**left, "forward": forward}
 
     def _with_tensors(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if not torch.is_grad_enabled():
@@ -161,12 +170,11 @@ def _entered() -> list[_Planned]:
 def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> PlannedCall:
     """Replace the call and the forward of a module by planned ones. A plan is made at the first call that
     records gradients."""
+    _refuse_compiled(model)
     take_plan_from(model)
-    if model._compiled_call_impl is not None:
-        raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
-                            'module itself, or compile it with backend="rkmate"')
-    call = PlannedCall(model, planning, verify, on_new_shape)
-    model.__dict__["forward"] = MethodType(_planned_forward(call), model)
+    call = PlannedCall(model, _sharing(planning), verify, on_new_shape)
+    model.__dict__.update((name, MethodType(method, model)) for name, method in zip(
+        _PUT, (_planned_forward(call), _state_without_plan, _refuse_replicas), strict=True))
     model._compiled_call_impl = call
     return call
 
@@ -174,10 +182,24 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
 def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning, verify: bool,
                           on_new_shape: NewShape) -> None:
     """The same for each sharded layer of a model, with a share of the budget; none for the model itself."""
-    found = shares(model, layers, planning)
+    found = shares(model, layers, _sharing(planning))
+    for layer in layers:
+        _refuse_compiled(layer)             # before any is changed
     take_plan_from(model)
     for share in found:
         put_plan_into(share.layer, share.planning, verify, on_new_shape)
+
+
+def _sharing(planning: Planning) -> Planning:
+    """With what copies data away for all parts that share a budget: together they keep to its limit."""
+    return planning if planning.engines is not None else \
+        replace(planning, engines=Engines(planning.settings.offload))
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    if model._compiled_call_impl is not None and planned_call_of(model) is None:
+        raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
+                            'module itself, or compile it with backend="rkmate"')
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
@@ -191,6 +213,17 @@ def take_plan_from(model: nn.Module) -> None:
     call = planned_call_of(model)
     if call is not None:
         call.take_away()
+
+
+def _state_without_plan(self: nn.Module) -> Any:
+    """What copies and pickles are made from: the module as it is without a plan."""
+    state, call = type(self).__getstate__(self), planned_call_of(self)
+    return call.left_without(state) if isinstance(state, dict) and call is not None else state
+
+
+def _refuse_replicas(self: nn.Module) -> Any:
+    raise ArgumentError(f"DataParallel makes replicas of {type(self).__name__}, and a plan is for one: "
+                        "take the plan away (rkmate.remove), or use DistributedDataParallel")
 
 
 def _planned_forward(call: PlannedCall) -> Callable[..., Any]:

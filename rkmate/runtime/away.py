@@ -13,10 +13,11 @@ class Away:
 
     __slots__ = ("_step", "buffer_bytes")
 
-    def __init__(self, engine: CopyEngine) -> None:
+    def __init__(self, engine: CopyEngine, *, verify: bool = False) -> None:
+        """`verify`: whether what comes back must have the checksum of what went."""
         self.buffer_bytes = engine.buffer_bytes
         """Of the device."""
-        self._step = engine.open()
+        self._step = engine.open(verify=verify)
 
     def out(self, key: str, value: torch.Tensor) -> None:
         """Begin to copy a value away."""

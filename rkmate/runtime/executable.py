@@ -113,6 +113,8 @@ class PlannedStep:
                       for m in meta]
         written = joint.written()
         self._free = {source_key(s) for s in written}
+        self.written = [i for k, i in self.inputs.items() if k in self._free]
+        """Tensors among the arguments that the forward writes to."""
         # What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second
         # run may find another value where it leads to new values of such things only (a counter).
         results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads} \
@@ -136,16 +138,18 @@ class PlannedStep:
     def __call__(self, tensors: Sequence[torch.Tensor], redo: Redo,
                  finished: Callable[[], None] | None = None,
                  opened: Callable[[Call], None] | None = None,
-                 read: Callable[[str], None] | None = None, original: Original | None = None) -> Any:
+                 read: Callable[[str], None] | None = None, original: Original | None = None,
+                 verify: bool = False) -> Any:
         """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
         told of the call when its forward has run; `read`: told the name of an output that is
-        read and that the step leaves out; `original`: for a double backward."""
+        read and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of
+        what is sent away."""
         sources = self.sources(tensors)
         additions = Additions(sources, self._additions) if self._additions else None
         versions = self.versions(sources)
         several = len(self.unplanned) + len(self._tangents) > 1
         state = generator_state(self.device) if self._draws else None
-        env = Environment(sources, versions, self.device, away=self._opened())
+        env = Environment(sources, versions, self.device, away=self._opened(verify))
         quick = self.generated.below_autograd and all_ordinary(sources.values())
         with torch.no_grad(), without_autocast(self.device), unrecorded(quick), _undone(env, state):
             results = self._forward(env)
@@ -275,9 +279,9 @@ class PlannedStep:
                     self._forward(env)
             return self.run_backward(env, given)
 
-    def _opened(self) -> Away | None:
+    def _opened(self, verify: bool = False) -> Away | None:
         """What copies the values of one call away; None where nothing is."""
-        return Away(self._engine) if self._engine is not None else None
+        return Away(self._engine, verify=verify) if self._engine is not None else None
 
     def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of output `i` in the layout that the traced backward expects."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rkmate import device as devices
+from rkmate.graph.capture.global_hooks import global_backward_hooks, global_forward_hooks
 from rkmate.graph.capture.library_paths import is_observer
 from rkmate.graph.capture.state import Assigned
 from rkmate.graph.capture.structure import take_apart
@@ -91,7 +92,8 @@ class ModuleReader:
         modules: list[nn.Module] = [self._model]
         parts: list[Any] = []
         flags: list[Any] = []
-        hooks: list[Any] = []
+        hooks: list[Any] = [*global_forward_hooks(), *global_backward_hooks()]
+        flags.append(len(hooks))
         places: list[Any] = []
         numbers: dict[int, int] = {}
         for m in modules:                       # grows while it is walked

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -10,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from rkmate.errors import ArgumentError
+from rkmate.graph.capture.structure import attributes_in
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
            torch.memory_format)
@@ -76,26 +81,51 @@ def by_value(value: Any) -> Any:
 
 
 def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
-    """An argument by all that it holds: containers, and the attributes of objects.
+    """An argument by all that it holds: containers, arrays, and the attributes of objects.
 
-    `above`: ids of what holds it, as it may hold itself.
+    `above`: ids of what holds it, as it may hold itself. Raises `ArgumentError` for what can neither be taken
+    apart nor be compared.
     """
     if isinstance(value, SCALARS):
         return type(value), value
     if id(value) in above:
         return "itself"
-    above = above | {id(value)}
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(by_content(v, above) for v in value)
-    if isinstance(value, dict):
-        return type(value), tuple((by_content(k, above), by_content(v, above)) for k, v in value.items())
-    if isinstance(value, (*FUNCTIONS, nn.Module)):
+    if isinstance(value, (*FUNCTIONS, nn.Module, torch.Tensor)):
         return by_value(value)
-    state = getattr(value, "__dict__", None)
-    if state:
-        return type(value), tuple((k, by_content(v, above)) for k, v in sorted(state.items()))
+    above = above | {id(value)}
+    content, state = _members(value, above), attributes_in(value)
+    if content is None and (not state or _says_what_it_equals(value)):
+        try:
+            hash(value)
+            return type(value), value
+        except TypeError:
+            if not state:
+                raise ArgumentError(
+                    f"an argument holds a {type(value).__name__}, of which cannot be told whether it is as "
+                    "when the call was planned: give tensors, numbers, containers or objects with "
+                    "attributes") from None
+    return type(value), content, tuple((k, by_content(v, above)) for k, v in sorted(state.items()))
+
+
+def _members(value: Any, above: frozenset[int]) -> Any:
+    """What is in a container or an array; None for what is neither."""
+    if isinstance(value, (list, tuple, deque)):
+        return tuple(by_content(v, above) for v in value)
+    if isinstance(value, Mapping):
+        return tuple((by_content(k, above), by_content(v, above)) for k, v in value.items())
+    if isinstance(value, Set):
+        return frozenset(by_content(v, above) for v in value)
+    if isinstance(value, slice):                # has no hash before Python 3.12
+        return tuple(by_content(v, above) for v in (value.start, value.stop, value.step))
     try:
-        hash(value)
-    except TypeError:
-        return "object", Same((value,))
-    return type(value), value
+        array = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+    return None if "O" in array.format else (         # addresses of objects
+        array.format, array.shape, array.strides, hashlib.sha256(array.tobytes()).digest())
+
+
+def _says_what_it_equals(value: Any) -> bool:
+    """Whether its class has a hash, and all attributes in slots: some may be caches (of a path)."""
+    own: Any = type(value).__hash__
+    return not hasattr(value, "__dict__") and own is not object.__hash__

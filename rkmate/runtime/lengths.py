@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rkmate.errors import ArgumentError
+from rkmate.graph.capture.structure import take_apart, tensors_in
 
 DIMENSION = 1
 """Of a sequence, in arguments and outputs: after that of the batch."""
@@ -45,17 +45,23 @@ class Lengths:
         if at == len(self.lengths) or self.lengths[at] == length:
             return args, kwargs, None
         longer = self.lengths[at]
-        for name, value in named.items():
-            if name not in self.pad and _length(value) == length:
-                raise ArgumentError(f"pad says nothing of {name!r}, which has the length {length} as the "
-                                    f"arguments that it names: give it a padding value, too")
+        others = {f"argument {k}": a for k, a in enumerate(args) if k >= len(self.names)}
+        for name, value in {**named, **others}.items():
+            alone = isinstance(value, torch.Tensor)
+            if (name not in self.pad or not alone) and any(_length(t) == length for t in tensors_in(value)):
+                raise ArgumentError(
+                    f"pad says nothing of {name!r}, which has the length {length} as the arguments that it "
+                    "names: give it a padding value, too" if alone else
+                    f"{name!r} holds a tensor of the length {length}, as the arguments have that pad names, "
+                    "and only what is an argument by itself is padded: hand it over so, or pad it before")
 
         def fit(name: str, value: Any) -> Any:
             return _resized(value, longer, self.pad[name]) if self.pad and name in self.pad else value
 
         def cut(output: Any) -> Any:
-            return pytree.tree_map_only(
-                torch.Tensor, lambda t: t.narrow(DIMENSION, 0, length) if _length(t) == longer else t, output)
+            tensors, structure = take_apart(output, result=False)
+            return structure.fill([t.narrow(DIMENSION, 0, length) if _length(t) == longer else t
+                                   for t in tensors])
 
         count = len(self.names)
         return (tuple(fit(n, a) for n, a in zip(self.names, args, strict=False)) + args[count:],

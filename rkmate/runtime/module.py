@@ -30,6 +30,8 @@ from rkmate.support.warn import warn
 
 NewShape = Literal["plan", "original", "error"]
 logger = logging.getLogger("rkmate")
+_MOST_UNPLANNED = 256
+"""Signatures that are remembered as such that cannot be planned."""
 
 
 class PlannedModule(StandIn):
@@ -66,11 +68,11 @@ class PlannedModule(StandIn):
         self.__dict__["_latest"] = self._plans.current(known, known.capture.given(tensors))
 
     def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
-                on_new_shape: NewShape) -> None:
+                on_new_shape: NewShape, lengths: Lengths | None = None) -> None:
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
-                             _lengths=None,
+                             _lengths=lengths,
                              _reader=ModuleReader(traceable(self._original)), _planned_forward=forward,
                              forward=forward)
 
@@ -148,6 +150,7 @@ class PlannedModule(StandIn):
             refuse_data_parallelism(self)
         opened = self._plans.open_calls
         opened.check(latest.plan, forward=True)
+        verify = self._verify and not latest.ran
         recorded = self._plans.recorded(latest, tensors)
         if recorded is not None:
             result = recorded(tensors)
@@ -155,7 +158,7 @@ class PlannedModule(StandIn):
         first = self._first_step(latest)
         result = latest.compiled(tensors, redo, first.finish if first is not None else None,
                                  lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
-                                 Original(self._run_again, self._reader, key))
+                                 Original(self._run_again, self._reader, key), verify)
         return result if cut is None else cut(result)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,6 +207,8 @@ class PlannedModule(StandIn):
         except CaptureError as error:
             if self._plans.has_flags(key.flags) or not self._plans.has_parts(key.flags):
                 raise
+            if len(self._unplanned) >= _MOST_UNPLANNED:
+                self._unplanned.clear()
             self._unplanned.add(key)
             warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a one "
                  f"cannot be planned: the original module runs instead, without a budget. {error}")
@@ -229,7 +234,8 @@ class PlannedModule(StandIn):
 
     def _made_with(self) -> tuple[Any, ...]:
         """A copy follows the same plans: the first call of each signature finds its own."""
-        return self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape
+        return (self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape,
+                self._lengths)
 
     def _added(self) -> dict[str, Any]:
         added = super()._added()

@@ -6,6 +6,8 @@ they observe belongs to the key of a plan, and what they compute to its inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from rkmate.graph.capture.recipe import Recipe, Recipes
@@ -40,6 +42,12 @@ class Observations:
                      "fewer occur, by padding, or compute without looking ('Values of inputs' in "
                      "docs/limits.md)")
         return key._replace(values=recipe.observed)
+
+    def keep(self, keys: Iterable[Guards]) -> None:
+        """Forget signatures other than these: no plan of theirs is kept."""
+        kept = {k._replace(values=()) for k in keys}
+        self._of = {k: v for k, v in self._of.items() if k in kept}
+        self._seen = {k: v for k, v in self._seen.items() if k in kept}
 
     def of(self, key: Guards, tensors: list[torch.Tensor]) -> tuple[Guards, list[torch.Tensor]]:
         """The key of a call with these tensors, and the inputs of its plan."""

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
-from rkmate.device.copy_engine import CopyEngine
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
@@ -29,12 +26,14 @@ from rkmate.pipeline.compiled import compile_all
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss_inside import traceable
-from rkmate.pipeline.other_sizes import KnownPlan, plan_at_other_size
+from rkmate.pipeline.other_sizes import KnownPlan
 from rkmate.pipeline.planning import make_plan
-from rkmate.pipeline.prepare import Prepared, Traced, held_tensors, trace
+from rkmate.pipeline.prepare import Traced, held_tensors, trace
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.sizes_on_devices import plan_that_fits
 from rkmate.runtime.changes import changing, differing
 from rkmate.runtime.deferred import Reads
+from rkmate.runtime.engines import Engines
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards
@@ -69,6 +68,8 @@ class Planning:
     """Whether the hooks of the module itself run around its plan, and are no part of it."""
     cuda_graph: bool = False
     """Whether steps are recorded and replayed."""
+    engines: Engines | None = None
+    """What copies data away, where other modules share it; None: the module's own."""
 
 
 @dataclass
@@ -132,7 +133,7 @@ class PlanCache:
         self.new_sizes = NewSizes()
         self.reads = Reads()
         self.observations = Observations()
-        self._engines: dict[torch.device, CopyEngine] = {}
+        self._engines = planning.engines or Engines(planning.settings.offload)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -232,6 +233,7 @@ class PlanCache:
             total = sum(s.bytes for s in self._kept.values())
             while len(self._kept) > 1 and total > self.planning.settings.kept_plans_bytes:
                 total -= self._kept.popitem(last=False)[1].bytes
+                self.observations.keep(self._kept)
 
     def _warn_of_changes(self, key: Guards) -> None:
         with self._lock:
@@ -329,30 +331,21 @@ class PlanCache:
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
         planned = follow(traced, plan) if plan is not None else \
             (follow_any(traced, saved) if saved else None) or \
-            (plan_at_other_size(traced, budget, self.planning.planner, known, measured=not derived)
+            (plan_that_fits(traced, budget, self.planning.planner, known, measured=not derived)
              if known else None)
         derived = derived and planned is not None
         planned = planned or make_plan(traced, budget, self.planning.planner)
         prepared, plan = planned.prepared, planned.plan
-        labels = [b.label for b in plan.blocks]
+        labels = [b.label for b in prepared.infos]
         compile_all(prepared.partition.program.operation, traced.progress)
         generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
         plan = replace(plan, source=generated.text)
         step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device,
-                           self._engine_of(prepared) if generated.copies else None)
+                           self._engines.of(prepared.device) if generated.copies else None)
         if self.planning.cuda_graph:
             check_plan(plan, step)
         return Executable(plan, step, known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))
-
-    def _engine_of(self, prepared: Prepared) -> CopyEngine:
-        """What copies data away, for all plans: together they keep to its limit."""
-        where, offload = prepared.device, prepared.settings.offload
-        assert offload is not None, "a plan that sends nothing"
-        if where not in self._engines:
-            self._engines[where] = offload.engine(devices.of(where))
-            weakref.finalize(self, self._engines[where].close)
-        return self._engines[where]
 
 
 def _names(mask: TangentMask) -> str:

@@ -49,6 +49,9 @@ def check_plan(plan: Plan, step: PlannedStep) -> None:
     if not step.generated.only_known:
         raise ArgumentError(f"{_OPTION} records operations that ask the host for nothing, and the plan has "
                             "others (submodules that run as they are, or custom operators), which may")
+    if step.written:
+        raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward writes to tensor "
+                            f"{min(step.written)} among them (from 0 on), which the caller would not see")
     if plan.deferred:
         raise ArgumentError(f"{_OPTION} writes over what a forward has left, and this plan has outputs "
                             'that are computed later: rkmate.Settings(deferred_outputs="never")')

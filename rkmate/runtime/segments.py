@@ -230,14 +230,14 @@ class _Outputs(torch.autograd.Function):
                 *(None,) * ctx.added, *result)
 
 
-Redo = Callable[[Mapping[int, torch.Tensor]], list[torch.Tensor | None]]
+OfUnplanned = Callable[[Mapping[int, torch.Tensor]], list[torch.Tensor | None]]
 
 
 class _Unplanned(torch.autograd.Function):
     """Outputs whose gradient no plan expected; its backward runs only when one comes after all."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, redo: Redo, numbers: Sequence[int], count: int,
+    def forward(ctx: Any, call: Call, redo: OfUnplanned, numbers: Sequence[int], count: int,
                 *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.redo, ctx.numbers, ctx.count = call, redo, numbers, count
@@ -277,7 +277,7 @@ def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], Non
                                *extra))
 
 
-def connect_unplanned(call: Call, redo: Redo, outputs: list[torch.Tensor], numbers: Sequence[int],
+def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor], numbers: Sequence[int],
                       targets: Sequence[torch.Tensor]) -> None:
     """Replace the outputs of these numbers, in place, by ones whose gradient `redo` turns into
     gradients of `targets`."""

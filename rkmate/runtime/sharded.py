@@ -3,7 +3,8 @@
 Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned
 by itself, and its hooks stay outside of its plan. One step calls all of them before the first backward:
 layers that are alike (of one class, with parameters of the same shapes) share a budget as so many calls of
-one module do, and layers of several kinds share the whole by the bytes of their parameters.
+one module do, and layers of several kinds share the whole by the bytes of their parameters. What may be sent
+away at once (`offload_bytes`) is shared in the same way.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> lis
         budget = planning.budget
         if budget.bytes is not None:
             budget = Budget(bytes=max(1, budget.bytes * weights[kind] // whole))
+        offload = planning.settings.offload
         own = replace(planning, budget=budget, settings=replace(
-            planning.settings, calls=len(alike), deferred_outputs="never"))     # the parameters go again
+            planning.settings, calls=len(alike), deferred_outputs="never",      # the parameters go again
+            offload=None if offload is None else offload.part(weights[kind], whole)))
         found.update((layer, Share(layer, own)) for layer in alike)
     return [found[layer] for layer in layers]

@@ -135,7 +135,7 @@ def copies_words(copies: Copies, recomputes: bool) -> str:
     """Sentences: what is sent, when, how busy the link is, what is waited for; or why nothing is."""
     going_at = f"Copies go at {rates(copies.link)}, both at once."
     if not copies.tensors:
-        why = "the plan without copies is as fast" if recomputes else \
+        why = "no faster plan with copies was found" if recomputes else \
             "all that the backward reads fits into the budget"
         return f"Nothing is sent to {copies.place}: {why}. {going_at}"
     are = "is" if copies.tensors == 1 else "are"

@@ -233,3 +233,22 @@ def test_what_asks_for_values_has_no_dry_run() -> None:
             return super().forward(x) * (2 if x.sum() > 0 else 1)
 
     assert recorded(Asking(4, 4), ((torch.ones(3, 4),), {})) is None
+
+
+COUNTS = torch.zeros(2)
+
+
+class Counting(nn.Linear):
+    """Above a length it counts, outside of the module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 8:
+            COUNTS.add_(1)
+        return super().forward(x)
+
+
+def test_a_dry_run_writes_to_nothing_outside() -> None:
+    model = Counting(4, 4)
+    assert recorded(model, ((torch.zeros(8, 4),), {})) is not None
+    assert recorded(model, ((torch.zeros(9, 4),), {})) is None
+    assert not COUNTS.any()

@@ -127,6 +127,10 @@ CASES: dict[str, tuple[Loss, list[str]]] = {
     "capped logits returned": (lambda m, h, z, y: (_flat(c := torch.tanh(z / 2) * 2, y), c.detach()),
                                IN_FORWARD),
     "accuracy": (lambda m, h, z, y: (_flat(z, y), (z.argmax(-1) == y).sum()), IN_FORWARD),
+    "a part of the last dimension": (lambda m, h, z, y: _flat(z.view(-1, 60, 2).select(-1, 1), y % 60),
+                                     IN_FORWARD),
+    "a part of one of two like it": (
+        lambda m, h, z, y: _flat(z.view(-1, 30, 2, 2).select(-1, 0).flatten(1), y % 60), IN_FORWARD),
     # What is not tiled.
     "rows and columns": (_both_ways, []),
     "choices": (lambda m, h, z, y: F.cross_entropy(h @ m.body.weight[0], y[:, 0] % TIME), []),
@@ -248,3 +252,16 @@ def test_it_is_noted_where_it_is_not_asked_for() -> None:
         tiled = _joint(model, _inputs(torch.float32))[0]
         assert not _called(noted) and noted.linear_losses == tiled.linear_losses
         assert len(noted.linear_losses) == len(CASES[name][1])
+
+
+def test_what_cannot_be_tiled_stays_as_it_was_and_is_not_told() -> None:
+    """Logits that are scaled by a loss of theirs are not known row by row."""
+    def loss(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = _flat(z, y, weight=model.weights)
+        return first + _flat(z * first, y, weight=model.weights)
+
+    model = _Model(loss)
+    plain, tiled = (_joint(model, _inputs(torch.float32), tiled=tiled)[0] for tiled in (False, True))
+    assert not tiled.linear_losses and not _called(tiled)
+    operations = [sorted(str(n.target) for n in joint.graph.nodes) for joint in (plain, tiled)]
+    assert operations[0] == operations[1]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from rkmate.errors import ScheduleError
+from rkmate.errors import PlanError, ScheduleError
 from rkmate.ir.allocator import MIB, CachingAllocator
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.link import Clocks, Link, read_link
-from rkmate.ir.plan import _read_step, _step
+from rkmate.ir.plan import PlanData, _read_step, _step
 from rkmate.ir.reserved import reserved_bytes
+from rkmate.ir.residency import Residency
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
 from rkmate.ir.several_calls import peak_of_calls
 from rkmate.ir.simulate import simulate
+from rkmate.ir.summary import GraphSummary
 
 LINK = Link(10.0, 20.0)
 
@@ -114,6 +117,51 @@ def test_steps_and_link_are_written_and_read() -> None:
     assert read_link(None) is None
     with pytest.raises(ValueError, match="no link"):
         read_link({**LINK.content(), "in_bytes_per_second": 0})
+
+
+def test_kinds_of_steps_are_never_equal() -> None:
+    steps: tuple[Step, ...] = (Compute(3), Free(3), CopyOut(3), Leave(3), CopyIn(3), Loss())
+    assert len(set(steps)) == len({s: k for k, s in enumerate(steps)}) == len(steps)
+    assert all((a == b) == (a is b) and (a != b) == (a is not b) for a in steps for b in steps)
+    assert Leave(3) not in (Free(3), CopyIn(3)) and (Free(3), Leave(3)).index(Leave(3)) == 1
+    assert Leave(3) == Leave(3) and Schedule((Free(3),)) != Schedule((Leave(3),))
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("out_bytes_per_second", float("nan")), ("in_bytes_per_second", float("inf")), ("in_bytes_per_second", 0),
+    ("out_bytes_per_second", -1.0), ("out_bytes_per_second", "10"), ("seconds_per_copy", float("nan")),
+    ("seconds_per_copy", -0.5), ("computing_seconds_per_byte", float("nan")), ("buffer_bytes", -1),
+    ("buffer_bytes", 1.5), ("buffer_bytes", None), ("most_bytes", -1), ("most_bytes", float("nan")),
+    ("most_bytes", True), ("place", None), ("place", 3)])
+def test_a_saved_plan_with_a_link_that_is_none(name: str, value: object, tmp_path: Path) -> None:
+    content = {**LINK.content(), name: value}
+    with pytest.raises(ValueError, match="no link is like"):
+        read_link(content)
+    summary = GraphSummary((), (), 0, (), (), (), {}, (), 0, link=Link(**content))
+    plan = PlanData("p", 1, 1, 1, 1.0, 1.0, None, None, (), (), Schedule(()), "f", (), summary)
+    plan.save(tmp_path / "plan")
+    if name in summary.link.content():      # what is left out of a file has its default
+        with pytest.raises(PlanError, match="is not a whole plan file"):
+            PlanData.load(tmp_path / "plan")
+
+
+def test_what_is_away_is_not_added_up_anew_for_each_copy() -> None:
+    """The simulator is asked hundreds of times by one search, of schedules with thousands of copies."""
+    class Counted(tuple[DNode, ...]):
+        looks = 0
+
+        def __getitem__(self, k: object) -> DNode:  # type: ignore[override]
+            Counted.looks += 1
+            return super().__getitem__(k)  # type: ignore[index, return-value, no-any-return]
+
+    n = 40
+    d = Counted(DNode(f"v{k}", k + 1) for k in range(n))
+    made = tuple(CNode(f"f{k}", "forward", (), (k,), 1.0) for k in range(n))
+    where = Residency(CDGraph(d, made, n), ())
+    for k in range(n):
+        where.copy_out(k, k, there=True)
+    assert where.bytes == n * (n + 1) // 2
+    assert Counted.looks <= 2 * n
 
 
 def test_buffers_of_each_call_that_is_open() -> None:

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate import device as devices
 from rkmate.cli.main import main
 from rkmate.device.cpu import Cpu
 from rkmate.devices import H100
 from rkmate.errors import ArgumentError, PlanError
 from rkmate.ir.link import Link
+from rkmate.ir.simulate import simulate
 from rkmate.pipeline import offload as places
 from rkmate.pipeline.offload import Offload, offload_of
 from rkmate.show.plan import Plan
@@ -42,9 +44,21 @@ def test_what_users_write() -> None:
     here = str(Path.cwd() / "away")
     assert offload_of(None, None) is None
     assert offload_of("host", "20GiB") == Offload("host", 20 * 2**30)
-    assert offload_of("away", 7) == Offload(here, 7) == offload_of(Path("away"), 7)
-    assert offload_of(Offload("host", 3), None) == Offload("host", 3)
-    assert offload_of(Offload("host", verify=True), 5) == Offload("host", 5, True)
+    assert offload_of("away", 7000) == Offload(here, 7000) == offload_of(Path("away"), 7000)
+    assert offload_of(Offload("host", 5000), None) == Offload("host", 5000)
+    assert offload_of(Offload("host", verify=True), 5000) == Offload("host", 5000, True)
+    assert offload_of(None, "1MiB", Offload("host", 5000, True)) == Offload("host", 2**20, True)
+    assert offload_of("away", None, Offload("host", 5000)) == Offload(here)
+    assert offload_of(None, None, Offload("host")) == Offload("host")
+
+
+def test_a_place_is_a_whole_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert Offload("~/away").place == Offload(Path("away")).place == str(tmp_path / "away")
+    assert Offload("away", "1.5GiB").most_bytes == 3 * 2**29 and Offload("host").place == "host"
+    assert Offload("away", "1MiB").part(1, 3) == offload_of("away", 2**20 // 3)
+    assert Offload("away").part(1, 3) == Offload("away")
 
 
 @pytest.mark.parametrize(("place", "most", "message"), [
@@ -52,11 +66,23 @@ def test_what_users_write() -> None:
     (3, None, "offload is 3; it should be a folder"), ("", None, "offload is ''"),
     ("host", 0.5, 'offload_bytes is 0.5; it should be bytes .an int., or text such as "20GiB"'),
     ("host", "50%", "offload_bytes is '50%'"), ("host", -1, "offload_bytes is -1"),
-    ("host", "many", "offload_bytes is 'many'"),
+    ("host", "many", "offload_bytes is 'many'"), ("host", 0, "offload_bytes is 0"),
+    ("host", 20, "offload_bytes is 20, 20 bytes, which is less than any tensor worth sending"),
+    ("host", "1KiB", "offload_bytes is '1KiB', 1,024 bytes, which is less"), (None, 20, "where to"),
 ])
 def test_what_is_no_place(place: Any, most: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         offload_of(place, most)
+    if place is not None:
+        with pytest.raises(ArgumentError, match=message):
+            Offload(place, most)
+
+
+def test_what_else_is_no_place() -> None:
+    with pytest.raises(ArgumentError, match="offload is None; it should be a folder"):
+        Offload(None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="verify is 'yes'"):
+        Offload("host", verify="yes")  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -85,6 +111,39 @@ def test_places_are_checked_before_any_work(call: Any, tmp_path: Path) -> None:
                               offload=str(tmp_path / "none"), progress=False)
     with pytest.raises(ArgumentError, match=r"Settings.offload='x'.: give it to the call"):
         rkmate.Settings(offload="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("no_capture")
+@pytest.mark.parametrize("call", [rkmate.wrap, rkmate.plan, rkmate.apply])
+def test_planners_that_send_nothing_are_refused(call: Any, tmp_path: Path) -> None:
+    for planner in ("rk-rotor", "lower-sets"):
+        with pytest.raises(ArgumentError, match=f"planner is '{planner}', which recomputes.*'save-set'"):
+            call(*model(), budget=0.5, planner=planner, offload=str(tmp_path), progress=False)
+
+
+def test_settings_say_where_to_and_a_call_how_much(engine: LateEngine, tmp_path: Path) -> None:
+    settings = rkmate.Settings(offload=Offload(tmp_path, verify=True))
+    link = plan(settings=settings, offload_bytes="1MiB").graph.link
+    assert link is not None and (link.place, link.most_bytes) == (str(tmp_path), 2**20)
+
+
+def test_a_part_that_is_too_small_is_none(tmp_path: Path) -> None:
+    small = Offload(tmp_path, 5000)
+    assert places.link_of(small, devices.of("cpu"), "analytic") is not None
+    assert places.link_of(small, devices.of("cpu"), "analytic", 2) is None
+    assert places.link_of(small.part(0, 7), devices.of("cpu"), "measured") is None
+
+
+def test_each_of_several_calls_has_its_part(engine: LateEngine, tmp_path: Path) -> None:
+    made = plan(offload=str(tmp_path), offload_bytes="1MiB", calls=3)
+    assert made.graph.link is not None and made.graph.link.most_bytes == 2**20 // 3
+    sent = sending(made, link=replace(made.graph.link, most_bytes=2**20))
+    away = simulate(sent.graph.cd, sent.schedule, pinned=sent.graph.pinned).away
+    with pytest.raises(PlanError, match=f"sends {away:,} bytes away in each of 3 calls, and offload_bytes is "
+                                        f"{2 * away:,}: give more"):
+        rkmate.wrap(*model(), plan=sent, progress=False, offload=str(tmp_path), offload_bytes=2 * away)
+    module = rkmate.wrap(*model(), plan=sent, progress=False, offload=str(tmp_path), offload_bytes=3 * away)
+    assert module.plan.graph.link is not None and module.plan.graph.link.most_bytes == away
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +193,8 @@ def test_a_gpu_that_is_not_here() -> None:
     assert link is not None and link.place == "host" and link.buffer_bytes == 0
     assert link.out_bytes_per_second == H100.expected.host_bytes_per_second == pytest.approx(0.7 * 63e9)
     assert "data goes to the host's memory and back at 44.1 GB/s each way is an estimate" in made.note
-    elsewhere = plan(device="h100", offload="/not/here", costs=None)
-    assert elsewhere.graph.link is not None and elsewhere.graph.link.place == "/not/here"
+    with pytest.raises(ArgumentError, match=r'a GPU data is sent to the host.s memory: offload="host"'):
+        plan(device="h100", offload="/not/here", costs=None)
 
 
 def test_a_saved_plan_says_where_to(engine: LateEngine, tmp_path: Path) -> None:
@@ -148,8 +207,8 @@ def test_a_saved_plan_says_where_to(engine: LateEngine, tmp_path: Path) -> None:
     assert loaded.graph.link == sent.graph.link and loaded.schedule == sent.schedule
     with pytest.raises(PlanError, match=f"made for {tmp_path}.*say offload= again"):
         rkmate.wrap(*model(), plan=loaded, progress=False)
-    with pytest.raises(PlanError, match="bytes away, and offload_bytes is 100"):
-        rkmate.wrap(*model(), plan=loaded, progress=False, offload=str(tmp_path), offload_bytes=100)
+    with pytest.raises(PlanError, match="bytes away, and offload_bytes is 5,000"):
+        rkmate.wrap(*model(), plan=loaded, progress=False, offload=str(tmp_path), offload_bytes=5000)
     other = tmp_path / "other"
     other.mkdir()
     module = rkmate.wrap(*model(), plan=loaded, progress=False, offload=str(other), offload_bytes="1MiB")

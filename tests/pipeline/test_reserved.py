@@ -114,6 +114,19 @@ def test_auto_fits_with_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.peak_bytes < most and smaller.budget_bytes > 0
 
 
+def test_another_size_fits_with_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it takes the known plans, too."""
+    monkeypatch.setattr(DeviceRoom, "reserved", lambda self, planned, allocator=None: (
+        planned.plan.peak_bytes * 5 // 4))
+    with FakeDevice(total=30 << 20, allocator=CachingAllocator), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = rkmate.wrap(model(), (torch.randn(4096, 128),), budget="auto", costs="analytic",
+                             progress=False)
+        for rows in (4096, 4608):
+            module(torch.randn(rows, 128))
+            assert module.plan.peak_bytes * 5 // 4 <= 0.99 * (30 << 20) < module.plan.baseline_peak_bytes
+
+
 def test_far_more_reserved_than_planned_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reserved_module, "FAR", 0.0)
     monkeypatch.setattr(DeviceRoom, "reserved", lambda self, planned, allocator=None: (

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from rkmate.ir.link import Link
 from rkmate.ir.schedule import CopyIn, CopyOut, Leave, save_all
 from rkmate.ir.simulate import simulate
-from rkmate.planners.offload import Offloaded, offload
+from rkmate.planners.offload import Offloaded, _judged, _without_each, offload
 from rkmate.planners.offload_gaps import gaps_of
+from rkmate.planners.offload_place import Placement
 from rkmate.planners.protocol import Problem, whole_step
+from rkmate.planners.send_all import send_all
 from tests.ir.graphs import line
 from tests.planners.links import linked, sent
 from tests.planners.problems import problem_of, problems, stack, training_graph
@@ -96,13 +98,42 @@ def test_a_value_returns_several_times() -> None:
     assert any(back.count(d) == 2 for d in out)
 
 
+def test_what_might_be_overwritten_leaves_at_once_where_it_is_copied() -> None:
+    """The first reader after its maker could take its place, and the moment right after that is the peak."""
+    graph = line(3)
+    c = list(graph.c)
+    c[1], c[2] = replace(c[1], donors=(1,)), replace(c[2], overhead=30)
+    graph = replace(graph, c=tuple(c), link=Link(1.0, 100.0))       # v0 takes ten seconds, and has one
+    found = offload(graph, save_all(graph), simulate(graph, save_all(graph)).peak - 10)
+    assert found is not None and found.schedule.copied == {1}
+    assert found.simulation.stalled == pytest.approx(9.0)
+
+
+def test_more_than_may_be_away_is_no_result() -> None:
+    graph = replace(line(4), link=Link(1e6, 1e6))
+    schedule = send_all(graph, save_all(graph))
+    assert _judged(graph, schedule, 1000, (), 0) is not None
+    assert _judged(replace(graph, link=Link(1e6, 1e6, most_bytes=29)), schedule, 1000, (), 0) is None
+
+
+def test_nothing_is_tried_out_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is chosen, and waited for, each would be left out once."""
+    problem = linked(stack(8), Link(0.1, 0.1))
+    placed = Placement(gaps_of(problem.graph, whole_step(problem).schedule))
+    placed.chosen[:] = True
+    waits = placed.waits()[0]
+    counted: list[int] = []
+    monkeypatch.setattr(Placement, "waits", lambda self: counted.append(1) or (waits, self.at))
+    assert _without_each(placed, 10**6, waits, until=0.0) == waits and not counted
+    assert _without_each(placed, 10**6, waits, until=float("inf")) == waits and counted
+
+
 links = st.builds(Link, st.sampled_from([0.5, 1.0, 3.0, 20.0]), st.sampled_from([0.5, 1.0, 3.0, 20.0]),
-                  st.sampled_from([0.0, 0.5]), st.sampled_from([0, 2]))
+                  st.sampled_from([0.0, 0.5]), st.sampled_from([0, 2]),
+                  computing_seconds_per_byte=st.sampled_from([0.0, 0.2]))
 
 
-@settings(max_examples=60, deadline=None)
-@given(problems(most=6), links, st.floats(0.0, 1.0))
-def test_always_legal_and_within_the_budget(problem: Problem, link: Link, share: float) -> None:
+def check_legal(problem: Problem, link: Link, share: float) -> None:
     problem = linked(problem, link)
     whole = whole_step(problem)
     least = gaps_of(problem.graph, whole.schedule, problem.pinned).least + link.buffer_bytes
@@ -110,6 +141,29 @@ def test_always_legal_and_within_the_budget(problem: Problem, link: Link, share:
     found = passed(problem, budget)
     assert found is not None and found.simulation.peak <= budget
     assert found.simulation.seconds >= whole.seconds * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(most=6), links, st.floats(0.0, 1.0))
+def test_always_legal_and_within_the_budget(problem: Problem, link: Link, share: float) -> None:
+    check_legal(problem, link, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None)
+@given(problems(most=6), links, st.floats(0.0, 1.0))
+def test_always_legal_and_within_the_budget_many(problem: Problem, link: Link, share: float) -> None:
+    check_legal(problem, link, share)
+
+
+def test_gaps_that_push_each_other_out_do_not_take_turns() -> None:
+    """Copies back queue: one more makes another one begin before its data has left."""
+    graph = training_graph([[], [0], [0, 1], [2], [3], [3, 4]], [1, 1, 2, 1, 1, 2], [1, 2, 3, 2, 3, 1],
+                           [1, 3, 1, 1, 2, 3], [1, 0, 2, 0, 1, 2], [True, True, False, True, False, True])
+    problem = linked(problem_of(graph, []), Link(3.0, 0.5, 0.5, 2))
+    least = gaps_of(problem.graph, whole_step(problem).schedule, problem.pinned).least + 2
+    found = passed(problem, least)
+    assert found is not None and found.simulation.peak <= least
 
 
 @pytest.mark.parametrize("seed", range(6))

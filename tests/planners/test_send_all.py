@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hypothesis import given
+from hypothesis import strategies as st
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.link import Link
@@ -41,3 +42,17 @@ def test_every_schedule_can_send_everything(made: tuple[CDGraph, list[int]]) -> 
         assert tuple(s for s in sent.steps if isinstance(s, Compute)) == \
             tuple(s for s in plain.steps if isinstance(s, Compute))
     assert not gaps(graph, Schedule(plain.steps), range(len(graph.d)))
+
+
+@given(orders(), st.booleans(), st.sampled_from([
+    {"out_bytes_per_second": 4.0}, {"in_bytes_per_second": 6.0}, {"seconds_per_copy": 0.25},
+    {"computing_seconds_per_byte": 0.0}]))
+def test_a_faster_link_never_makes_a_schedule_slower(made: tuple[CDGraph, list[int]], every_gap: bool,
+                                                     faster: dict[str, float]) -> None:
+    graph, order = made
+    loss_at = next((k for k, c in enumerate(order) if c >= graph.loss), len(order))
+    slow = replace(graph, link=Link(2.0, 3.0, 0.5, computing_seconds_per_byte=0.1))
+    fast = replace(graph, link=replace(slow.link, **faster))
+    sent = send_all(slow, from_order(slow, order, loss_at), every_gap=every_gap)
+    before, after = simulate(slow, sent), simulate(fast, sent)
+    assert after.seconds <= before.seconds * (1 + 1e-12) and after.peak == before.peak

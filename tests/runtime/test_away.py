@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,17 @@ def test_away_and_back(engine: LateEngine, tmp_path: Path) -> None:
     assert engine.opened == engine.closed == 2
     n = len(module.plan.schedule.copied)
     assert [engine.words.count(w) for w in ("out", "leave", "back", "arrive")] == [2 * n] * 4
-    assert "env.copy_out(" in module.source
+    assert "env.copy_out(" in module.source and "\nFour kinds of statements" in module.source
+
+
+def test_the_first_step_is_verified(engine: LateEngine, tmp_path: Path) -> None:
+    module, original = wrapped(tmp_path), sample()
+    assert_same_step(original.model, module, original, steps=3)
+    assert (engine.opened, engine.verified) == (3, 1)
+    again = rkmate.wrap(sample().model, sample().args, plan=sending(plan()), progress=False, verify=False,
+                        offload=str(tmp_path))
+    sum(again(*original.args)).backward()
+    assert (engine.opened, engine.verified) == (4, 1)
 
 
 def test_several_forwards_before_a_backward(engine: LateEngine, tmp_path: Path) -> None:
@@ -211,7 +222,7 @@ def test_a_place_that_refuses_a_call(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     engine = use(monkeypatch, LateEngine())
     module, original = wrapped(tmp_path), sample()
 
-    def refused() -> Any:
+    def refused(*, verify: bool) -> Any:
         raise rkmate.OffloadError("no room")
 
     monkeypatch.setattr(engine, "open", refused)
@@ -248,14 +259,51 @@ def test_peaks_of_several_calls_count_buffers(engine: LateEngine, tmp_path: Path
     assert measured_peak(Twice(), both) <= module.plan.peak_bytes
 
 
+def on_disk(folder: Path, *, verify: bool) -> rkmate.PlannedModule:
+    """`verify`: in every step."""
+    s = sample()
+    with captured_once("small and sent away"):
+        plain = rkmate.plan(s.model, s.args, budget=1.0, costs="analytic", progress=False, offload=folder)
+        return rkmate.wrap(s.model, s.args, plan=sending(plain, link=plain.graph.link), progress=False,
+                           costs="analytic", offload=rkmate.Offload(folder, verify=verify))
+
+
 # Of a file system that is memory.
 @pytest.mark.filterwarnings("ignore::rkmate.errors.RkmateWarning")
 def test_a_folder_on_a_disk(tmp_path: Path) -> None:
-    s, original = sample(), sample()
-    with captured_once("small and sent away"):
-        plain = rkmate.plan(s.model, s.args, budget=1.0, costs="analytic", progress=False, offload=tmp_path)
-        module = rkmate.wrap(s.model, s.args, plan=sending(plain, link=plain.graph.link), progress=False,
-                             offload=rkmate.Offload(str(tmp_path), verify=True))
+    module, s, original = on_disk(tmp_path, verify=True), sample(), sample()
     assert_same_step(original.model, module, original)
     assert module.plan.peak_bytes == pytest.approx(measured_peak(module, s), rel=0.02)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.filterwarnings("ignore::rkmate.errors.RkmateWarning")
+def test_bytes_that_the_disk_loses_are_missed_in_the_first_step(monkeypatch: pytest.MonkeyPatch,
+                                                                tmp_path: Path) -> None:
+    module, original, read = on_disk(tmp_path, verify=False), sample(), os.preadv
+
+    def lossy(number: int, buffers: list[Any], offset: int) -> int:
+        count = read(number, buffers, offset)
+        buffers[0][0] ^= 1
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lossy)
+        with pytest.raises(rkmate.OffloadError, match=f"{tmp_path}: of .* are not those that were sent"):
+            sum(module(*original.args)).backward()
+        sum(module(*original.args)).backward()      # nobody looks any more
+    module.load_state_dict(original.model.state_dict())
+    module.zero_grad()
+    assert_same_step(original.model, module, original)
+
+
+@pytest.mark.filterwarnings("ignore::rkmate.errors.RkmateWarning")
+def test_a_folder_that_is_removed_serves_the_plans_that_are_there(tmp_path: Path) -> None:
+    folder = tmp_path / "away"
+    folder.mkdir()
+    module, original = on_disk(folder, verify=False), sample()
+    folder.rmdir()
+    assert_same_step(original.model, module, original)
+    with pytest.raises(rkmate.ArgumentError, match=f"{folder}.*there is no such folder"):
+        module(torch.randn(48, 32))
+    assert_same_step(original.model, module, original)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +78,40 @@ def test_an_argument_of_that_length_without_a_padding_is_refused() -> None:
     module = wrapped({"input_ids": 0, "attention_mask": 0})
     with pytest.raises(ArgumentError, match="'labels'"):
         module(**batch(7))
+
+
+def test_copies_have_the_same_lengths() -> None:
+    module = wrapped(PAD)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        for n in (7, 6):
+            assert copied(**batch(n))["logits"].shape == (2, n, 11)
+        assert len(copied._plans) == 1
+
+
+@dataclass
+class Tagged:
+    logits: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+class Objects(Tagger):
+    """Gets its mask, and returns its logits, inside of objects."""
+
+    def forward(self, input_ids: torch.Tensor, tagged: Tagged | None = None, *more: torch.Tensor) -> Tagged:
+        h = self.embed(input_ids)
+        return Tagged(self.head(h if tagged is None or tagged.mask is None else h * tagged.mask[..., None]))
+
+
+def test_outputs_in_objects_are_cut_back_and_such_arguments_refused() -> None:
+    ids = torch.randint(0, 11, (2, 8))
+    module = rkmate.wrap(Objects(), (ids,), budget=1.0, progress=False, costs="analytic", lengths=(8,),
+                         pad={"input_ids": 0, "tagged": 0})
+    found = module(ids[:, :7])
+    assert type(found) is Tagged
+    torch.testing.assert_close(found.logits, module.original(ids[:, :7]).logits)
+    for more in ((Tagged(torch.ones(1), torch.ones(2, 7)),), (None, torch.ones(2, 7))):
+        with pytest.raises(ArgumentError, match=r"'tagged' holds a tensor of the length 7|'argument 2'"):
+            module(ids[:, :7], *more)
 
 
 @pytest.mark.parametrize(("lengths", "pad", "says"), [

@@ -46,3 +46,13 @@ def test_it_is_said_once_that_many_values_take_many_plans() -> None:
     with pytest.warns(rkmate.RkmateWarning, match="each takes a plan of its own"):
         known.add(KEY, _largest(MANY))
     known.add(KEY, _largest(MANY + 1))
+
+
+def test_what_no_plan_is_kept_of_is_forgotten() -> None:
+    known, other = Observations(), KEY._replace(default_dtype=torch.float64)
+    for key in (KEY, other):
+        known.add(key, _largest(3))
+    known.keep([other._replace(values=("3",))])
+    tensors = [torch.tensor([3])]
+    assert known.of(KEY, tensors) == (KEY, tensors)
+    assert known.of(other, tensors)[0].values == ("3",)

@@ -42,6 +42,21 @@ def test_it_takes_a_cuda_device() -> None:
         _wrapped(_model(), X)
 
 
+class _Counts(nn.Linear):
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        seen.add_(y.detach().mean(0))
+        return y
+
+
+def test_a_forward_that_writes_to_an_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write to the copy that a recording reads."""
+    monkeypatch.setattr(recorded_step, "can_record", lambda device: True)
+    with pytest.raises(ArgumentError, match="writes to tensor 1 among them"):
+        rkmate.wrap(_Counts(8, 8), (X, torch.zeros(8)), budget=1.0, costs="analytic", progress=False,
+                    cuda_graph=True)
+
+
 class _Waiting:
     """Stands for a recorder where an operation of every step waits."""
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from rkmate.errors import ArgumentError
 from rkmate.graph.capture.state import MISSING, Assigned
 from rkmate.runtime.key_parts import Part, Same, by_content, by_value
 from rkmate.runtime.snapshot import Equivalents, attributes_of, before, snapshot
@@ -159,6 +163,21 @@ def _itself() -> list[Any]:
     return value
 
 
+class Slotted:
+    __slots__ = ("__hidden", "kind")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = self.__hidden = kind
+
+
+class Both(Slotted):
+    """Its attributes are in two places."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        super().__init__(kind)
+        self.number = number
+
+
 HOLDER, TENSOR = Holder(1), torch.zeros(2)
 
 
@@ -174,7 +193,10 @@ def test_by_value(make: Callable[[], Any], *, equal: bool) -> None:
 
 @pytest.mark.parametrize("make", [
     lambda: [1, (2, {"a": Holder([3])})], _itself, lambda: HOLDER.method, lambda: torch.float32, lambda: len,
-    lambda: nn.Module, lambda: Holder(None)])
+    lambda: nn.Module, lambda: Holder(None), lambda: Slotted("a"), lambda: {1, "b"},
+    lambda: deque([1, [2]], 3),
+    lambda: bytearray(b"ab"), lambda: np.arange(3.0), lambda: Path("a"), lambda: slice(1, None, 2),
+    lambda: {"a": 1}.keys(), lambda: range(3), lambda: Holder(np.zeros(2))])
 def test_by_content(make: Callable[[], Any]) -> None:
     some, others = make(), make()
     assert by_content(some) == by_content(others)
@@ -183,9 +205,17 @@ def test_by_content(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize(("a", "b"), [
     (1, 1.0), (True, 1), ([1], (1,)), ({"a": 1, "b": 2}, {"b": 2, "a": 1}), (Holder(1), Holder(2)),
-    ({1}, {1}), (nn.Linear(1, 1), nn.Linear(1, 1)), (_itself(), [1, [1]])])
+    ({1}, {2}), (nn.Linear(1, 1), nn.Linear(1, 1)), (_itself(), [1, [1]]),
+    (Slotted("a"), Slotted("b")), (Both("a", 1), Both("a", 2)), (Both("a", 1), Both("b", 1)),
+    (np.zeros(2), np.zeros(2, np.float32)), (np.zeros(2), np.zeros((2, 1))),
+    (np.zeros(2), np.ones(2)), (bytearray(b"a"), bytearray(b"b")), (deque([1]), deque([2]))])
 def test_other_content(a: Any, b: Any) -> None:
     assert by_content(a) != by_content(b)
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="ndarray, of which cannot be told"):
+        by_content(np.array([object()]))
 
 
 def test_same_is_equal_to_these_objects_alone() -> None:

@@ -15,6 +15,10 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.budget import Budget
+from rkmate.pipeline.settings import Settings
+from rkmate.runtime.apply import put_plans_into_layers
+from rkmate.runtime.plan_cache import Planning
 from tests.equality import measured_peak
 from tests.models.sample import Sample
 from tests.semantics.steps import Tower, planned
@@ -114,6 +118,25 @@ def test_copies_and_pickles_are_without_a_plan() -> None:
         other.layers[0].weight.data.zero_()       # its own weights, in its own forward
         assert not torch.equal(other(X), model(X))
         assert not torch.equal(other.forward(X), model.forward(X))
+
+
+def test_shallow_copies_are_without_a_plan() -> None:
+    """They share what the model holds, and compute with what they hold themselves."""
+    model = applied(Tower(), args=(X,))
+    other = copy.copy(model)
+    assert rkmate.applied(other) is None and "forward" not in other.__dict__
+    other._modules = {**model._modules, "layers": Tower().layers}
+    assert torch.equal(other(X), Tower.forward(other, X)) and not torch.equal(other(X), model(X))
+    other(X).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    rkmate.remove(model)
+    model.forward = forward = types.MethodType(lambda self, x: x, model)
+    assert copy.copy(applied(model)).__dict__["forward"] is forward
+
+
+def test_replicas_are_refused() -> None:
+    with pytest.raises(rkmate.ArgumentError, match="DataParallel makes replicas of Tower"):
+        applied(Tower())._replicate_for_data_parallel()
 
 
 def test_what_a_library_puts_in_the_place_of_forward_is_planned() -> None:
@@ -225,3 +248,13 @@ def test_flags_that_cannot_be_planned_run_the_original() -> None:
     handle.remove()
     module(X).sum().backward()
     assert len(module._plans) == 1
+
+
+def test_a_compiled_layer_is_refused_before_any_layer_is_changed() -> None:
+    model = nn.Sequential(applied(Tower()), Tower())
+    model[1]._compiled_call_impl = model[1]._call_impl
+    before = rkmate.applied(model[0])
+    with pytest.raises(rkmate.ArgumentError, match="was compiled"):
+        put_plans_into_layers(model, [*model], Planning(Budget(fraction=0.5), "rockmate", Settings(), False),
+                              False, "plan")
+    assert rkmate.applied(model[0]) is before is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,9 @@ from torch import nn
 
 import rkmate
 import rkmate.compile
+from rkmate.ir.link import Link
 from rkmate.runtime.executable import PlannedStep
+from tests.copying import BUFFERS, LateEngine, use
 from tests.semantics.steps import Tower, assert_same_gradients, planned
 
 pytestmark = [
@@ -101,11 +104,33 @@ def test_wrapping_a_compiled_module() -> None:
     assert_same_gradients(model, compiled, lambda run: run(x).pow(2).sum())
 
 
+def _refused(message: str, **options: Any) -> bool:
+    run = rkmate.compile.backend(torch.fx.symbolic_trace(Tower()), [], options={"budget": 0.9, **options})
+    with pytest.raises(rkmate.ArgumentError, match=message):
+        run(torch.randn(2, 16, requires_grad=True))
+    return True
+
+
+def test_the_backend_sends_data_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = use(monkeypatch, LateEngine())
+    fast = Link(1e12, 1e12, 0.0, BUFFERS, None, str(tmp_path))
+    monkeypatch.setattr("rkmate.pipeline.offload.stated_link", lambda *_: fast)
+    torch.manual_seed(0)
+    model, x = Tower(depth=6), torch.randn(256, 16)
+    run = torch.compile(model, backend=rkmate.compile.backend, dynamic=False, options={
+        "budget": 0.5, "costs": "analytic", "offload": str(tmp_path), "offload_bytes": "1GiB"})
+    assert_same_gradients(model, run, lambda run: run(x).pow(2).sum())
+    assert engine.opened and engine.words.count("out") > 2
+
+
 def test_options_are_checked() -> None:
     graph = torch.fx.symbolic_trace(Tower())
     with pytest.raises(rkmate.ArgumentError, match="budget is needed"):
         rkmate.compile.backend(graph, [torch.randn(2, 16)])
     with pytest.raises(rkmate.ArgumentError, match="given were budget, speed"):
         rkmate.compile.backend(graph, [torch.randn(2, 16)], options={"budget": 1.0, "speed": 1})
+    assert _refused("offload is 3; it should be a folder", offload=3)
+    assert _refused("offload_bytes is 20", offload="host", offload_bytes=20)
+    assert _refused("where a model on the CPU is anyway", offload="host")
     with pytest.raises(rkmate.ArgumentError, match="dynamic=False"):
         rkmate.compile.backend(graph, [3], options={"budget": 1.0})

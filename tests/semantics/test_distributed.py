@@ -252,6 +252,16 @@ def test_all_processes_follow_one_plan(processes: Processes) -> None:
     _in_two(processes, _sharing_a_plan)
 
 
+def test_a_shared_plan_says_where_data_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (("is_initialized", True), ("get_rank", 0), ("broadcast_object_list", None)):
+        monkeypatch.setattr(dist, name, lambda *_, value=value, **__: value)
+    link = rkmate.shared_plan(_model(), (_data(),), budget=1.0, costs="analytic", progress=False,
+                              offload=tmp_path, offload_bytes="1GiB").graph.link
+    assert link is not None and (link.place, link.most_bytes) == (str(tmp_path), 2**30)
+    with pytest.raises(rkmate.ArgumentError, match="no such folder"):
+        rkmate.shared_plan(_model(), (_data(),), budget=1.0, progress=False, offload=tmp_path / "none")
+
+
 def test_a_shared_plan_needs_a_group() -> None:
     with pytest.raises(rkmate.ArgumentError, match="needs a process group"):
         rkmate.shared_plan(_model(), (_data(),), budget=1.0)

@@ -6,6 +6,7 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -84,6 +85,30 @@ def test_constants_are_part_of_the_signature() -> None:
     for batch, flag in ((Batch(x, 2.0), True), (Batch(x, 3.0), False), (Batch(x, 2.0), False)):
         actual = module(batch, parts, flag=flag)["pair"].left
         assert torch.equal(actual, model(batch, parts, flag=flag)["pair"].left)
+
+
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+    mode: str
+
+
+class Switched(nn.Linear):
+    def forward(self, batch: Slots, by: Any) -> torch.Tensor:
+        y = super().forward(batch.x)
+        return (y.tanh() if batch.mode == "a" else y.relu()) * by[0]
+
+
+def test_objects_with_slots_and_arrays_are_compared_by_what_they_hold() -> None:
+    model, x, by = Switched(8, 8), torch.randn(4, 8), np.ones(1)
+    batch = Slots(x, "a")
+    module = planned(model, batch, by)
+    changes = (lambda: None, lambda: setattr(batch, "mode", "b"), lambda: by.fill(2))
+    for plans, change in enumerate(changes, 1):
+        change()
+        for given in (batch, Slots(x, batch.mode)):
+            assert torch.equal(module(given, by), model(given, by))
+        assert len(module._plans) == plans
 
 
 def test_an_object_that_the_forward_fills_is_refused() -> None:

@@ -95,6 +95,11 @@ def test_what_is_no_number_of_calls(calls: object) -> None:
         planned(tower(), X, calls=calls)
 
 
+def test_a_plan_of_fewer_calls_is_not_followed() -> None:
+    with pytest.raises(rkmate.PlanError, match=r"made with calls=1.*calls=2: make another"):
+        rkmate.wrap(tower(), (X,), plan=of_one_call(), calls=2)
+
+
 # -- without being planned for ------------------------------------------------------------
 
 

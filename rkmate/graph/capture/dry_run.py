@@ -316,6 +316,8 @@ class _Recorder(TorchDispatchMode):
                  words: list[Any]) -> Any:
         """An operation on closed-over tensors alone: their values are known."""
         self.note(words)
+        if func._schema.is_mutable:
+            raise _Refused(f"{func} writes to a closed-over tensor")
         with _disable_current_modes():
             found = func(*args, **kwargs)
         self._kept.append((args, found))

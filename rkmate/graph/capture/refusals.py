@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.global_hooks import global_backward_hooks, global_forward_hooks
 from rkmate.graph.capture.library_paths import is_observer, routed_by_loops, weight_made_by
 from rkmate.graph.capture.pieces import is_made_of_pieces
 from rkmate.graph.capture.structure import objects_in
@@ -36,6 +37,13 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                               hooks_outside: bool = False) -> None:
     """Raise for what a trace would silently lose. `hooks_outside`: those of the module itself are no part of
     the trace, only its forward is."""
+    if global_backward_hooks():
+        raise CaptureError("there are backward hooks around every module "
+                           "(register_module_full_backward_hook), which a planned step cannot run: "
+                           "remove them, or hook the parameters or the module's outputs")
+    if global_forward_hooks():
+        warn("there are forward hooks around every module (register_module_forward_hook): what they compute "
+             "is part of the plan, what else they do happens only while it is traced")
     for name, m in model.named_modules():
         if hooks_outside and m is model:
             continue

@@ -112,15 +112,18 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, (list, tuple)):
         return [*zip(getattr(value, "_fields", ()), value, strict=False), *enumerate(value),
                 *enumerate(value, -len(value))]
-    return list(_attributes(value).items())
+    return list(attributes_in(value).items())
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_in(value: Any) -> dict[str, Any]:
     """What an object holds, in its dictionary and in slots."""
     state = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
-        for name in getattr(cls, "__slots__", ()):
-            if hasattr(value, name):
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{cls.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 state[name] = getattr(value, name)
     return state
 
@@ -181,5 +184,5 @@ def objects_in(value: Any) -> list[Any]:
         elif isinstance(item, (list, tuple, set, frozenset)):
             stack.extend(reversed(list(item)))
         else:
-            stack.extend(reversed(list(_attributes(item).values())))
+            stack.extend(reversed(list(attributes_in(item).values())))
     return found

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.device.forms import contiguous_strides
 from rkmate.graph.passes import embedding_sums, operators  # noqa: F401 - define torch.ops.rkmate
 
 aten = torch.ops.aten
@@ -142,12 +143,4 @@ def _plain(value: torch.Tensor) -> bool:
     channels-last, and a trace says that a pointwise operation keeps them. Kernels return plain ones,
     and a convolution that reads the result chooses its algorithm, and its memory, by them.
     """
-    return not value.is_contiguous() or value.stride() == _contiguous_strides(value.shape)
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return not value.is_contiguous() or value.stride() == contiguous_strides(value.shape)

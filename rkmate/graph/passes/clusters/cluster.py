@@ -91,7 +91,7 @@ def _call(node: fx.Node) -> str:
     return f"aten.{node.target._opname}.{node.target._overloadname}({', '.join(words)})"
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _made(text: str, name: str, threads: int) -> Fused:
     spaces: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "fused": fused}
     exec(compile(text, f"<{name}>", "exec"), spaces)

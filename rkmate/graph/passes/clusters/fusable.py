@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -76,8 +75,7 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def _packet(node: fx.Node) -> Any:
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" \
-            or node.target is operator.getitem:
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return None
     return node.target.overloadpacket
 

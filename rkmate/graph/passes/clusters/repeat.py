@@ -20,7 +20,8 @@ _MADE_ANYWAY = 0.95
 """What a byte counts of a value that could be computed again: on a tie it is kept, and what it is made of is
 not."""
 MOST_AGAIN = 24
-"""Operations that one value may take to be computed again."""
+"""Operations that one value may take to be computed again: more make groups that
+take long to compile, and a long chain would be computed once for each of the groups that read of it."""
 
 
 def computed_again(work: Rewriting, fused: Collection[fx.Node], reads: Reads) -> set[fx.Node]:
@@ -30,14 +31,25 @@ def computed_again(work: Rewriting, fused: Collection[fx.Node], reads: Reads) ->
     cheap = {n for n in fused if not is_backward(n) and is_pointwise(n)}
     if wanted.isdisjoint(cheap):
         return set()
-    free = work.results()
+    free = {owner_of(n) for n in work.results()}
+
+    def is_held(value: fx.Node) -> bool:
+        return value.op != "call_function" or value in work.constant or value in free \
+            or any(is_backward(r) and r not in fused for r in reads.readers(value))
+
+    below: dict[fx.Node, set[fx.Node]] = {}
+    """What is computed again for a value."""
+    for node in (n for n in work.graph.nodes if n in cheap):
+        operands = [o for o in map(owner_of, node.all_input_nodes) if o in below and not is_held(o)]
+        below[node] = {node}.union(*(below[o] for o in operands))
+        if len(below[node]) > MOST_AGAIN:
+            del below[node]
+    cheap.intersection_update(below)
     graph = nx.DiGraph()
     todo, seen = list(wanted), set(wanted)
     while todo:
         value = todo.pop()
-        held = value.op != "call_function" or value in work.constant or value in free \
-            or any(is_backward(r) and r not in fused for r in reads.readers(value))
-        size = 0.0 if held else bytes_of(value) * (_MADE_ANYWAY if value in cheap else 1.0) + 1
+        size = 0.0 if is_held(value) else bytes_of(value) * (_MADE_ANYWAY if value in cheap else 1.0) + 1
         graph.add_edge((value, "made"), (value, "read"), capacity=size)
         if value in wanted:
             graph.add_edge((value, "read"), "backward")

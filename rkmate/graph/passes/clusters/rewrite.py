@@ -38,8 +38,13 @@ def fuse(work: Rewriting) -> None:
     fused, reads = fusable(work), Reads()
     again = computed_again(work, fused, reads)
     leaving = {owner_of(n) for n in work.results()}
-    made = [found for members in groups(work, fused, again, reads)
-            if (found := _made(members, fused, again, leaving, reads)) is not None]
+    found = groups(work, fused, again, reads)
+    of: dict[int, _Made | None] = {}
+    for k, members in sorted(enumerate(found), key=lambda g: not is_backward(g[1][0])):
+        each = of[k] = _made(members, fused, again, leaving, reads)
+        if each is not None and is_backward(members[0]):
+            leaving.update(each.arguments)      # what values are computed again from is a result, too
+    made = [each for k in range(len(found)) if (each := of[k]) is not None]
     items: dict[fx.Node, fx.Node] = {}
     for each in made:
         with work.graph.inserting_after(each.last):

@@ -44,20 +44,28 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
             leave_out(work, shift, late_nodes(work), work.results())
             drop_dead(work)
     found = find_heads(work, keep_outputs=keep_outputs)
-    asked.linear_losses = tuple(dict.fromkeys(work.name(weight_of(seed)) for seed in found))
+    names = [work.name(weight_of(seed)) for seed in found]
     if work.choices.chunked_loss:
-        for seed in found:
-            for node in list(grow(seed).forms):
-                if node.target is aten.nll_loss_forward.default:
-                    by_rows(work, node)
-            region = _region(work, seed, keep_outputs=keep_outputs)
-            if region is None:
-                continue
-            apart = _with_bases(_seen(work, region))
-            choices = work.choices
-            if not (choices.in_place and choices.grouped_loss and in_groups(work, region, seed, apart)):
-                tile(work, region, "head", default_parts(region, seed.meta["val"]), apart=apart,
-                     in_forward=not choices.in_place)
+        names = [name for name, seed in zip(names, found, strict=True)
+                 if _tiled(work, seed, keep_outputs=keep_outputs)]
+    asked.linear_losses = tuple(dict.fromkeys(names))
+
+
+def _tiled(work: Rewriting, seed: fx.Node, *, keep_outputs: bool) -> bool:
+    """Let the head of a product run a few rows at a time. False, and nothing is changed, where it cannot."""
+    undo = [by_rows(work, node) for node in list(grow(seed).forms)
+            if node.target is aten.nll_loss_forward.default]
+    region, choices = _region(work, seed, keep_outputs=keep_outputs), work.choices
+    if region is not None:
+        apart = _with_bases(_seen(work, region))
+        if (choices.in_place and choices.grouped_loss and in_groups(work, region, seed, apart)) or tile(
+                work, region, "head", default_parts(region, seed.meta["val"]), apart=apart,
+                in_forward=not choices.in_place):
+            return True
+    for loss in reversed(undo):
+        loss()
+    drop_dead(work)
+    return False
 
 
 def _shifts(work: Rewriting) -> Iterator[Shift]:

@@ -7,6 +7,7 @@ alone: known before any row's loss is.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ _NONE, _MEAN = 0, 1
 _IGNORE = -100
 
 
-def by_rows(work: Rewriting, loss: fx.Node) -> None:
-    """Write an `nll_loss_forward` as each row's loss and their reduction.
+def by_rows(work: Rewriting, loss: fx.Node) -> Callable[[], None]:
+    """Write an `nll_loss_forward` as each row's loss and their reduction; returns what writes it as it was.
 
     Where classes have no weights, torch's own kernel adds the rows up in its own order: it finds each one's
     value as the score of the only class.
@@ -60,7 +61,22 @@ def by_rows(work: Rewriting, loss: fx.Node) -> None:
             reduced = call(aten.sum.default, rows)
             if reduction == _MEAN:
                 reduced = call(aten.div.Tensor, reduced, total)
+    before: Any = (loss.target, loss.args, loss.kwargs)
+    about = dict(loss.meta)
+    items: dict[Any, dict[str, Any]] = {}
     for user in list(loss.users):
+        items[user.args[1]] = dict(user.meta)
         work.replace(user, reduced if user.args[1] == 0 else total)
         graph.erase_node(user)
     graph.erase_node(loss)
+
+    def undo() -> None:
+        with graph.inserting_before(counted):
+            again = graph.call_function(*before)
+            again.meta = about
+            for k, of_item in items.items():
+                item = graph.call_function(operator.getitem, (again, k))
+                item.meta = of_item
+                work.replace(reduced if k == 0 else total, item)
+
+    return undo

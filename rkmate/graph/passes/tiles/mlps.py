@@ -30,12 +30,12 @@ MOST_PARTS = 256
 def tile_mlps(work: Rewriting) -> None:
     """Note the weights of wide MLPs; let the MLPs run a few rows at a time where that is asked for."""
     found = seeds_of(work.graph, _is_seed, lambda seed: _region(work, seed))
-    work.wide_mlps = tuple(dict.fromkeys(work.name(weight_of(seed)) for seed in found))
+    names = [work.name(weight_of(seed)) for seed in found]
     if work.choices.tiled_mlps:
-        for seed in found:
-            region = _region(work, seed)
-            if region is not None:
-                tile(work, region, "mlp", parts_of(region), in_forward=False)
+        names = [name for name, seed in zip(names, found, strict=True)
+                 if (region := _region(work, seed)) is not None
+                 and tile(work, region, "mlp", parts_of(region), in_forward=False)]
+    work.wide_mlps = tuple(dict.fromkeys(names))
 
 
 def parts_of(region: Region) -> int:

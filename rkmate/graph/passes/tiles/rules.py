@@ -148,7 +148,7 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
         given = arguments(node)[dim] if len(arguments(node)) > dim else default
         found = given if isinstance(given, (list, tuple)) else [given]
         rank = len(shape_of(arguments(node)[0]) or ())
-        if node.target is aten.unsqueeze.default:
+        if node.target in _WIDER:
             rank += 1
         if not found or any(not isinstance(d, int) for d in found):
             return None
@@ -185,6 +185,8 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
 
 
 _SIZED = (aten.slice_backward.default, aten.select_backward.default)
+_WIDER = (aten.unsqueeze.default, aten.select_backward.default)
+"""Whose results have a dimension more than their first argument."""
 
 
 # -- products ---------------------------------------------------------------------------
