@@ -40,6 +40,8 @@ def _run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, r
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
+    if x.is_contiguous():               # then it is dense in the other format, too, where that is meant
+        return x
     return x.contiguous(memory_format=suggest_memory_format(x))
 
 
