@@ -15,7 +15,7 @@ from rkmate.graph.capture.capture import Capture, capture
 from rkmate.pipeline import planning
 from rkmate.pipeline import prepare as pipeline
 from rkmate.pipeline.chains import Solved, solve
-from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
 from rkmate.pipeline.variants import Variant
 
 _HERE = threading.local()
@@ -27,6 +27,7 @@ class _Made:
     """What was made of one model."""
 
     capture: Capture
+    blocked: list[Blocked] = field(default_factory=list)
     prepared: list[Prepared] = field(default_factory=list)
     solved: list[Solved] = field(default_factory=list)
 
@@ -70,17 +71,32 @@ def _made_of(traced: Traced) -> _Made | None:
     return next((made for _, made in found.values() if made.capture is traced.capture), None)
 
 
-def _prepare(traced: Traced, variant: Variant | None = None, *,
+def _is_of(known: Blocked, traced: Traced, variant: Variant | None) -> bool:
+    before = known.traced
+    return (before.wanted, before.settings) == (traced.wanted, traced.settings) and \
+        known.variant == (variant or pipeline.first(traced.settings))
+
+
+def _block(traced: Traced, variant: Variant | None = None) -> Blocked:
+    made = _made_of(traced)
+    if made is None:
+        return block(traced, variant)
+    for known in made.blocked:
+        if _is_of(known, traced, variant):
+            return known
+    made.blocked.append(block(traced, variant))
+    return made.blocked[-1]
+
+
+def _prepare(traced: Traced, variant: Variant | None = None, *, blocked: Blocked | None = None,
              limit: Callable[[Blocked], int] | None = None) -> Prepared:
     made = _made_of(traced)
     if made is None:
-        return prepare(traced, variant, limit=limit)
+        return prepare(traced, variant, blocked=blocked, limit=limit)
     for known in made.prepared:
-        before = known.blocked.traced
-        if (before.wanted, before.settings) == (traced.wanted, traced.settings) and \
-                known.blocked.variant == (variant or pipeline.first(traced.settings)):
+        if _is_of(known.blocked, traced, blocked.variant if blocked is not None else variant):
             return known
-    made.prepared.append(prepare(traced, variant))          # without a limit: it serves all budgets
+    made.prepared.append(prepare(traced, variant, blocked=blocked))     # no limit: it serves all budgets
     return made.prepared[-1]
 
 
@@ -97,5 +113,6 @@ def _solve(prepared: Prepared) -> Solved:
 
 # For good: patched anew by each block, it would not come back where two threads' blocks overlap.
 pipeline.capture = _capture  # type: ignore[attr-defined]
+planning.block = _block  # type: ignore[attr-defined]
 planning.prepare = _prepare  # type: ignore[attr-defined]
 planning.solve = _solve  # type: ignore[attr-defined]

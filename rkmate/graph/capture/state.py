@@ -73,7 +73,7 @@ class PythonState:
         for _, _, attributes, registries in self._modules:
             for field, content in registries.items():
                 now = attributes[field]
-                if (now or content) and {k: id(v) for k, v in now.items()} != {k: id(v) for k, v in content.items()}:
+                if not _same(now, content):
                     now.clear()
                     now.update(content)
         for _, holder, attributes in self._holders:
