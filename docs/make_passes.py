@@ -42,8 +42,8 @@ def passes_text() -> str:
     parts += [
         "## Private names of torch\n",
         "A capture cannot do without them. They stand in "
-        f"{', '.join(f'`{f}`' for f in private_names.FOLDERS)}; a test holds the package against this "
-        f"list, made for torch {private_names.SEEN_IN}.\n",
+        f"{', '.join(f'`{f}`' for f in private_names.FOLDERS)}, and a few elsewhere, with the reason; a test "
+        f"holds the package against this list, made for torch {private_names.SEEN_IN}.\n",
         _table(("file", "names"), [
             *((f"graph/capture/{file}", _code(names)) for file, names in private_names.IN_CAPTURE.items()),
             *((file, f"{_code(names)}: {why}") for file, (names, why) in private_names.ELSEWHERE.items())])]

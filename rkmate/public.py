@@ -69,16 +69,18 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         plan: a plan made before (`Plan.load`), instead of a budget.
         costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing. Unless given, what
             the settings say, which is ``"measured"`` by default.
-        verify: measure the first training step, and warn when it is over its prediction. What that step sends
-            away (`offload`) has to come back with the same checksum.
+        verify: on devices that count what they allocate (CUDA), measure the first training step, and warn
+            when it is over its budget. On any device, what that step sends away (`offload`) has to come
+            back with the same checksum.
         on_new_shape: what a call with other shapes, dtypes or constants does: ``"plan"`` makes a
             plan for it with the same budget, ``"original"`` runs the original module, ``"error"``
             raises.
         trains: which outputs the loss is computed from: ``"all"``, or a list of names (keys and
             fields, ``"aux.0"`` for the first of those under ``aux``) and numbers of output tensors. Unless
-            given: the output named ``loss`` if it is a scalar, else the scalars, else all but
-            by-products such as caches and hidden states. A loss that leads to others is right, too,
-            but its first step runs the forward twice.
+            given: ``log_probs`` where there is one (what trl's trainers take), else the output named
+            ``loss`` if it is a scalar, else the scalars, else all but by-products such as caches and
+            hidden states. A loss that leads to others is right, too, but its first step runs the forward
+            twice.
         training: the train flags to plan for. Unless given, the module's own; or, where it is in eval mode
             (as ``from_pretrained`` returns it), those that its `train` sets, which is said. True: these in
             any case; False: as they are. Calls with other flags get plans of their own.
@@ -94,7 +96,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         compile: True: groups of operations between products, convolutions and attention are compiled by
             torch's compiler into kernels of their own ([what that gives, and what it needs](compile.md)):
             the plan takes less time and memory, and numbers agree with the original's within the type's
-            precision; ``"auto"``: where a compiler is installed; False, unless given: every bit is the
+            precision; ``"auto"``: where a compiler works; False, unless given: every bit is the
             original's.
         offload: a place to which a step may send data while it computes, to have it back when it is needed:
             a folder on a disk, or ``"host"``, the host's memory, for a model on a GPU. What goes there, and
@@ -134,6 +136,9 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         ArgumentError: an argument is wrong.
         PlanError: `plan` does not belong to this model.
         OffloadError: `offload` could not be written or read when it was measured.
+        CompilerError: `compile` is True, and there is no compiler that works.
+        DeviceMemoryError: too little is free even to measure the operations.
+        PlanningTimeout, SolverError: the planner found nothing in its time, or a solver failed.
     """
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs)

@@ -25,7 +25,7 @@ _DEFAULTS = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 2**25), (_TRIM_THRESHOLD, 2**
 to these."""
 _lock = threading.Lock()
 _kept = 0
-"""How many have asked for it and are not over."""
+"""How many have asked for it to some effect, and are not over."""
 
 
 class KeptPages:
@@ -44,12 +44,9 @@ class KeptPages:
             if self._over:
                 return
             self._over = True
-            _kept -= 1
+            _kept -= self.effective
             if self.effective and not _kept:
-                heap = ctypes.CDLL(None)
-                for parameter, value in _DEFAULTS:
-                    heap.mallopt(parameter, value)
-                heap.malloc_trim(0)
+                _told_as_ever(ctypes.CDLL(None))
 
     def __enter__(self) -> KeptPages:
         return self
@@ -73,7 +70,7 @@ def keep_pages() -> KeptPages:
     global _kept
     with _lock:
         reason = _told()
-        _kept += 1
+        _kept += not reason
     if reason:
         warn(f"keep_pages() changes nothing: {reason}. Steps take fresh pages from the system, as without it")
     return KeptPages(effective=not reason)
@@ -91,5 +88,13 @@ def _told() -> str:
     block = heap.malloc(_LARGE)
     in_heap = 0 < block < heap.sbrk(0)
     heap.free(block)
+    if not in_heap and not _kept:
+        _told_as_ever(heap)
     return "" if in_heap else ("memory comes from another allocator (LD_PRELOAD), or this is not the main "
                                "thread, which has the heap")
+
+
+def _told_as_ever(heap: ctypes.CDLL) -> None:
+    for parameter, value in _DEFAULTS:
+        heap.mallopt(parameter, value)
+    heap.malloc_trim(0)

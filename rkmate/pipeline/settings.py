@@ -41,8 +41,8 @@ class Settings:
     options: OptionSettings = field(default_factory=ilp_settings.DEFAULT.now)
     """The integer programs of the blocks."""
     trains: Trains = None
-    """Outputs that the loss is computed from. None: the one named ``loss`` if it is a scalar, else the
-    scalars, else all but by-products such as caches."""
+    """Outputs that the loss is computed from. None: ``log_probs`` where there is one, else the one
+    named ``loss`` if it is a scalar, else the scalars, else all but by-products such as caches."""
     calls: int = 1
     """How many times the module is called before the backward: the budget holds for the step of all of
     them, and a fraction is one of the original's peak over as many."""
@@ -74,7 +74,7 @@ class Settings:
     compile: Compile = False
     """Compile groups of operations between products, convolutions and attention into kernels of their own,
     which takes seconds, and planned steps less time and memory; numbers differ from the original's within
-    the type's precision. ``"auto"``: where a compiler is installed."""
+    the type's precision. ``"auto"``: where a compiler works."""
     offload: Offload | None = None
     """Where data may be sent while a step computes, to come back when it is needed (`offload=` of a call);
     None: nowhere."""

@@ -35,10 +35,11 @@ with rkmate.keep_pages() as outer:
     found["resident"] = resident()
 outer.release()
 found["given back"] = found["resident"] - resident()
-print(json.dumps(found))
 thread = threading.Thread(target=rkmate.keep_pages)
 thread.start()
 thread.join()
+found["another thread"] = faults()
+print(json.dumps(found))
 """
 
 
@@ -50,6 +51,7 @@ def test_pages_stay_until_it_is_over() -> None:
     assert found["effective"]
     pages = 4 * 96 * 2**20 // 4096
     assert found["before"] > pages / 2 and found["given back"] > 90 * 2**20
+    assert found["another thread"] > pages / 2
     assert found["kept"] < pages / 100 and found["inner over"] < pages / 100
     assert "keep_pages() changes nothing: memory comes from another" in run.stderr
 

@@ -1,8 +1,8 @@
 """Private names of torch: which files use which.
 
-A capture cannot do without them. They stand in `graph/capture`, in `measure` and in `device` only, so that
-another version of torch is a matter of these folders; a test reads every file of the package and holds it
-against this list. Names that torch documents for everybody are no matter here, wherever they stand:
+A capture cannot do without them. They stand in `graph/capture`, in `measure` and in `device`, and those of
+`ELSEWHERE`, so that another version of torch is a matter of these; a test reads every file of the package and
+holds it against this list. Names that torch documents for everybody are no matter here, wherever they stand:
 `PUBLIC`.
 """
 
