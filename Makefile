@@ -46,7 +46,7 @@ test: $(VENV)/.installed-test
 	$(PYTEST) tests
 
 slow: $(VENV)/.installed-test
-	$(PYTEST) -m "slow or not slow" tests
+	RKMATE_NEW_EXAMPLES=1 $(PYTEST) -m "slow or not slow" tests
 
 # Each piece takes less than ten minutes on a large GPU; its rows are kept in out/gpu.
 gpu: $(VENV)/.installed-test

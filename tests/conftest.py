@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 from rkmate.graph.passes import simplify
 from rkmate.ilp import OptionSettings
@@ -21,6 +23,12 @@ from rkmate.planners import settings as planner_settings
 from rkmate.planners.settings import PlannerSettings
 
 _MADE: list[Path] = []
+
+# Each run tries the same examples, however busy the machine is; `make slow` looks for new ones.
+hypothesis_settings.register_profile("same", deadline=None, derandomize=True, database=None,
+                                     suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("new" if os.environ.get("RKMATE_NEW_EXAMPLES") else "same")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,6 +19,7 @@ from rkmate.devices import A100, GPU, H100, H200, NAMES, T4, called, known
 from rkmate.graph.capture.attention_elsewhere import kernel_of
 from rkmate.measure.reductions_on_gpus import reduction_bytes
 from rkmate.support.planning_lock import PlanningLock, capture_lock, planning_lock
+from tests.clocks import NO_CLOCK
 
 pytestmark = pytest.mark.xdist_group("devices elsewhere")      # they share plans
 MIB = 2**20
@@ -45,7 +46,7 @@ X = torch.zeros(2, 128, 64, dtype=torch.bfloat16)
 
 @functools.cache
 def planned(device: str, budget: float = 0.6) -> rkmate.Plan:
-    return rkmate.plan(model(), (X,), budget=budget, device=device, progress=False)
+    return rkmate.plan(model(), (X,), budget=budget, device=device, progress=False, settings=NO_CLOCK)
 
 
 def operations(plan: rkmate.Plan) -> set[str]:
@@ -99,7 +100,7 @@ def test_a_model_without_memory() -> None:
     with torch.device("meta"):
         empty = nn.Sequential(Layer(), Layer(), Layer()).bfloat16()
     plan = rkmate.plan(empty, (X.to("meta"),), budget=planned("a100").budget_bytes, device="a100",
-                       progress=False)
+                       progress=False, settings=NO_CLOCK)
     assert plan.fingerprint == planned("a100").fingerprint and plan.peak_bytes == planned("a100").peak_bytes
     assert all(p.is_meta for p in empty.parameters())
 
@@ -118,7 +119,8 @@ def test_a_plan_is_saved_and_refused_where_the_graph_is_another(tmp_path: Path) 
 
 
 def test_a_curve() -> None:
-    curve = rkmate.tradeoff(model(), (X,), budgets=[1.0, 0.6], device="a100", progress=False)
+    curve = rkmate.tradeoff(model(), (X,), budgets=[1.0, 0.6], device="a100", progress=False,
+                            settings=NO_CLOCK)
     assert [plan.peak_bytes for plan in curve][1] == planned("a100").peak_bytes
     assert all("times are estimates" in plan.note for plan in curve)
 

@@ -24,6 +24,7 @@ from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible, judg
 from rkmate.planners.registry import PLANNERS
 from rkmate.show.looks import LOOKS, OTHER, look_of
 from tests.capturing import captured_once
+from tests.clocks import NO_CLOCK
 from tests.compare.models import residual
 
 pytestmark = pytest.mark.xdist_group("compare")
@@ -39,7 +40,8 @@ def compared(budgets: list[int | float | str], planners: list[str] | None = None
     sample = residual()
     with captured_once("residual"):
         return rkmate.compare(sample.model, sample.args, budgets=budgets, planners=planners,
-                              costs="analytic", time_limit=1.0, progress=False, **options)
+                              costs="analytic", time_limit=1.0, progress=False,
+                              settings=NO_CLOCK, **options)
 
 
 @pytest.fixture(scope="session")          # other modules' tests may come between
@@ -70,7 +72,7 @@ def test_rows_are_what_plan_returns(whole: rkmate.Comparison) -> None:
         if row.status == "ok" and row.method in ("rockmate", *SAME_CANDIDATES):
             with captured_once("residual"):
                 plan = rkmate.plan(sample.model, sample.args, budget=budget, planner=row.method,
-                                   costs="analytic", progress=False)
+                                   costs="analytic", progress=False, settings=NO_CLOCK)
             assert plan.peak_bytes == row.peak_bytes
             assert plan.step_seconds / plan.baseline_seconds == pytest.approx(row.time_ratio)
     kept = {r.method: r for r in whole.at(whole.budgets[0])}["save-all"]

@@ -22,7 +22,7 @@ def test_same_step(name: str) -> None:
 
     def wrapped(budget: int | float) -> rkmate.PlannedModule:
         return rkmate.wrap(sample.model, sample.args, budget=budget, planner=name, progress=False,
-                           planning_seconds=5.0)
+                           planning_seconds=60.0 if name == "checkmate-lp" else 5.0)
 
     with captured_once("residual"):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
@@ -46,8 +47,11 @@ def some(size: int, seed: int = 0) -> torch.Tensor:
 
 def files(folder: Path) -> list[str]:
     """Open files of this process that are, or were, in a folder."""
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return [os.readlink(link) for link in links if os.path.lexists(link) and str(folder) in os.readlink(link)]
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):        # another thread has closed it
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [path for path in found if str(folder) in path]
 
 
 @pytest.fixture(params=["direct", "buffers", "cached"])

@@ -116,7 +116,8 @@ def wide() -> Sample:
 def test_a_wrapped_module_uses_them(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "PART_BYTES", 2**16)
     sample = wide()
-    wrapped = rkmate.wrap(sample.model, sample.args, budget=budget, progress=False)
+    wrapped = rkmate.wrap(sample.model, sample.args, budget=budget, progress=False,
+                          settings=rkmate.Settings(chunked_loss="never"))
     assert "rkmate.batch_norm_backward.over(" in wrapped.source
     assert "rkmate.cross_entropy_backward.out(" in wrapped.source
     assert_same_step(wide().model, wrapped, sample)

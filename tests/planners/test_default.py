@@ -98,7 +98,8 @@ def test_auto_shares_its_time_with_the_default() -> None:
     auto = Auto(Default(quick, kept), (SaveAll(),), (asked,))
     found = auto.plan(problem, sum(ends(problem)) // 2, time_limit=0.25)
     assert found.schedule is not None and found.note.startswith("rockmate: ")
-    assert kept.limits == [pytest.approx(0.25, abs=0.05)]
+    limit, = kept.limits
+    assert limit is not None and 0 <= limit <= 0.25
     assert all(limit is not None and 0 <= limit < 0.25 for limit in asked.limits)
 
 

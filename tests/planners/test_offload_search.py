@@ -30,7 +30,7 @@ OWN = Default(PlannerSettings(save_set_seconds=AMPLE, first_seconds=AMPLE, small
 
 
 QUICK = Default(PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.2,
-                                offload_seconds=0.4))
+                                offload_seconds=AMPLE))
 
 
 def small(seed: int, slows: float = 0.0) -> Problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,17 +14,23 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import rkmate
-from rkmate.ilp import OptionSettings
 from rkmate.measure.settings import MeasureSettings
-from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
+from tests.clocks import NO_CLOCK, count_times
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample
 from tests.random_modules.programs import OPERATIONS, Program, Recipe, Step, recipes
 
 # A small grid: the options need not be good here, only right.
-QUICK = Settings(options=OptionSettings(grid=(3, 3), time_limit=0.2, block_limit=1.0),
-                 measure=MeasureSettings(passes=1, repeats=1))
+QUICK = replace(NO_CLOCK, options=replace(NO_CLOCK.options, grid=(3, 3)),
+                measure=MeasureSettings(passes=1, repeats=1))
+
+
+@pytest.fixture(autouse=True)
+def same_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is; but where many are tried, plans of measured times are, too."""
+    if request.node.get_closest_marker("slow") is None:
+        count_times(monkeypatch)
 
 
 def _loss(output: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Schedule, Step
 from rkmate.planners.send_all import Gap, gaps, inserted
 from tests.capturing import captured_once
+from tests.clocks import count_times
 from tests.copying import LateEngine, sending, use
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample
@@ -114,6 +115,7 @@ def examples(count: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_times(monkeypatch)
     examples(2, 0, monkeypatch)
 
 

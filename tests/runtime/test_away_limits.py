@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:rkmate.errors.RkmateWarning")
 X = torch.randn(2**14, 64, generator=torch.Generator().manual_seed(0))
 """4 MiB, as each tensor of `tower`."""
 MIB = 2**20
-PLANNER = PlannerSettings(save_set_seconds=0.1, first_seconds=0.1, smallest_seconds=0.0, offload_seconds=0.2)
+PLANNER = PlannerSettings(save_set_seconds=0.1, first_seconds=0.1, smallest_seconds=0.0, offload_seconds=30.0)
 
 
 def settings(offload: Offload | None = None) -> rkmate.Settings:

@@ -13,17 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
-from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress, time_left
+from tests.clocks import NO_CLOCK
 from tests.show.models import Tower, tower
-
-NO_CLOCK = Settings(options=OptionSettings(grid=(5, 5), time_limit=60.0, block_limit=60.0, total_limit=120.0),
-                    planner=PlannerSettings(save_set_seconds=0.0, first_seconds=0.0, smallest_seconds=0.0))
-"""No program is cut short: one run's schedule is another's, whatever else the machine does."""
 
 
 class Terminal(io.StringIO):
@@ -40,6 +37,7 @@ def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.Mon
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr("rkmate.support.progress.DELAY", 0.0)
+    monkeypatch.setattr("rkmate.support.progress.tqdm", functools.partial(tqdm, mininterval=0, miniters=1))
     model, (ids,) = tower(2)
     plan(model, ids, "measured", settings=Settings(options=OptionSettings()))  # takes a while
     text = terminal.getvalue()

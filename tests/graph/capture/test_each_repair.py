@@ -55,7 +55,9 @@ def test_products_ask_eager_autograd_for_their_gradient(operation: Any, own: str
     assert torch.equal(found, expected)
 
 
-def test_distributions_do_not_check_values() -> None:
+def test_distributions_do_not_check_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's compiler switches it off for good when it is loaded.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     with without_value_checks():
         torch.distributions.Normal(torch.zeros(1), torch.tensor([-1.0]))
     with pytest.raises(ValueError, match="Expected parameter scale"):
