@@ -1,7 +1,7 @@
 """Lengths planned ahead, and inputs padded to them.
 
 Both are asked for: ``wrap(..., lengths=(128, 256), pad={"input_ids": 0})``. The sequence's dimension is the
-second. The arguments that `pad` names (without it, all that have such a dimension) must have one length there.
+second. The arguments that `pad` names (without it, all that have such a dimension) have one length there.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.device import inductor
-from rkmate.graph.passes.clusters import batch_norms, cluster
+from rkmate.graph.passes.clusters import cluster
 from rkmate.ir.cd import Cost
 from rkmate.measure import compiled_memory
 from rkmate.measure.settings import MeasureSettings
@@ -40,9 +40,7 @@ QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True)
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> Iterator[None]:
-    """Groups run as they are written; what they take then is not what compiled ones take, nor counted. Batch
-    norms stay whole, whose arithmetic has other bits."""
-    monkeypatch.setattr(batch_norms, "_plain", lambda *values: False)
+    """Groups run as they are written; what they take then is not what compiled ones take, nor counted."""
     monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
     monkeypatch.setattr(compiled_memory, "_bytes", lambda group, threads: 0)
     monkeypatch.setattr(inductor, "_known", type(inductor._known)())

@@ -13,7 +13,6 @@ from rkmate.graph.capture.repairs import REPAIRS, Pass
 from rkmate.graph.passes import chunked_kernels, in_place
 from rkmate.graph.passes.added_gradients import add_gradients_in_place
 from rkmate.graph.passes.alternatives import alternatives
-from rkmate.graph.passes.clusters.batch_norms import take_batch_norms_apart
 from rkmate.graph.passes.clusters.rewrite import fuse
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
@@ -122,11 +121,6 @@ REWRITINGS = (
          "Where the caller asks for it, products, convolutions and embeddings add to what stands in `.grad`, "
          "and no gradient of a weight is a tensor of its own.",
          add_gradients_in_place, ()),
-    Pass("batch norms apart", "simplify",
-         "Torch's kernel of a batch norm goes over an image three times, and what stands behind it once "
-         "more. Where groups are compiled, its statistics are a group, and its arithmetic stands among the "
-         "activations and sums beside it.",
-         take_batch_norms_apart, ()),
     Pass("shared gradients", "simplify",
          "A gradient that is handed to autograd becomes the user's, who may write to it: it shares its "
          "storage with nothing else.",

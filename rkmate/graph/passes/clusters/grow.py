@@ -13,7 +13,6 @@ from collections.abc import Collection
 
 from torch import fx
 
-from rkmate.graph.passes.clusters.batch_norms import STATISTICS
 from rkmate.graph.passes.clusters.fusable import extent
 from rkmate.graph.passes.clusters.reads import Reads
 from rkmate.graph.passes.joint import Rewriting, is_backward, owner_of
@@ -60,8 +59,6 @@ class _Grower:
     def _may_join(self, operand: fx.Node, node: fx.Node) -> bool:
         a, b = self.group[operand], self.group[node]
         if a is b or is_backward(operand) != is_backward(node) or len(a) + len(b) > MOST:
-            return False
-        if operand.meta.get(STATISTICS, False) and not node.meta.get(STATISTICS, False):
             return False
         many, few = max(self._extent(a), self._extent(b)), min(self._extent(a), self._extent(b))
         alone = operand not in self.leaving and not self._readers(operand, {*a, *b})
