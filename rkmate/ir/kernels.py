@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rkmate.ir.cd import CDGraph, CNode
-from rkmate.ir.schedule import Compute, Schedule, Step, in_place_donor
+from rkmate.ir.schedule import Compute, Schedule, Step, in_place_donor, kernel_of
 from rkmate.ir.simulate import simulate
 
 
@@ -37,6 +37,17 @@ def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] 
             step = Compute(step.c, kernel)
         steps.append(step)
     return Schedule(tuple(steps))
+
+
+def by_own_kernels(schedule: Schedule) -> Schedule:
+    """The same steps, by each computation's own kernel."""
+    return Schedule(tuple(Compute(s.c) if isinstance(s, Compute) else s for s in schedule.steps))
+
+
+def seconds_to_gain(graph: CDGraph, schedule: Schedule) -> float:
+    """How much faster a schedule would be if each computation ran by its fastest kernel."""
+    return sum(kernel_of(graph, s).time - fastest(graph.c[s.c])
+               for s in schedule.steps if isinstance(s, Compute) and graph.c[s.c].alternatives)
 
 
 def seconds_to_save(graph: CDGraph) -> float:

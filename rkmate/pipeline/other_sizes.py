@@ -16,10 +16,12 @@ from rkmate.graph.blocks.lower import Program
 from rkmate.ilp import OptionSet
 from rkmate.ilp.evaluate_option import evaluate_option
 from rkmate.ir.cd import CDGraph, Cost, Kernel
-from rkmate.ir.schedule import Compute, Schedule, from_order
+from rkmate.ir.kernels import by_own_kernels, seconds_to_gain
+from rkmate.ir.schedule import Schedule, from_order
 from rkmate.measure.temporaries import bytes_of, bytes_of_parts
 from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
+from rkmate.pipeline.larger_tiles import WORTH
 from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of, warn_of
 from rkmate.pipeline.prepare import Prepared, Traced, block, prepare, with_operation_costs
 from rkmate.pipeline.room import room_within
@@ -105,19 +107,22 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
         limit=room_within(budget))
     limit = limit_of(prepared, budget)
     orders = next((k.orders for k in alike if k.orders), ())
+    whole: Planned | None = None
     if prepared.baseline.peak <= limit:
         attempt = attempted(prepared, None, method, limit)
         if attempt.plan is None:
             return None
-        return Planned(attempt.plan, prepared, orders)
+        whole = Planned(attempt.plan, prepared, orders)
+        if seconds_to_gain(prepared.graph, attempt.plan.schedule) < WORTH * attempt.plan.step_seconds:
+            return whole
     sizes = {id(k): abs(sum(d.size for d in k.plan.graph.cd.d) - sum(d.size for d in cd.d)) for k in alike}
     schedules = dict.fromkeys(k.plan.schedule for k in sorted(alike, key=lambda k: sizes[id(k)]))
     found = _best(prepared, list(schedules)[:TRIED], limit, _NOTE)
-    if found is None and orders:
+    if found is None and orders and whole is None:
         chained = _chained(prepared, orders, limit)
         found = _best(prepared, [] if chained is None else [chained], limit, _CHAIN_NOTE)
-    if found is None:
-        return None
+    if found is None or (whole is not None and found.seconds >= whole.plan.step_seconds):
+        return whole
     outcome = Outcome(found.schedule, "ok", found.seconds, note=found.note)
     plan = plan_of(prepared, None, method.name, limit, outcome)
     plan = replace(plan, stage_seconds={**plan.stage_seconds, "search": time.perf_counter() - start})
@@ -201,25 +206,27 @@ def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: s
     for other in schedules:
         judged = [from_order(graph, other.order, other.loss_at, pinned)]
         if other.copied and graph.link is not None:
-            judged.append(_without_kernels(other))
+            judged.append(by_own_kernels(other))        # at another size there may be others
         for schedule in judged:
             result = prepared.simulate(schedule)
             most = graph.link.most_bytes if graph.link is not None else None
             if result.peak <= limit and (most is None or result.away <= most):
-                found.append(Candidate(schedule, result.peak, result.seconds, note))
+                found.append(Candidate(schedule, result.peak, _seconds(prepared, schedule, limit), note))
     if not found:
         return None
     best = min(found, key=lambda c: (c.seconds, c.peak))
     if best.peak > limit * (1 - UNUSED) or best.schedule.copied:
         return best
     schedule = finish(graph, best.schedule, limit, pinned=pinned, reserve_at_loss=reserve)
-    result = prepared.simulate(schedule)
-    return replace(best, schedule=schedule, peak=result.peak, seconds=result.seconds)
+    seconds = _seconds(prepared, schedule, limit)
+    if seconds > best.seconds:          # the room was for larger tiles
+        return best
+    return replace(best, schedule=schedule, peak=prepared.simulate(schedule).peak, seconds=seconds)
 
 
-def _without_kernels(schedule: Schedule) -> Schedule:
-    """The same steps, by each computation's own kernel: at another size there may be others."""
-    return Schedule(tuple(Compute(s.c) if isinstance(s, Compute) else s for s in schedule.steps))
+def _seconds(prepared: Prepared, schedule: Schedule, limit: int) -> float:
+    """Of a schedule with the kernels that there is room for."""
+    return prepared.simulate(prepared.with_kernels(schedule, limit)).seconds
 
 
 def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:

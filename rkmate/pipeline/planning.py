@@ -24,6 +24,7 @@ from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, note_of, tell
 from rkmate.pipeline.compiled import compiled_by, fused_in
+from rkmate.pipeline.larger_tiles import with_larger_tiles
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.room import room_within
@@ -129,7 +130,7 @@ def _compared(prepared: Prepared, limit: int, planner: str,
                 continue
             here = prepare(traced, blocked=cut, limit=lambda blocked: limit)
         if taken is None or _is_worth_solving(taken.plan, here, method, limit):
-            found = _whole_or_searched(here, method, limit)
+            found = _fastest(here, method, limit)
             if isinstance(found, Refused):
                 refused.append(found)
             elif taken is None or _wins(found.plan, taken.plan, before, variant):
@@ -274,7 +275,8 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
             refused[limit] = Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
         if not _fits(prepared, method, limit):
             known = [*(known or ()), *attempt.found]
-    plans = {limit: a.plan for limit, a in attempts.items() if a.plan is not None}
+    plans = {limit: _in_larger_tiles(a.plan, prepared, method, limit)
+             for limit, a in attempts.items() if a.plan is not None}
     for limit, plan in plans.items():
         if solved is not None and isinstance(method, Composed):
             outcome = best(known or (), limit)
@@ -293,9 +295,24 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
     return plans, refused
 
 
+def _fastest(prepared: Prepared, method: Planner, limit: int) -> Planned | Refused:
+    """A plan of one variant for one budget alone."""
+    found = _whole_or_searched(prepared, method, limit)
+    return found if isinstance(found, Refused) else \
+        replace(found, plan=_in_larger_tiles(found.plan, prepared, method, limit))
+
+
+def _in_larger_tiles(plan: Plan, prepared: Prepared, method: Planner, limit: int) -> Plan:
+    def search(larger: Prepared) -> Plan | None:
+        found = _whole_or_searched(larger, method, limit)
+        return None if isinstance(found, Refused) else found.plan
+
+    return with_larger_tiles(plan, prepared, limit, search) if isinstance(method, Composed) else plan
+
+
 def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> Planned | Refused:
-    """A plan of one variant for one budget alone. Where a composed planner's budget holds the whole step, or
-    is clearly too small, no integer program is solved."""
+    """The same by the leanest kernels first. Where a composed planner's budget holds the whole step, or is
+    clearly too small, no integer program is solved."""
     whole = _fits(prepared, method, limit)
     at_once = None if whole else refused_at_once(prepared, method, limit)
     if at_once is not None:

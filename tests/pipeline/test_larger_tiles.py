@@ -1,0 +1,88 @@
+"""Plans that compute something again to have room for larger tiles, by times that are made up."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rkmate
+from rkmate.ir.cd import Cost
+from rkmate.ir.kernels import by_own_kernels
+from rkmate.ir.schedule import Compute
+from rkmate.pipeline import planning
+from rkmate.pipeline.planning import make_curve, plan_prepared
+from rkmate.pipeline.prepare import Prepared, Traced, block, trace, with_operation_costs
+from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.variants import CHUNKED_LOSS
+from rkmate.planners.settings import PlannerSettings
+from rkmate.support.progress import Progress
+from tests.pipeline.test_variants import OPTIONS, WORDS, _Model
+
+SETTINGS = Settings(costs="analytic", options=OPTIONS, tiled_mlps="never", chunked_loss="always",
+                    planner=PlannerSettings(first_seconds=0, save_set_seconds=0, smallest_seconds=0))
+
+
+@functools.cache
+def traced(calls: int = 1) -> Traced:
+    torch.manual_seed(0)
+    inputs = torch.randn(512, 64), torch.randint(0, WORDS, (512,))
+    return trace(_Model(2), inputs, {}, replace(SETTINGS, calls=calls), Progress(False))
+
+
+def with_slow_tiles(tiles: float, calls: int = 1) -> Prepared:
+    """Its head takes so many times as long as all else in small tiles, and no time in large ones."""
+    blocked = block(traced(calls), CHUNKED_LOSS)
+    costs = [c._replace(alternatives=()) for _, c in sorted(with_operation_costs(blocked).costs.items())]
+    plain = with_operation_costs(blocked)
+    head, = (i for i, c in enumerate(plain.graph.c) if c.alternatives)
+    others = plain.costs[head].alternatives
+    rest = sum(c.time for i, c in enumerate(costs) if i != head)
+    costs[head] = Cost(tiles * rest, costs[head].overhead, tuple(
+        other._replace(time=tiles * rest / 4 ** (k + 1)) for k, other in enumerate(others)))
+    return with_operation_costs(blocked, costs)
+
+
+def room_for_small_tiles(prepared: Prepared) -> int:
+    """What the step takes by its own kernels."""
+    return prepared.simulate(by_own_kernels(prepared.whole)).peak
+
+
+def kernels(plan: rkmate.Plan) -> list[int]:
+    return [s.kernel for s in plan.schedule.steps if isinstance(s, Compute) and s.kernel]
+
+
+def test_something_is_computed_again_for_them() -> None:
+    prepared = with_slow_tiles(4.0)
+    limit = room_for_small_tiles(prepared)
+    whole = prepared.simulate(prepared.with_kernels(prepared.whole, limit))
+    plan = plan_prepared(prepared, limit)
+    assert whole.peak <= limit and kernels(plan) and plan.schedule.recomputed()
+    assert plan.step_seconds < 0.7 * whole.seconds
+    assert prepared.simulate(plan.schedule).peak == plan.peak_bytes <= limit
+    assert plan.step_seconds == pytest.approx(prepared.simulate(plan.schedule).seconds)
+    assert plan.bound_seconds is not None and plan.bound_seconds <= plan.step_seconds
+    assert "larger tiles" in plan.stage_seconds
+
+
+def test_not_where_tiles_cost_little() -> None:
+    prepared = with_slow_tiles(0.001)
+    plan = plan_prepared(prepared, room_for_small_tiles(prepared))
+    assert not plan.schedule.recomputed() and "larger tiles" not in plan.stage_seconds
+
+
+def test_several_calls_are_planned_by_their_leanest_kernels() -> None:
+    prepared = with_slow_tiles(4.0, calls=2)
+    plan = plan_prepared(prepared, prepared.baseline_peak)
+    assert plan.calls == 2 and not plan.schedule.recomputed()
+
+
+def test_curves_have_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = with_slow_tiles(4.0)
+    limit = room_for_small_tiles(prepared)
+    monkeypatch.setattr(planning, "prepare", lambda *args, **more: prepared)
+    found, = make_curve(traced(), [rkmate.budget.Budget(bytes=limit)], "rockmate")
+    assert found.step_seconds == pytest.approx(plan_prepared(prepared, limit).step_seconds)
+    assert found.schedule.recomputed() and found.peak_bytes <= limit
