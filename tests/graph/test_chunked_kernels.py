@@ -17,6 +17,7 @@ from rkmate.measure.meter import measure_peak
 from rkmate.pipeline import prepare as pipeline
 from rkmate.show.replay import replay
 from tests.capturing import captured_once
+from tests.clocks import count_times
 from tests.equality import assert_same_step, measured_peak
 from tests.models import Sample
 
@@ -135,10 +136,8 @@ class _Squares(nn.Module):
 def test_unchunked_where_there_is_room(planner: str, counts: list[int],
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the budget leaves room torch's kernel runs, which is faster and takes more; the peak stays as
-    predicted.
-
-    Both schedules are the same whatever the times.
-    """
+    predicted."""
+    count_times(monkeypatch)
     monkeypatch.setattr(cpu, "PART_BYTES", 2**16)
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
     for _ in range(5):
