@@ -33,7 +33,6 @@ COLUMNS: dict[str, tuple[tuple[str, Callable[[Row], str]], ...]] = {
                  RESERVED, LAUNCHES, ("host time, of the plain step's", _number("host", ".2f"))),
     "reserved": (("allocated, MiB", _mib("allocated_mib")), REQUESTED, RESERVED),
 }
-COLUMNS["tiny"] = COLUMNS["table"]
 """By piece: the titles of a table's columns, and what stands in them."""
 
 
@@ -62,8 +61,7 @@ def table(piece: str, rows: Sequence[Row]) -> str:
 
 
 def write(page: Path, folder: Path) -> None:
-    """Put the rows of a folder, ``PIECE.json``, where the page has ``<!-- PIECE: begin -->`` and ``end``.
-    ``tiny.json`` is `table` of tiny models."""
+    """Put the rows of a folder, ``PIECE.json``, where the page has ``<!-- PIECE: begin -->`` and ``end``."""
     text = page.read_text(encoding="utf-8")
     for piece in COLUMNS:
         begin, end = f"<!-- {piece}: begin -->", f"<!-- {piece}: end -->"
