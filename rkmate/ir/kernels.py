@@ -10,20 +10,20 @@ from collections.abc import Iterable
 
 from rkmate.ir.cd import CDGraph, CNode
 from rkmate.ir.schedule import Compute, Schedule, Step, in_place_donor, kernel_of
-from rkmate.ir.simulate import simulate
+from rkmate.ir.simulate import Simulation, simulate
 
 
 def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] = (),
-                   reserve_at_loss: int = 0, room: int = 0) -> Schedule:
+                   reserve_at_loss: int = 0, room: int = 0, known: Simulation | None = None) -> Schedule:
     """The schedule with, at each step, the fastest kernel that leaves the peak as it is, or within `room`
-    bytes where that is more.
+    bytes where that is more. `known`: the simulator's verdict on it, where it was asked for already.
 
     Its choices do not touch one another: what such a kernel takes more is freed right after it. A step that
     has another kernel than its computation's own keeps it.
     """
     if not any(node.alternatives for node in graph.c):
         return schedule
-    simulation = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss)
+    simulation = known or simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss)
     most = max(simulation.peak, room)
     steps: list[Step] = []
     for k, step in enumerate(schedule.steps):

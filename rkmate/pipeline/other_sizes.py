@@ -96,7 +96,8 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
                 known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
     """The same on one variant of the graph."""
     start = time.perf_counter()
-    blocked = block(traced, variant)
+    names = next(([c.name for c in k.plan.graph.cd.c] for k in known if named(k.plan.variant) == variant), ())
+    blocked = block(traced, variant, names)
     cd = blocked.partition.program.cd
     alike = [k for k in known if k.plan.variant == blocked.variant.name and _alike(k.plan.graph.cd, cd)]
     sources = [k.plan for k in alike if k.measured]
@@ -226,7 +227,8 @@ def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: s
 
 def _seconds(prepared: Prepared, schedule: Schedule, limit: int) -> float:
     """Of a schedule with the kernels that there is room for."""
-    return prepared.simulate(prepared.with_kernels(schedule, limit)).seconds
+    chosen = prepared.with_kernels(schedule, limit)
+    return prepared.simulate(chosen).seconds if chosen.copied else chosen.seconds(prepared.graph)
 
 
 def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:

@@ -22,7 +22,7 @@ from rkmate.errors import ArgumentError, CaptureError, RkmateError
 from rkmate.graph.blocks.identity import block_text, classes_of
 from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
-from rkmate.graph.blocks.order import reordered
+from rkmate.graph.blocks.order import ordered_as, reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.checkpoints import region_of
@@ -175,7 +175,7 @@ class Prepared:
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
         """The schedule with the fastest kernels that leave its peak as it is, or within `room` bytes."""
         return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss,
-                              room=room)
+                              room=room, known=self._verdict(schedule))
 
     def peak(self, schedule: Schedule, calls: int) -> int:
         """The simulator's verdict on a step of so many calls that follow a schedule, in bytes."""
@@ -202,11 +202,14 @@ class Prepared:
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """The simulator's verdict on a schedule of this model."""
-        found = next((r for s, r in self._verdicts if s is schedule), None)
+        found = self._verdict(schedule)
         if found is None:
             found = simulate(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
             self._verdicts[1:] = [(schedule, found)]
         return found
+
+    def _verdict(self, schedule: Schedule) -> Simulation | None:
+        return next((r for s, r in self._verdicts if s is schedule), None)
 
     @functools.cached_property
     def _verdicts(self) -> list[tuple[Schedule, Simulation]]:
@@ -244,8 +247,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
 
 
 @planning_lock
-def block(traced: Traced, variant: Variant | None = None) -> Blocked:
-    """Rewrite a captured graph, and cut it into blocks. `variant`: the settings' first unless given."""
+def block(traced: Traced, variant: Variant | None = None, names: Sequence[str] = ()) -> Blocked:
+    """Rewrite a captured graph, and cut it into blocks. `variant`: the settings' first unless given.
+    `names`: of C nodes, in the order of another size's, which is taken where they are of this graph."""
     start = time.perf_counter()
     variant = variant or first(traced.settings)
     with gc_pause(), read_directly():
@@ -254,7 +258,8 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
         middle = time.perf_counter()
         parts = partition(program, traced.settings.cut)
         stages = cut_children(parts.program, traced.children)
-        parts = reordered(parts, () if stages is None else stages.blocks)
+        known = ordered_as(parts, names) if names else None
+        parts = known or reordered(parts, () if stages is None else stages.blocks)
         texts = tuple(block_text(parts.program, b) for b in parts.blocks)
         classes = tuple(classes_of(texts))
     cd = parts.program.cd
