@@ -80,8 +80,8 @@ def allocated(layers: int, width: int, length: int) -> None:
 
 def measure(layers: int, width: int, length: int) -> None:
     """One depth; prints one line of JSON."""
+    from rkmate.pipeline.attempts import attempted
     from rkmate.pipeline.chains import solve
-    from rkmate.pipeline.planning import attempted
     from rkmate.pipeline.prepare import prepare, trace
     from rkmate.pipeline.settings import Settings
     from rkmate.planners.chain_search import smallest_of_chain

@@ -56,28 +56,36 @@ def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
             f"{1 + plan.overhead:.3f}")
 
 
-def losses(model: nn.Module, kwargs: dict[str, Any], steps: int) -> list[float]:
-    """Of a training run."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+def losses(model: nn.Module, kwargs: dict[str, Any], words: int, steps: int) -> list[float]:
+    """Of a training run, new tokens at each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    draws = torch.Generator().manual_seed(1)
     result = []
     for _ in range(steps):
+        tokens = torch.randint(words, kwargs["input_ids"].shape, generator=draws)
         optimizer.zero_grad(set_to_none=False)
-        loss = model(**kwargs).loss
+        loss = model(**{**kwargs, "input_ids": tokens, "labels": tokens}).loss
         loss.backward()
         optimizer.step()
         result.append(loss.item())
     return result
 
 
-def difference(case: Case, fraction: float, more: dict[str, Any], steps: int) -> float:
-    """The greatest relative difference between the losses of two runs from the same parameters."""
+def difference(case: Case, fraction: float | None, more: dict[str, Any], steps: int) -> float:
+    """The greatest relative difference between the losses of two runs from the same parameters; without a
+    fraction, of two plain ones, after the last bit of one weight was another."""
     plain, other = copy.deepcopy(case.model), copy.deepcopy(case.model)
-    expected = losses(plain, case.kwargs, steps)
+    words = case.model.config.vocab_size
+    expected = losses(plain, case.kwargs, words, steps)
     del plain
     for p in other.parameters():
         p.grad = torch.zeros_like(p)
-    wrapped = rkmate.wrap(other, (), case.kwargs, budget=fraction, progress=False, **more)
-    found = losses(wrapped, case.kwargs, steps)
+    if fraction is None:
+        weight = other.transformer.h[0].mlp.c_fc.weight.detach()
+        weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
+    else:
+        other = rkmate.wrap(other, (), case.kwargs, budget=fraction, progress=False, **more)
+    found = losses(other, case.kwargs, words, steps)
     return max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
 
 
@@ -138,10 +146,16 @@ def main() -> None:
             if not cells.startswith("infeasible"):
                 feasible[name] = fraction
             print(f"| {name} | {fraction:.0%} | {cells} |", flush=True)
-    print(f"\n| gradients | budget | greatest relative difference of {options.steps} losses |\n|---|--:|--:|")
+    print(f"\n| words | gradients | budget | greatest relative difference of {options.steps} losses |\n"
+          "|--:|---|--:|--:|")
+    small = gpt(2, 32, 16, 2, 256) if options.small else gpt(4, 256, 128, 2, 256)
+    small.model.train()
     for name, fraction in feasible.items():
-        found = difference(case, fraction, ways()[name], options.steps)
-        print(f"| {name} | {fraction:.0%} | {found:.1e} |", flush=True)
+        for one, budget in ((small, 0.5), (case, fraction)):
+            found = difference(one, budget, ways()[name], options.steps)
+            print(f"| {one.model.config.vocab_size} | {name} | {budget:.0%} | {found:.1e} |", flush=True)
+    print(f"| {case.model.config.vocab_size} | plain, one bit of one weight | | "
+          f"{difference(case, None, {}, options.steps):.1e} |", flush=True)
 
 
 if __name__ == "__main__":

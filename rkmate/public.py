@@ -279,11 +279,11 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
              loss_kwargs: Mapping[str, Any] | None = None, device: GPU | str | None = None) -> Curve:
     """Plans along the curve of time against memory, from the largest budget to the smallest.
 
-    One capture, one measurement and one set of options serve all of them. Without `budgets`: from
-    the model's own peak to the smallest one that the original's operations meet, in ten steps. The
-    result is a sequence of plans that can be drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget`
-    for a budget that was asked for and cannot be met, and otherwise what `wrap` raises. `device`: as of
-    `plan`.
+    One capture and one measurement serve all of them, and so do the options of a graph's blocks (larger
+    tiles of a head have options of their own). Without `budgets`: from the model's own peak to the smallest
+    one that the original's operations meet, in ten steps. The result is a sequence of plans that can be drawn
+    (``.plot("curve.svg")``). Raises `InfeasibleBudget` for a budget that was asked for and cannot be met, and
+    otherwise what `wrap` raises. `device`: as of `plan`.
     """
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, loss_kwargs)

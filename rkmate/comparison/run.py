@@ -15,12 +15,12 @@ from rkmate.comparison.table import Comparison, Row
 from rkmate.comparison.time_left import seconds_left
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
 from rkmate.graph.capture.train_mode import flags_to_plan
+from rkmate.pipeline.attempts import attempted
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss_inside import trains_of
 from rkmate.pipeline.offload import Place
-from rkmate.pipeline.planning import attempted
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
 from rkmate.planners.protocol import Candidate, Composed, Planner

@@ -221,6 +221,7 @@ def _in_parent() -> None:
     let_go(_lock)
 
 
+@_uninterrupted
 def _in_child() -> None:
     global _lock
     _lock = threading.RLock()           # the old one may be a thread's that is not here

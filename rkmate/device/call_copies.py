@@ -13,6 +13,7 @@ import torch
 
 from rkmate.device.away_bytes import AwayBytes
 from rkmate.device.forms import Form
+from rkmate.device.lanes import let_go
 from rkmate.errors import OffloadError
 
 
@@ -42,7 +43,7 @@ class CallCopies(ABC, Generic[S]):
         """`away`: counts what all calls of its engine have there."""
         self._place, self._device, self._bytes = place, device, away
         self._process = os.getpid()
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()       # of this thread: an interrupted close can be done again
         self.away_bytes = 0
         """Of the storages that it has sent, until it is closed."""
         self._away: dict[str, S] = {}
@@ -134,11 +135,14 @@ class CallCopies(ABC, Generic[S]):
                 elif self._open:
                     self._forget()
             finally:
-                self._closing.release()
+                let_go(self._closing)
 
     def __del__(self) -> None:
-        if hasattr(self, "_open") and not sys.is_finalizing():
-            self.close()
+        while hasattr(self, "_open") and not sys.is_finalizing():
+            try:
+                return self.close()
+            except KeyboardInterrupt:       # Python drops it, and frees memory that a copy may still be at
+                continue
 
     def _forget(self) -> None:
         self._open, self.away_bytes, self._away = False, 0, {}

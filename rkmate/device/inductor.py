@@ -116,8 +116,9 @@ def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
 def _text(function: Callable[..., Any], forms: Sequence[str]) -> tuple[Any, ...]:
     """What tells a function of tensors of these forms from others, and how it is compiled now."""
     code: types.CodeType = function.__code__
-    return (tuple(forms), torch.get_num_threads(), code.co_code, code.co_names, code.co_varnames,
-            tuple(map(repr, code.co_consts)))
+    # Numbers that Python has written take torch's default type.
+    return (tuple(forms), torch.get_num_threads(), str(torch.get_default_dtype()),
+            code.co_code, code.co_names, code.co_varnames, tuple(map(repr, code.co_consts)))
 
 
 def form_of(value: torch.Tensor) -> str:

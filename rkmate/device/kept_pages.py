@@ -61,8 +61,9 @@ def keep_pages() -> KeptPages:
 
     It concerns the whole process, and tensors that its main thread makes, gradients included. What is counted
     against a budget stays as it is; resident memory is that of the largest step so far and the holes between
-    blocks, and free memory serves no other process. On Linux with the GNU C library; elsewhere nothing
-    changes, and a warning says so.
+    blocks, and free memory serves no other process. When it is over, the heap gives back blocks of 32 MiB and
+    more as they are freed, whatever thresholds the environment has set. On Linux with the GNU C library, from
+    the main thread; elsewhere nothing changes, and a warning says so.
 
     Returns:
         What ends it, by its `release()` or as a context: ``with rkmate.keep_pages(): train()``.
@@ -80,6 +81,10 @@ def _told() -> str:
     """Tell the heap to keep what is freed; why it does not, if it does not."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return "it tells the heap of the GNU C library, on Linux, and this process has another one"
+    if _kept:
+        return ""
+    if threading.current_thread() is not threading.main_thread():
+        return "this is not the main thread, whose heap it is about: call it there"
     heap = ctypes.CDLL(None)
     if not (heap.mallopt(_MMAP_MAX, 0) and heap.mallopt(_TRIM_THRESHOLD, -1)):
         return "the C library refuses it"
@@ -88,10 +93,9 @@ def _told() -> str:
     block = heap.malloc(_LARGE)
     in_heap = 0 < block < heap.sbrk(0)
     heap.free(block)
-    if not in_heap and not _kept:
+    if not in_heap:
         _told_as_ever(heap)
-    return "" if in_heap else ("memory comes from another allocator (LD_PRELOAD), or this is not the main "
-                               "thread, which has the heap")
+    return "" if in_heap else "memory comes from another allocator (LD_PRELOAD)"
 
 
 def _told_as_ever(heap: ctypes.CDLL) -> None:

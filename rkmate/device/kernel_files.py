@@ -18,6 +18,7 @@ import json
 import math
 import os
 import sys
+import sysconfig
 import textwrap
 import types
 import uuid
@@ -40,9 +41,21 @@ def key_of(text: object, device: str) -> str:
     the device's key."""
     import torch._inductor.config as settings
 
-    content = [FORMAT, repr(text), device, torch.__version__, torch.version.git_version,
-               sys.implementation.cache_tag, os.environ.get("CXX"), settings.get_hash().hex()]
+    content = [FORMAT, repr(text), device, _instructions(), torch.__version__, torch.version.git_version,
+               sys.implementation.cache_tag, sysconfig.get_config_var("SOABI"), os.environ.get("CXX"),
+               settings.get_hash().hex()]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@functools.cache
+def _instructions() -> str:
+    """All that the processor can do: kernels are compiled for just that, and machines of one name, as virtual
+    ones, may differ in it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return ""
+    return next((line for line in lines if line.split(":")[0].strip() in ("flags", "Features")), "")
 
 
 def kept(key: str) -> Call | None:

@@ -181,11 +181,11 @@ class Lanes:
             if self._stopped:
                 raise RuntimeError("the threads that copy have ended, as the process does")
             for lane in self._lanes:
-                if lane.thread is None:
-                    thread = threading.Thread(target=lane.work, args=(self._keep,), name="rkmate copies",
-                                              daemon=True)
-                    thread.start()
-                    lane.thread = thread
+                if not lane.started:
+                    # Known before it runs: it runs on where the wait for its start is interrupted.
+                    lane.thread = threading.Thread(target=lane.work, args=(self._keep,),
+                                                   name="rkmate copies", daemon=True)
+                    lane.thread.start()
             for chunk in chunks:
                 queue.put(chunk)
 
@@ -202,7 +202,7 @@ class Lanes:
                 lane.queue.put(None)
         if not self.here():
             for lane in self._lanes:
-                if lane.thread is not None:
+                if lane.thread is not None and lane.started:
                     lane.thread.join()
             self._descriptor.close()
 
@@ -239,6 +239,11 @@ class Lane:
         self.stopped = False
         """Set when it is to move no more."""
         self._number, self._move = number, move
+
+    @property
+    def started(self) -> bool:
+        """Whether it has a thread that runs, or has run."""
+        return self.thread is not None and self.thread.ident is not None
 
     def work(self, _keep: object) -> None:
         """What the thread does."""

@@ -51,8 +51,8 @@ def seconds_to_gain(graph: CDGraph, schedule: Schedule) -> float:
 
 
 def seconds_to_save(graph: CDGraph) -> float:
-    """How much faster a schedule that runs each backward computation once can get by its kernels: what
-    bounds the time of such schedules without them bounds it with them when this is taken off."""
+    """How much faster the first run of each computation can get by its kernels: what bounds the time of
+    schedules whose first runs are by their own kernels bounds it with all kernels when this is taken off."""
     return sum(node.time - fastest(node) for node in graph.c)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rkmate.budget import Budget
+from rkmate.errors import ScheduleError
 from rkmate.graph.blocks.lower import Program
 from rkmate.ilp import OptionSet
 from rkmate.ilp.evaluate_option import evaluate_option
@@ -19,10 +20,11 @@ from rkmate.ir.cd import CDGraph, Cost, Kernel
 from rkmate.ir.kernels import by_own_kernels, seconds_to_gain
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.measure.temporaries import bytes_of, bytes_of_parts
+from rkmate.pipeline.attempts import attempted, plan_of
 from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.larger_tiles import WORTH
-from rkmate.pipeline.planning import Orders, Planned, attempted, plan_of, warn_of
+from rkmate.pipeline.planning import Orders, Planned, warn_of
 from rkmate.pipeline.prepare import Prepared, Traced, block, prepare, with_operation_costs
 from rkmate.pipeline.room import room_within
 from rkmate.pipeline.variants import Variant, first, is_faster, named
@@ -32,6 +34,7 @@ from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner
 from rkmate.planners.registry import planner as find_planner
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
+from rkmate.support.planning_lock import capture_lock
 
 UNUSED = 0.03
 """A schedule that leaves less of the budget than this share is taken as it is."""
@@ -73,7 +76,8 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
     variants = sorted({named(k.plan.variant) for k in known}, key=lambda v: (v != plain, v.name))
     if traced.settings.layouts == "auto" and plain not in variants:
         # In another layout a step may take more: a fraction stays one of the original's peak.
-        budget = Budget(bytes=limit_of(prepare(traced, limit=room_within(budget)), budget))
+        prepared = prepare(traced, limit=room_within(budget))
+        budget = Budget(bytes=limit_of(prepared, budget) + prepared.beside)
     whole = False
     for variant in variants:
         if whole and variant.saves_memory:
@@ -83,7 +87,7 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
             if found is None:
                 return None
             whole = found.plan.baseline_peak_bytes <= found.plan.budget_bytes
-            budget = Budget(bytes=found.plan.budget_bytes)
+            budget = Budget(bytes=found.plan.budget_bytes + found.prepared.beside)
         if found is not None and (taken is None or is_faster(found.plan.step_seconds,
                                                              taken.plan.step_seconds, variant)):
             taken = found
@@ -96,18 +100,19 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
                 known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
     """The same on one variant of the graph."""
     start = time.perf_counter()
-    names = next(([c.name for c in k.plan.graph.cd.c] for k in known if named(k.plan.variant) == variant), ())
-    blocked = block(traced, variant, names)
+    blocked = block(traced, variant)
     cd = blocked.partition.program.cd
     alike = [k for k in known if k.plan.variant == blocked.variant.name and _alike(k.plan.graph.cd, cd)]
     sources = [k.plan for k in alike if k.measured]
     if not sources:
         return None
-    prepared = with_operation_costs(blocked, None if measured else bounded_costs(
-        scaled_costs(sources, cd), blocked.partition.program), link=sources[0].graph.link,
-        limit=room_within(budget))
+    costs = None
+    if not measured:
+        with capture_lock:              # groups run once, and what the process allocates is read
+            costs = bounded_costs(scaled_costs(sources, cd), blocked.partition.program)
+    prepared = with_operation_costs(blocked, costs, link=sources[0].graph.link, limit=room_within(budget))
     limit = limit_of(prepared, budget)
-    orders = next((k.orders for k in alike if k.orders), ())
+    orders = next((k.orders for k in alike if k.orders and _is_cut_alike(k.plan, prepared)), ())
     whole: Planned | None = None
     if prepared.baseline.peak <= limit:
         attempt = attempted(prepared, None, method, limit)
@@ -135,6 +140,12 @@ def _alike(known: CDGraph, new: CDGraph) -> bool:
     return known.loss == new.loss and len(known.d) == len(new.d) and len(known.c) == len(new.c) and all(
         (a.name, a.inputs, a.outputs, a.donors) == (b.name, b.inputs, b.outputs, b.donors)
         for a, b in zip(known.c, new.c, strict=True))
+
+
+def _is_cut_alike(known: Plan, new: Prepared) -> bool:
+    """Whether both have the same blocks, and the same ones are equal: cuts depend on sizes."""
+    return [c.block for c in known.graph.computations] == list(new.partition.block_of) and \
+        [b.label for b in known.blocks] == [b.label for b in new.infos]
 
 
 def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
@@ -209,7 +220,10 @@ def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: s
         if other.copied and graph.link is not None:
             judged.append(by_own_kernels(other))        # at another size there may be others
         for schedule in judged:
-            result = prepared.simulate(schedule)
+            try:
+                result = prepared.simulate(schedule)
+            except ScheduleError:       # it frees what is small enough to stay at this size
+                continue
             most = graph.link.most_bytes if graph.link is not None else None
             if result.peak <= limit and (most is None or result.away <= most):
                 found.append(Candidate(schedule, result.peak, _seconds(prepared, schedule, limit), note))

@@ -7,38 +7,31 @@ may be faster.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
 
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError
-from rkmate.ir.kernels import seconds_to_save
-from rkmate.ir.plan import Run
-from rkmate.pipeline import deferred_outputs, offload
+from rkmate.pipeline.attempts import Attempt, attempted, fits, plan_of
 from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
-from rkmate.pipeline.checkpointed import limit_of, note_of, tell
-from rkmate.pipeline.compiled import compiled_by, fused_in
-from rkmate.pipeline.larger_tiles import with_larger_tiles
+from rkmate.pipeline.checkpointed import limit_of, tell
+from rkmate.pipeline.larger_tiles import FoundElsewhere, leaner_left_out, with_larger_tiles
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.room import room_within
-from rkmate.pipeline.runs import runs_of, runs_of_operations
 from rkmate.pipeline.sent_whole import sent_whole
-from rkmate.pipeline.smallest import Refused, error_of_all, lean_schedule, refused_at_once, smallest_of
-from rkmate.pipeline.summarise import summarise
+from rkmate.pipeline.smallest import Refused, error_of_all, refused_at_once, smallest_of
 from rkmate.pipeline.unmeasured import refuse_unmeasured, refused_as_it_is
 from rkmate.pipeline.variants import Variant, first, is_faster, may_be_faster, others
-from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, best, found_in
+from rkmate.planners.auto import Auto
+from rkmate.planners.protocol import Candidate, Composed, Planner, best
 from rkmate.planners.registry import planner as find_planner
-from rkmate.planners.several_calls import ask_for_calls
 from rkmate.show.plan import Plan
-from rkmate.support.gc_pause import gc_pause
 from rkmate.support.warn import warn
 
 DEFAULT = "rockmate"
@@ -59,18 +52,8 @@ class Planned:
     prepared: Prepared
     orders: Orders = ()
     """Of the options that were solved for it; empty where none were."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What one planner made of one budget."""
-
-    plan: Plan | None
-    """None unless the status is ok."""
-    status: Literal["ok", "infeasible", "timeout"]
-    note: str
-    found: tuple[Candidate, ...] = ()
-    """Schedules for other budgets to know."""
+    said: str = ""
+    """What the planner says of its schedule: the first part of the plan's note."""
 
 
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
@@ -161,7 +144,7 @@ def _is_worth_solving(plan: Plan, prepared: Prepared, method: Planner, limit: in
     """Whether a variant that is prepared can be faster than a plan, by what no schedule of it does better."""
     variant, seconds = prepared.blocked.variant, plan.step_seconds
     return may_be_faster(seconds, prepared.graph, variant) and (
-        _fits(prepared, method, limit) or is_faster(seconds_of_any(prepared, limit), seconds, variant))
+        fits(prepared, method, limit) or is_faster(seconds_of_any(prepared, limit), seconds, variant))
 
 
 def _wins(plan: Plan, taken: Plan, before: Plan | None, variant: Variant) -> bool:
@@ -273,10 +256,10 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
         attempt = attempts[limit] = attempted(prepared, solved, method, limit, known=known)
         if attempt.plan is None:
             refused[limit] = Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
-        if not _fits(prepared, method, limit):
+        if not fits(prepared, method, limit):
             known = [*(known or ()), *attempt.found]
-    plans = {limit: _in_larger_tiles(a.plan, prepared, method, limit)
-             for limit, a in attempts.items() if a.plan is not None}
+    tiles = _LargerTiles(prepared, method)
+    plans = {limit: tiles.of(a.plan, limit) for limit, a in attempts.items() if a.plan is not None}
     for limit, plan in plans.items():
         if solved is not None and isinstance(method, Composed):
             outcome = best(known or (), limit)
@@ -299,32 +282,47 @@ def _fastest(prepared: Prepared, method: Planner, limit: int) -> Planned | Refus
     """A plan of one variant for one budget alone."""
     found = _whole_or_searched(prepared, method, limit)
     return found if isinstance(found, Refused) else \
-        replace(found, plan=_in_larger_tiles(found.plan, prepared, method, limit))
+        replace(found, plan=_LargerTiles(prepared, method).of(found.plan, limit))
 
 
-def _in_larger_tiles(plan: Plan, prepared: Prepared, method: Planner, limit: int) -> Plan:
-    def search(larger: Prepared) -> Plan | None:
-        found = _whole_or_searched(larger, method, limit)
-        return None if isinstance(found, Refused) else found.plan
+class _LargerTiles:
+    """Plans of one variant in larger tiles. What is prepared and solved for one budget serves the others."""
 
-    return with_larger_tiles(plan, prepared, limit, search) if isinstance(method, Composed) else plan
+    def __init__(self, prepared: Prepared, method: Planner) -> None:
+        self.prepared = prepared
+        # What else "auto" asks may take all of its time again.
+        self.method = method.default if isinstance(method, Auto) else method
+        self.leaner_left_out = functools.cache(functools.partial(leaner_left_out, prepared))
+        self.solve = functools.cache(lambda larger: solve(larger))
+
+    def of(self, plan: Plan, limit: int) -> Plan:
+        """A plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
+        def search(larger: Prepared, seconds: float | None) -> FoundElsewhere | None:
+            found = _whole_or_searched(larger, self.method, limit, seconds, self.solve)
+            return None if isinstance(found, Refused) else FoundElsewhere(found.plan, found.said)
+
+        if not isinstance(self.method, Composed):
+            return plan
+        return with_larger_tiles(plan, self.prepared, limit, self.leaner_left_out, search)
 
 
-def _whole_or_searched(prepared: Prepared, method: Planner, limit: int) -> Planned | Refused:
+def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_limit: float | None = None,
+                       solver: Callable[[Prepared], Solved] | None = None) -> Planned | Refused:
     """The same by the leanest kernels first. Where a composed planner's budget holds the whole step, or is
-    clearly too small, no integer program is solved."""
-    whole = _fits(prepared, method, limit)
+    clearly too small, no integer program is solved. `time_limit`, `solver`: the settings' seconds, and
+    `solve`, unless given."""
+    whole = fits(prepared, method, limit)
     at_once = None if whole else refused_at_once(prepared, method, limit)
     if at_once is not None:
         return at_once
-    sent = None if whole else sent_whole(prepared, method, limit)
+    sent = None if whole else sent_whole(prepared, method, limit, time_limit)
     if sent is not None:
-        return Planned(plan_of(prepared, None, method.name, limit, sent), prepared)
-    solved = None if whole else solve(prepared)
-    attempt = attempted(prepared, solved, method, limit)
+        return Planned(plan_of(prepared, None, method.name, limit, sent), prepared, said=sent.note)
+    solved = None if whole else (solver or solve)(prepared)
+    attempt = attempted(prepared, solved, method, limit, time_limit=time_limit)
     if attempt.plan is None:
         return Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
-    return Planned(attempt.plan, prepared, () if solved is None else _orders(solved))
+    return Planned(attempt.plan, prepared, () if solved is None else _orders(solved), attempt.note)
 
 
 def _orders(solved: Solved) -> Orders:
@@ -332,91 +330,8 @@ def _orders(solved: Solved) -> Orders:
     return tuple(tuple(option.backward for option in by_class[k]) for k in range(len(by_class)))
 
 
-def _fits(prepared: Prepared, method: Planner, limit: int) -> bool:
-    """Whether a planner runs the whole step within a budget, whatever the options of blocks are."""
-    return isinstance(method, Composed) and prepared.baseline_peak <= limit
-
-
 def _all_fit(prepared: Prepared, method: Planner, limits: Sequence[int]) -> bool:
-    return all(_fits(prepared, method, limit) for limit in limits)
-
-
-@gc_pause()
-def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit: int, *,
-              time_limit: float | None = None, known: Sequence[Candidate] | None = None) -> Attempt:
-    """What a planner finds within `limit` bytes; that it finds nothing is a result, too.
-
-    `solved`: may be None where the planner is a composed one and the whole step fits. `time_limit`:
-    seconds of planning, the settings' unless given. `known`: schedules found for other budgets; None at
-    the first one.
-    """
-    if _fits(prepared, method, limit):
-        each_once = sum(c.time for c in prepared.graph.c)
-        outcome = Outcome(prepared.whole, "ok", prepared.baseline.seconds, bound=each_once,
-                          note="nothing needs to be recomputed")
-        return Attempt(plan_of(prepared, None, method.name, limit, outcome), "ok", outcome.note)
-    assert solved is not None
-    start = time.perf_counter()
-    seconds, calls = prepared.settings.planning_seconds if time_limit is None else time_limit, \
-        prepared.settings.calls
-    if calls == 1:
-        outcome = ask(method, solved.problem, limit, known=known, time_limit=seconds)
-        found = found_in(solved.problem, outcome)
-    else:
-        outcome = ask_for_calls(method, solved.problem, calls, limit, known=known, time_limit=seconds)
-        found = outcome.others
-    if outcome.schedule is None:
-        outcome = lean_schedule(prepared, method, limit) or outcome
-    if outcome.schedule is None:
-        status: Literal["infeasible", "timeout"] = "timeout" if outcome.status == "timeout" else "infeasible"
-        return Attempt(None, status, outcome.note, found)
-    searched = replace(solved, stage_seconds={**solved.stage_seconds,
-                                              "search": time.perf_counter() - start})
-    return Attempt(plan_of(prepared, searched, method.name, limit, outcome), "ok", outcome.note, found)
-
-
-def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, outcome: Outcome) -> Plan:
-    """The plan of an outcome that has a schedule, with the fastest kernels that there is room for.
-    `solved`: None where no options were solved for it."""
-    assert outcome.schedule is not None
-    blocked, parts = prepared.blocked, prepared.partition
-    whole = prepared.baseline
-    calls = prepared.settings.calls
-    schedule = prepared.with_kernels(outcome.schedule, limit if calls == 1 else 0)
-    if prepared.peak(schedule, calls) > limit:
-        schedule = outcome.schedule             # they leave the peak of one call alone as it is
-    result = prepared.simulate(schedule)
-    # Of schedules whose computations all go part by part, as planners see them.
-    bound = None if outcome.bound is None else max(0.0, outcome.bound - seconds_to_save(prepared.graph))
-    if bound is not None and math.isclose(bound, result.seconds):
-        bound = min(bound, result.seconds)      # the same numbers, added up in another order
-    runs: Sequence[Run]
-    if solved is None or not outcome.ops or any(op.save_index is not None for op in outcome.ops):
-        runs = tuple(runs_of(outcome.schedule, prepared.graph, parts.block_of))
-    else:
-        runs = tuple(runs_of_operations(outcome.ops, solved.options))
-    return Plan(
-        planner=name, budget_bytes=limit, peak_bytes=prepared.peak(schedule, calls),
-        baseline_peak_bytes=prepared.baseline_peak,
-        step_seconds=result.seconds, baseline_seconds=whole.seconds, bound_seconds=bound,
-        minimum_bytes=outcome.smallest, blocks=prepared.infos if solved is None else solved.infos,
-        runs=runs, schedule=schedule, fingerprint=blocked.fingerprint,
-        costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
-        graph=solved.summary if solved else summarise(prepared),
-        note=_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
-        deferred=deferred_outputs.names_of(blocked),
-        gradients=prepared.settings.gradients, compiled=compiled_by(prepared.settings),
-        fused=fused_in(parts.program.operation),
-        stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
-        origin=blocked.traced.origin)
-
-
-def _note(prepared: Prepared, note: str) -> str:
-    blocked = prepared.blocked
-    variant = blocked.variant.notes(blocked.concerned)
-    return "; ".join(part for part in (note, variant, deferred_outputs.note_of(blocked), note_of(prepared),
-                                      offload.note_of(prepared.graph.link, prepared.settings.costs))
-                     if part)
+    return all(fits(prepared, method, limit) for limit in limits)
 
 
 def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:

@@ -22,7 +22,7 @@ from rkmate.errors import ArgumentError, CaptureError, RkmateError
 from rkmate.graph.blocks.identity import block_text, classes_of
 from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
-from rkmate.graph.blocks.order import ordered_as, reordered
+from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, capture
 from rkmate.graph.capture.checkpoints import region_of
@@ -247,9 +247,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
 
 
 @planning_lock
-def block(traced: Traced, variant: Variant | None = None, names: Sequence[str] = ()) -> Blocked:
-    """Rewrite a captured graph, and cut it into blocks. `variant`: the settings' first unless given.
-    `names`: of C nodes, in the order of another size's, which is taken where they are of this graph."""
+def block(traced: Traced, variant: Variant | None = None) -> Blocked:
+    """Rewrite a captured graph, and cut it into blocks. `variant`: the settings' first unless given."""
     start = time.perf_counter()
     variant = variant or first(traced.settings)
     with gc_pause(), read_directly():
@@ -258,8 +257,7 @@ def block(traced: Traced, variant: Variant | None = None, names: Sequence[str] =
         middle = time.perf_counter()
         parts = partition(program, traced.settings.cut)
         stages = cut_children(parts.program, traced.children)
-        known = ordered_as(parts, names) if names else None
-        parts = known or reordered(parts, () if stages is None else stages.blocks)
+        parts = reordered(parts, () if stages is None else stages.blocks)
         texts = tuple(block_text(parts.program, b) for b in parts.blocks)
         classes = tuple(classes_of(texts))
     cd = parts.program.cd

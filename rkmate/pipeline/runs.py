@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.chain import Backward, Forward, Op, Option
 from rkmate.ir.plan import Run
-from rkmate.ir.schedule import Compute, Free, Schedule
+from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Schedule
 
 
 def runs_of_operations(ops: Iterable[Op], options: Sequence[Sequence[Option]]) -> Iterator[Run]:
@@ -27,8 +27,10 @@ def runs_of(schedule: Schedule, graph: CDGraph, block_of: Sequence[int]) -> Iter
     here: tuple[int, str] | None = None
     there: set[int] = set()
     for step in schedule.steps:
-        if isinstance(step, Free):
+        if isinstance(step, Free | Leave):
             there.discard(step.d)
+        elif isinstance(step, CopyIn):
+            there.add(step.d)
         elif isinstance(step, Compute) and block_of[step.c] != HOISTED:
             kind = "backward" if step.c >= graph.loss else "forward"
             place = (block_of[step.c], kind)

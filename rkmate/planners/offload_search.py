@@ -99,7 +99,7 @@ class Offloading:
         search.take(found_in(problem, outcome))
         if outcome.bound is not None:
             search.bound = max(search.bound, outcome.bound)
-        ratio = whole_step(problem).peak / budget
+        ratio = whole_step(problem).peak / max(1, budget)
         for share in SHARES:
             if search.left <= 0:
                 break
@@ -276,11 +276,13 @@ def _smallest_of(problem: Problem, base: Candidate, seconds: float) -> Candidate
 
 
 def whole_at_once(graph: CDGraph, whole: Schedule, budget: int, settings: PlannerSettings, *,
-                  pinned: Collection[int] = (), reserve_at_loss: int = 0) -> Outcome | None:
+                  pinned: Collection[int] = (), reserve_at_loss: int = 0,
+                  time_limit: float | None = None) -> Outcome | None:
     """The whole step with copies, where they do not make it slower to speak of; None where they do, and
     something else may be faster. `whole`: the step without recomputations; it needs more than the budget."""
+    seconds = settings.offload_seconds if time_limit is None else min(time_limit, settings.offload_seconds)
     found = offload(graph, whole, budget, pinned=pinned, reserve_at_loss=reserve_at_loss,
-                    until=time.perf_counter() + settings.offload_seconds)
+                    until=time.perf_counter() + seconds)
     bound = sum(c.time for c in graph.c)
     if found is None or found.simulation.seconds > bound * (1 + settings.gap_tolerance):
         return None

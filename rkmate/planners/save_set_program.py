@@ -21,6 +21,7 @@ from rkmate.ilp.highs import Highs
 from rkmate.ilp.rows import Rows
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.gradients import gradient_memory
+from rkmate.ir.kernels import fastest
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.planners.offload_gaps import may_be_sent
 from rkmate.planners.save_set_copies import Copies
@@ -115,7 +116,8 @@ class _Program:
         program = Rows()
         K = [{j: program.column(f"K_{t}_{j}", int(j in owner.pinned), 1, integer=True) for j in needed}
              for t, needed in enumerate(self.needed)]
-        R = [{i: program.column(f"R_{t}_{i}", 0, 1, graph.c[i].time / self.second)
+        # What runs again may do so by another kernel.
+        R = [{i: program.column(f"R_{t}_{i}", 0, 1, fastest(graph.c[i]) / self.second)
               for i in dict.fromkeys(made[j] for j in needed)} for t, needed in enumerate(self.needed)]
         budget = program.column("budget", 0)
         copies = None if graph.link is None else Copies(

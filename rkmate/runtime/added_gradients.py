@@ -67,7 +67,8 @@ class Additions:
                 raise ArgumentError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
             if _is_half_added(parameter.grad):
                 raise ArgumentError(f"{IN_PLACE}: a backward failed when it had added a part of its "
-                                    f"gradients (to that of {name!r}, say): zero them first (zero_grad)")
+                                    f"gradients (to that of {name!r}, say): zero them first (zero_grad), "
+                                    "before anything else adds to them, or set them to None")
 
     def check(self) -> None:
         """Before a backward adds anything. Raises `BackwardError` where somebody wants a gradient as a

@@ -65,13 +65,14 @@ class _Planned(PlannedModule):
 class PlannedCall:
     """What stands in the place of a compiled call: a copy and a pickle of the module leave it out."""
 
-    __slots__ = ("_forward", "_made_with", "_model", "_own", "as_tensors", "whole")
+    __slots__ = ("_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "whole")
     is_planned = True
     """What tells it from a compiled call."""
 
     def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> None:
         self._model = model
         self._own = model.__dict__.get("forward")
+        self._others = {name: model.__dict__[name] for name in _PUT[1:] if name in model.__dict__}
         self._made_with = planning, verify, on_new_shape
         self.whole = _Planned(model, self._call, *self._made_with)
         self._forward: _Planned | None = None
@@ -127,7 +128,7 @@ class PlannedCall:
 
     def left_without(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """What a module's dictionary holds without the plan."""
-        left = {k: v for k, v in content.items() if k not in _PUT and v is not self}
+        left = {k: v for k, v in content.items() if k not in _PUT and v is not self} | self._others
         forward = content.get("forward", self._own)
         if isinstance(forward, MethodType) and getattr(forward.__func__, "is_planned", False):
             forward = self._own             # else a library's, around the planned one

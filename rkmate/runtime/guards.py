@@ -92,8 +92,9 @@ class ModuleReader:
         modules: list[nn.Module] = [self._model]
         parts: list[Any] = []
         flags: list[Any] = []
-        hooks: list[Any] = [*global_forward_hooks(), *global_backward_hooks()]
-        flags.append(len(hooks))
+        around = global_forward_hooks(), global_backward_hooks()
+        hooks: list[Any] = [*around[0], *around[1]]
+        flags += map(len, around)
         places: list[Any] = []
         numbers: dict[int, int] = {}
         for m in modules:                       # grows while it is walked

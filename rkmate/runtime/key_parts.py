@@ -10,6 +10,7 @@ from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -99,7 +100,7 @@ def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
             hash(value)
             return type(value), value
         except TypeError:
-            if not state:
+            if not state and not isinstance(getattr(value, "__dict__", None), dict):
                 raise ArgumentError(
                     f"an argument holds a {type(value).__name__}, of which cannot be told whether it is as "
                     "when the call was planned: give tensors, numbers, containers or objects with "
@@ -117,6 +118,8 @@ def _members(value: Any, above: frozenset[int]) -> Any:
         return frozenset(by_content(v, above) for v in value)
     if isinstance(value, slice):                # has no hash before Python 3.12
         return tuple(by_content(v, above) for v in (value.start, value.stop, value.step))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":      # dates have no memory of their own
+        return str(value.dtype), by_content(value.view("i8"), above)
     try:
         array = memoryview(value)
     except (TypeError, ValueError, BufferError):

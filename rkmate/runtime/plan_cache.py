@@ -318,8 +318,17 @@ class PlanCache:
             return found
         except InfeasibleBudget as error:
             # It is not kept: no forward follows a plan over its budget.
-            warn(f"{error}; this step takes that much, and another forward for this loss is refused")
-            return self._executable(traced, Budget(bytes=error.minimum_bytes))
+            made, told = self._at_least(traced, error)
+            warn(f"{told}; this step takes that much, and another forward for this loss is refused")
+            return made
+
+    def _at_least(self, traced: Traced, refused: InfeasibleBudget) -> tuple[Executable, InfeasibleBudget]:
+        """What follows the smallest budget that an error names, or where that was counted alone, that another
+        one names once it is measured; and the error."""
+        try:
+            return self._executable(traced, Budget(bytes=refused.minimum_bytes)), refused
+        except InfeasibleBudget as measured:
+            return self._executable(traced, Budget(bytes=measured.minimum_bytes)), measured
 
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                     known: Sequence[KnownPlan] = (), *, derived: bool = False) -> Executable:

@@ -10,7 +10,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from rkmate.graph.blocks.cut import CutSettings
-from rkmate.graph.blocks.order import better_order, ordered_as, reordered
+from rkmate.graph.blocks.order import better_order, reordered
 from rkmate.graph.blocks.partition import cut_stages, partition
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.schedule import from_order, save_all
@@ -81,30 +81,6 @@ def test_a_step_never_needs_more(cd: CDGraph, how: CutSettings) -> None:
     assert simulate(after, save_all(after)).peak <= simulate(before, save_all(before)).peak
     assert new.block_of == parts.block_of
     assert sorted(c.name for c in after.c) == sorted(c.name for c in before.c)
-
-
-@examples(max_examples=40)
-@given(graphs(most=14), settings())
-def test_an_order_is_taken_over_by_its_names(cd: CDGraph, how: CutSettings) -> None:
-    parts = partition(program_of(cd), how)
-    known = reordered(parts).program.cd
-    new = ordered_as(parts, [c.name for c in known.c])
-    assert new is not None and new.program.cd == known
-    assert ordered_as(parts, [c.name for c in known.c[1:]]) is None
-    assert ordered_as(parts, [f"other_{c.name}" for c in known.c]) is None
-
-
-def test_an_order_that_cannot_run_is_not_taken_over() -> None:
-    cd = trained(chain(8), [1, 3, 5, 3, 1, 7, 1, 3], [True] * 8)
-    shared = sorted(cd.releases)[::2]
-    parts = partition(program_of(cd, of_one_parameter=[shared]), CutSettings(8, 45))
-    names = [c.name for c in parts.program.cd.c]
-    assert ordered_as(parts, names) is parts
-    assert ordered_as(parts, names[::-1]) is None
-    # Gradients of one parameter are added up in their order.
-    first, second = (cd.c[cd.producer[j] or 0].name for j in shared[:2])
-    swapped = [{first: second, second: first}.get(n, n) for n in names]
-    assert ordered_as(parts, swapped) is None
 
 
 @examples(max_examples=40)

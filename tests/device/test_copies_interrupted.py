@@ -54,6 +54,25 @@ class Interrupted:
         self.lock.release()
 
 
+def test_ctrl_c_while_the_collector_closes_a_call(engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+                                                   ) -> None:
+    """Its memory goes right after that: no thread may be at it any more."""
+    call, gate, interrupts = engine.open(), Gate(monkeypatch), [KeyboardInterrupt()]
+    transfers = engine._file.lanes._lanes  # type: ignore[attr-defined]
+
+    def interrupt(_: float) -> None:
+        gate.open.set()
+        if interrupts:
+            raise interrupts.pop()
+
+    call.out("a", some(2 * MIB))
+    assert gate.held.wait(SECONDS)
+    monkeypatch.setattr(time, "sleep", interrupt)
+    del call
+    assert not interrupts
+    assert all(lane.transfer is None for lane in transfers)
+
+
 def test_ctrl_c_while_a_fork_waits_for_the_threads(engine: CopyEngine, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     file, call = away_file.shared(tmp_path), engine.open()

@@ -131,6 +131,19 @@ def test_another_number_of_threads_has_kernels_of_its_own() -> None:
         torch.set_num_threads(threads)
 
 
+def test_another_default_type_has_kernels_of_its_own() -> None:
+    """A number that Python has written takes it."""
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * 0.5,)
+
+    here = inductor.fused("int64[2]")(function)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert inductor.fused("int64[2]")(function) is not here
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_largest_batch(uncompiled: None) -> None:
     found = rkmate.max_batch_size(layers(1).model, lambda n: (torch.randn(n, 24, 16),), most=1,
                                   device_memory="2MiB", costs="analytic", progress=False, compile=True)

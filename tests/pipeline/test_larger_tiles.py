@@ -26,15 +26,16 @@ SETTINGS = Settings(costs="analytic", options=OPTIONS, tiled_mlps="never", chunk
 
 
 @functools.cache
-def traced(calls: int = 1) -> Traced:
+def traced(calls: int = 1, seconds: float | None = None) -> Traced:
     torch.manual_seed(0)
     inputs = torch.randn(512, 64), torch.randint(0, WORDS, (512,))
-    return trace(_Model(2), inputs, {}, replace(SETTINGS, calls=calls), Progress(False))
+    settings = replace(SETTINGS, calls=calls, planning_seconds=seconds)
+    return trace(_Model(2), inputs, {}, settings, Progress(False))
 
 
-def with_slow_tiles(tiles: float, calls: int = 1) -> Prepared:
+def with_slow_tiles(tiles: float, calls: int = 1, seconds: float | None = None) -> Prepared:
     """Its head takes so many times as long as all else in small tiles, and no time in large ones."""
-    blocked = block(traced(calls), CHUNKED_LOSS)
+    blocked = block(traced(calls, seconds), CHUNKED_LOSS)
     costs = [c._replace(alternatives=()) for _, c in sorted(with_operation_costs(blocked).costs.items())]
     plain = with_operation_costs(blocked)
     head, = (i for i, c in enumerate(plain.graph.c) if c.alternatives)
@@ -65,6 +66,12 @@ def test_something_is_computed_again_for_them() -> None:
     assert plan.step_seconds == pytest.approx(prepared.simulate(plan.schedule).seconds)
     assert plan.bound_seconds is not None and plan.bound_seconds <= plan.step_seconds
     assert "larger tiles" in plan.stage_seconds
+
+
+def test_not_where_no_time_is_left() -> None:
+    prepared = with_slow_tiles(4.0, seconds=1e-9)
+    plan = plan_prepared(prepared, room_for_small_tiles(prepared))
+    assert not plan.schedule.recomputed() and "larger tiles" not in plan.stage_seconds
 
 
 def test_not_where_tiles_cost_little() -> None:

@@ -13,8 +13,9 @@ import rkmate
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError
 from rkmate.pipeline import planning
+from rkmate.pipeline.attempts import attempted
 from rkmate.pipeline.chains import Solved
-from rkmate.pipeline.planning import attempted, make_curve, plan_prepared
+from rkmate.pipeline.planning import make_curve, plan_prepared
 from rkmate.pipeline.prepare import trace
 from rkmate.pipeline.settings import Settings
 from rkmate.planners import default

@@ -11,7 +11,7 @@ from torch import nn
 
 import rkmate
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline.planning import plan_of
+from rkmate.pipeline.attempts import plan_of
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
 from rkmate.planners.finish import finish

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import rkmate
-from rkmate.ir.schedule import Compute, save_all
+from rkmate.ir.cd import CDGraph, CNode, DNode, Kernel
+from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Leave, Schedule, from_order, save_all
 from rkmate.ir.simulate import simulate
 from rkmate.pipeline.runs import runs_of
 from rkmate.planners.protocol import Candidate, Problem, ask, found_in
@@ -116,6 +117,30 @@ def test_runs_of_a_schedule() -> None:
     kept = [r.saved_bytes for r in runs if r.phase == "forward"]
     assert all(k is not None and k > 0 for k in kept)
     assert all(r.saved_bytes is None for r in runs if r.phase == "backward")
+
+
+def test_what_is_away_is_not_kept() -> None:
+    graph = CDGraph(
+        (DNode("x", 4), DNode("a", 8), DNode("loss", 1), DNode("ga", 8, "grad"), DNode("gx", 4, "grad")),
+        (CNode("f", "forward", (0,), (1,), 1.0), CNode("g", "forward", (0,), (2,), 1.0),
+         CNode("dg", "backward", (1,), (3,), 1.0), CNode("df", "backward", (3, 0), (4,), 1.0)),
+        2, (0,), (2,), (), (4,)).verify()
+    first, *rest = from_order(graph, range(4), 2).steps
+    kept = [next(runs_of(Schedule((first, *copies, *rest)), graph, [0, 1, 1, 0])).saved_bytes
+            for copies in ((), (CopyOut(1), Leave(1)), (CopyOut(1), Leave(1), CopyIn(1)))]
+    assert kept == [8, 0, 8]
+
+
+def test_what_runs_again_may_do_so_by_the_fastest_kernel() -> None:
+    graph = CDGraph(
+        (DNode("x", 4), DNode("a", 100), DNode("loss", 1), DNode("ga", 1, "grad"), DNode("gx", 4, "grad")),
+        (CNode("f", "forward", (0,), (1,), 4.0, alternatives=(Kernel(1.0, 0),)),
+         CNode("g", "forward", (1,), (2,), 1.0),
+         CNode("dg", "backward", (1,), (3,), 1.0), CNode("df", "backward", (3, 0), (4,), 1.0)),
+        2, (0,), (2,), (), (4,)).verify()
+    found = SaveSetProgram(graph, (), 50).solve(120, (), time_limit=10.0)
+    assert found is not None and 1 not in found.keep[0]
+    assert found.bound == pytest.approx(1.0)
 
 
 def test_what_one_node_needs_alone_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,14 @@ from torch import nn
 
 import rkmate
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline import chains, planning, prepare
+from rkmate.pipeline import attempts, chains, prepare
 from rkmate.pipeline.settings import Settings
 
 X = torch.randn(8, 16)
 SETTINGS = Settings(costs="analytic", options=OptionSettings(grid=(2, 2), time_limit=0.2, block_limit=1.0))
 STAGES = {"capture": (prepare, "capture"), "cut": (prepare, "partition"),
           "measure": (prepare, "analytic_costs"), "options": (chains, "solve_options"),
-          "chain": (chains, "chain_of"), "search": (planning, "ask")}
+          "chain": (chains, "chain_of"), "search": (attempts, "ask")}
 """What each stage spends its time in."""
 
 

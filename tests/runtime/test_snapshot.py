@@ -196,7 +196,8 @@ def test_by_value(make: Callable[[], Any], *, equal: bool) -> None:
     lambda: nn.Module, lambda: Holder(None), lambda: Slotted("a"), lambda: {1, "b"},
     lambda: deque([1, [2]], 3),
     lambda: bytearray(b"ab"), lambda: np.arange(3.0), lambda: Path("a"), lambda: slice(1, None, 2),
-    lambda: {"a": 1}.keys(), lambda: range(3), lambda: Holder(np.zeros(2))])
+    lambda: {"a": 1}.keys(), lambda: range(3), lambda: Holder(np.zeros(2)), SimpleNamespace,
+    lambda: np.array(["2020-01-01"], "datetime64[D]")])
 def test_by_content(make: Callable[[], Any]) -> None:
     some, others = make(), make()
     assert by_content(some) == by_content(others)
@@ -208,7 +209,10 @@ def test_by_content(make: Callable[[], Any]) -> None:
     ({1}, {2}), (nn.Linear(1, 1), nn.Linear(1, 1)), (_itself(), [1, [1]]),
     (Slotted("a"), Slotted("b")), (Both("a", 1), Both("a", 2)), (Both("a", 1), Both("b", 1)),
     (np.zeros(2), np.zeros(2, np.float32)), (np.zeros(2), np.zeros((2, 1))),
-    (np.zeros(2), np.ones(2)), (bytearray(b"a"), bytearray(b"b")), (deque([1]), deque([2]))])
+    (np.zeros(2), np.ones(2)), (bytearray(b"a"), bytearray(b"b")), (deque([1]), deque([2])),
+    (np.array([1], "datetime64[D]"), np.array([2], "datetime64[D]")),
+    (np.array([1], "datetime64[D]"), np.array([1], "datetime64[s]")),
+    (np.array([1], "datetime64[D]"), np.array([1])), (SimpleNamespace(), SimpleNamespace(a=1))])
 def test_other_content(a: Any, b: Any) -> None:
     assert by_content(a) != by_content(b)
 

@@ -70,6 +70,13 @@ def test_the_module_stays_what_it_is() -> None:
     assert rkmate.remove(model) is model         # a second time, and of any other module
 
 
+def test_methods_of_its_own_come_back() -> None:
+    model = Tower()
+    model.__getstate__ = mine = types.MethodType(lambda self: dict(self.__dict__), model)  # type: ignore
+    rkmate.remove(applied(model))
+    assert model.__dict__["__getstate__"] is mine
+
+
 def test_the_first_call_with_gradients_is_planned() -> None:
     model = applied(Tower())
     with torch.no_grad():

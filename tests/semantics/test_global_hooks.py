@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
 from torch.utils.module_tracker import ModuleTracker
 
 import rkmate
+from rkmate.graph.capture.global_hooks import _forward_places
 from tests.semantics.steps import assert_same_gradients, planned
 
 
@@ -37,3 +45,49 @@ def test_hooks_around_every_module() -> None:
         handle.remove()
     with ModuleTracker():
         _agree(model, module, x, plans=2)
+
+
+def test_they_run_around_the_models_own_modules() -> None:
+    around: list[str] = []
+    handle = register_module_forward_hook(lambda m, args, y: around.append(type(m).__name__))
+    try:
+        with pytest.warns(rkmate.RkmateWarning, match="forward hooks around every module"):
+            planned(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8))
+    finally:
+        handle.remove()
+    assert set(around) == {"Linear", "ReLU", "Sequential"}
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_what_would_change_the_models_own_result_twice_is_refused(register: Any) -> None:
+    def doubled(m: nn.Module, args: tuple[Any, ...], *result: Any) -> Any:
+        if result:
+            return 2 * result[0] if isinstance(result[0], torch.Tensor) else None
+        return tuple(2 * a for a in args) if all(isinstance(a, torch.Tensor) for a in args) else None
+
+    handle = register(doubled)
+    hooks = [dict(place) for place in _forward_places()]
+    try:
+        with pytest.raises(rkmate.CaptureError, match="a second time around the planned module"), \
+                warnings.catch_warnings():
+            warnings.simplefilter("ignore", rkmate.RkmateWarning)
+            planned(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8))
+        assert hooks == [dict(place) for place in _forward_places()]
+    finally:
+        handle.remove()
+
+
+def test_a_backward_hook_in_the_place_of_a_forward_one_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    handle = register_module_forward_hook(lambda *args: None)
+    try:
+        with pytest.warns(rkmate.RkmateWarning, match="forward hooks around every module"):
+            module = planned(model, x)
+    finally:
+        handle.remove()
+    handle = register_module_full_backward_hook(lambda *args: None)
+    try:
+        with pytest.warns(rkmate.RkmateWarning, match="the original module runs instead.*backward hooks"):
+            module(x)
+    finally:
+        handle.remove()

@@ -52,30 +52,6 @@ def reordered(parts: Partition, stages: Sequence[Block] = ()) -> Partition:
     return new if _step_peak(new) <= _step_peak(parts) else parts
 
 
-def ordered_as(parts: Partition, names: Sequence[str]) -> Partition | None:
-    """The partition with the C nodes of each block in the order in which `names` has them.
-
-    None where `names` is not of these C nodes, or a node would run before what it reads, or before one
-    that `better_order` leaves before it.
-    """
-    cd = parts.program.cd
-    place = {name: k for k, name in enumerate(names)}
-    if len(place) != len(cd.c) or any(c.name not in place for c in cd.c):
-        return None
-    at = [place[c.name] for c in cd.c]
-    orders = [sorted(range(len(b.c)), key=[at[i] for i in b.c].__getitem__) for b in parts.blocks]
-    for block, order in zip(parts.blocks, orders, strict=True):
-        split = len(block.graph.forward)
-        if any(k >= split for k in order[:split]):
-            return None
-    chains = (*_shared_gradients(parts), [i for i, c in enumerate(cd.c) if c.random])
-    if any(at[i] > at[k] for k, c in enumerate(cd.c) for j in c.inputs
-           if (i := cd.producer[j]) is not None) or \
-            any(at[i] > at[k] for chain in chains for i, k in zip(chain, chain[1:], strict=False)):
-        return None
-    return parts if all(order == sorted(order) for order in orders) else rearranged(parts, orders)
-
-
 def _shared_gradients(parts: Partition) -> list[list[int]]:
     """C nodes that make, or add, the gradients of one parameter: they are added up in this order."""
     program = parts.program

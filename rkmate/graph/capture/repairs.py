@@ -27,6 +27,7 @@ from rkmate.graph.capture.closed_over import closed_over_as_buffers, lost_tensor
 from rkmate.graph.capture.cudnn_batch_norm import batch_norms_as_eager_chooses
 from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.capture.eager_kernels import as_eager_computes
+from rkmate.graph.capture.global_hooks import hooks_of_the_model_alone
 from rkmate.graph.capture.input_values import values_of_inputs
 from rkmate.graph.capture.layouts import as_kernels_return_them
 from rkmate.graph.capture.library_paths import paths, without_value_checks
@@ -131,6 +132,10 @@ REPAIRS = (
          "A module that is moved gets its parameters anew, which a trace cannot follow; most such calls in a "
          "forward (a router's, to its type) move nothing.",
          _of_any_model(standing_modules_stay)),
+    Pass("hooks around every module", "trace",
+         "They run around the modules that a trace puts around the model, too: what they compute would be "
+         "in the plan more than once.",
+         hooks_of_the_model_alone),
     Pass("opaque submodules", "trace",
          "A submodule whose inner shapes depend on values has no static graph: a call of one that was chosen "
          "(`Settings.opaque`) is one operation, which runs again in the backward.",

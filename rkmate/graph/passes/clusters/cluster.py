@@ -75,7 +75,7 @@ class Cluster(OwnFunction):
 
     @functools.cached_property
     def _compiled(self) -> Fused:
-        return _made(self.text, self.name, torch.get_num_threads())
+        return _made(self.text, self.name, torch.get_num_threads(), torch.get_default_dtype())
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
         return self._compiled(*args)
@@ -92,7 +92,7 @@ def _call(node: fx.Node) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _made(text: str, name: str, threads: int) -> Fused:
+def _made(text: str, name: str, threads: int, default: torch.dtype) -> Fused:
     spaces: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "fused": fused}
     exec(compile(text, f"<{name}>", "exec"), spaces)
     made: Fused = spaces[name]
