@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
 from rkmate.graph.capture.resized import resized
+from rkmate.pipeline.other_sizes import _is_cut_alike
 from rkmate.pipeline.planning import DEFAULT, make_plan
 from rkmate.pipeline.prepare import trace
 from rkmate.pipeline.settings import Settings
@@ -35,3 +37,14 @@ def test_a_derived_graph_is_planned_as_a_captured_one(model: nn.Module, call: An
         found.append((plan.fingerprint, plan.peak_bytes, plan.step_seconds, plan.schedule, plan.graph,
                       emit(prepared.partition, plan.schedule, None, "", prepared.graph).text))
     assert found[0] == found[1]
+
+
+def test_options_of_other_blocks_are_not_taken_over() -> None:
+    args, kwargs = tokens(12)
+    traced = trace(Attention(), args, kwargs, Settings(costs="analytic"), Progress(False))
+    plan, prepared = (made := make_plan(traced, Budget(fraction=1.0), DEFAULT)).plan, made.prepared
+    assert _is_cut_alike(plan, prepared)
+    moved = tuple(replace(c, block=c.block + 1) for c in plan.graph.computations)
+    assert not _is_cut_alike(replace(plan, graph=replace(plan.graph, computations=moved)), prepared)
+    named = tuple(replace(b, label=f"other {b.label}") for b in plan.blocks)
+    assert not _is_cut_alike(replace(plan, blocks=named), prepared)

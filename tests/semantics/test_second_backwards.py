@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.runtime import plan_cache
 from tests.semantics.steps import Heads, Tower, assert_equal, assert_same_gradients, planned, tightest
 
 STEPS = 3
@@ -92,9 +93,24 @@ class Uneven(nn.Module):
         return {"left": self.narrow(x[:, :8]), "right": self.wide(x)}
 
 
-def test_a_plan_over_the_budget_serves_one_step_alone() -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_plan_over_the_budget_serves_one_step_alone(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`counted`: the first refusal names a budget that turns out to be too small, too."""
     model, x = Uneven(), torch.randn(32, 64)
     module = tightest(model, x, trains="left")
+    refused: list[int] = []
+
+    def executable(*args: Any, **more: Any) -> Any:
+        try:
+            return own(*args, **more)
+        except rkmate.InfeasibleBudget as error:
+            refused.append(error.minimum_bytes)
+            least = error.minimum_bytes // 2 if len(refused) == 1 else error.minimum_bytes
+            raise rkmate.InfeasibleBudget(str(error), least) from None
+
+    if counted:
+        own = plan_cache.PlanCache._executable
+        monkeypatch.setattr(plan_cache.PlanCache, "_executable", executable)
 
     def loss(run: Callable[..., Any]) -> torch.Tensor:
         out = run(x)
@@ -103,6 +119,7 @@ def test_a_plan_over_the_budget_serves_one_step_alone() -> None:
     with pytest.warns(rkmate.RkmateWarning) as said:
         assert_same_gradients(model, module, loss)
     assert any("this step takes that much" in str(w.message) for w in said)
+    assert not counted or len(refused) == 2
     with pytest.raises(rkmate.InfeasibleBudget, match="a loss that leads to output 0, 1"):
         module(x)
     assert all(plan.peak_bytes <= plan.budget_bytes == module.plan.budget_bytes
