@@ -13,7 +13,7 @@ import pytest
 
 import rkmate
 
-COUNT = """
+PROGRAM = """
 import json, os, resource, threading, torch, rkmate
 
 def resident():
@@ -25,10 +25,12 @@ def faults():
     for _ in range(4):
         torch.ones(24 * 2**20), torch.ones(2**20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-"""
 
-KEPT = COUNT + """
-found = {"before": faults()}
+thread = threading.Thread(target=rkmate.keep_pages)
+thread.start()
+thread.join()
+faults()
+found = {"another thread": faults()}
 with rkmate.keep_pages() as outer:
     faults()
     found["kept"] = faults()
@@ -41,14 +43,6 @@ found["given back"] = found["resident"] - resident()
 print(json.dumps(found))
 """
 
-IN_A_THREAD = COUNT + """
-thread = threading.Thread(target=rkmate.keep_pages)
-thread.start()
-thread.join()
-faults()
-print(json.dumps({"after": faults()}))
-"""
-
 PAGES = 4 * 96 * 2**20 // (os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096)
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COUNTED = pytest.mark.skipif(
@@ -56,26 +50,15 @@ COUNTED = pytest.mark.skipif(
     reason="another C library, or pages of many sizes")
 
 
-def printed(program: str) -> tuple[dict[str, int], str]:
-    """What a new process found, and what it wrote to its standard error."""
-    run = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], text=True,
-                         capture_output=True, check=True)
-    return json.loads(run.stdout), run.stderr
-
-
 @COUNTED
 def test_pages_stay_until_it_is_over() -> None:
-    found, _ = printed(KEPT)
+    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[2], text=True,
+                         capture_output=True, check=True)
+    found = json.loads(run.stdout)
     assert found["effective"]
-    assert found["before"] > PAGES / 2 and found["given back"] > 90 * 2**20
+    assert found["another thread"] > PAGES / 2 and found["given back"] > 90 * 2**20
     assert found["kept"] < PAGES / 100 and found["inner over"] < PAGES / 100
-
-
-@COUNTED
-def test_another_thread() -> None:
-    found, written = printed(IN_A_THREAD)
-    assert found["after"] > PAGES / 2
-    assert "keep_pages() changes nothing: this is not the main thread" in written
+    assert "keep_pages() changes nothing: this is not the main thread" in run.stderr
 
 
 def test_another_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
