@@ -22,11 +22,10 @@ import threading
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rkmate.device.lanes import BLOCK, CHUNK, LANES, Descriptor, Lanes, Transfer, let_go
+from rkmate.device.lanes import BLOCK, CHUNK, LANES, Descriptor, Lanes, Transfer, let_go, uninterrupted
 from rkmate.device.room import Extent, Room
 from rkmate.support.warn import warn
 
@@ -192,19 +191,7 @@ class _Resting(threading.local):
 _resting = _Resting()
 
 
-def _uninterrupted(hook: Callable[[], None]) -> Callable[[], None]:
-    """Around a fork: Python drops what a hook raises and goes on, and half of one is worse than a Ctrl-C that
-    is lost. The hook begins anew."""
-    def run() -> None:
-        while True:
-            try:
-                return hook()
-            except KeyboardInterrupt:
-                continue
-    return run
-
-
-@_uninterrupted
+@uninterrupted
 def _before_fork() -> None:
     """The disk must not write memory while it is shared with a child."""
     _lock.acquire()
@@ -213,7 +200,7 @@ def _before_fork() -> None:
         file.lanes.rest()
 
 
-@_uninterrupted
+@uninterrupted
 def _in_parent() -> None:
     for file in _resting.files:
         file.lanes.resume()
@@ -221,7 +208,7 @@ def _in_parent() -> None:
     let_go(_lock)
 
 
-@_uninterrupted
+@uninterrupted
 def _in_child() -> None:
     global _lock
     _lock = threading.RLock()           # the old one may be a thread's that is not here

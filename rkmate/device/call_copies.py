@@ -13,7 +13,7 @@ import torch
 
 from rkmate.device.away_bytes import AwayBytes
 from rkmate.device.forms import Form
-from rkmate.device.lanes import let_go
+from rkmate.device.lanes import let_go, uninterrupted
 from rkmate.errors import OffloadError
 
 
@@ -138,11 +138,8 @@ class CallCopies(ABC, Generic[S]):
                 let_go(self._closing)
 
     def __del__(self) -> None:
-        while hasattr(self, "_open") and not sys.is_finalizing():
-            try:
-                return self.close()
-            except KeyboardInterrupt:       # Python drops it, and frees memory that a copy may still be at
-                continue
+        if hasattr(self, "_open") and not sys.is_finalizing():
+            uninterrupted(self.close)()         # memory goes then that a copy may still be at
 
     def _forget(self) -> None:
         self._open, self.away_bytes, self._away = False, 0, {}

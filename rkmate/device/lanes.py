@@ -157,6 +157,18 @@ def let_go(lock: threading.RLock) -> None:
             lock.release()
 
 
+def uninterrupted(call: Callable[[], None]) -> Callable[[], None]:
+    """Where Python drops what a call raises and goes on, as around a fork and in a collector: half of it is
+    worse than a Ctrl-C that is lost. It begins anew."""
+    def run() -> None:
+        while True:
+            try:
+                return call()
+            except KeyboardInterrupt:
+                continue
+    return run
+
+
 Queue = SimpleQueue["Chunk | None"]
 
 

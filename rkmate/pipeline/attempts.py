@@ -23,6 +23,21 @@ from rkmate.planners.several_calls import ask_for_calls
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 
+Orders = tuple[tuple[tuple[int, ...], ...], ...]
+"""Per class of blocks, the backward orders of its options."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the variant of the graph that it runs over, for code to be generated."""
+
+    plan: Plan
+    prepared: Prepared
+    orders: Orders = ()
+    """Of the options that were solved for it; empty where none were."""
+    said: str = ""
+    """What the planner says of its schedule: the first part of the plan's note."""
+
 
 @dataclass(frozen=True)
 class Attempt:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from rkmate import device as devices
 from rkmate.errors import PlanError, ScheduleError
 from rkmate.pipeline import deferred_outputs
+from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.compiled import check_version
-from rkmate.pipeline.planning import Planned
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, with_operation_costs
 from rkmate.pipeline.variants import Variant, first, named, possible
 from rkmate.show.plan import Plan

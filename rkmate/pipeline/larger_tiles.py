@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from rkmate.ir.cd import CNode, Cost
 from rkmate.ir.kernels import by_own_kernels, fastest, seconds_to_gain
-from rkmate.pipeline.attempts import whole_note
+from rkmate.pipeline.attempts import Planned, whole_note
 from rkmate.pipeline.bounds import bytes_of_any, seconds_of_any
 from rkmate.pipeline.prepare import Prepared, with_operation_costs
 from rkmate.show.plan import Plan
@@ -23,22 +22,14 @@ WORTH = 0.01
 """The share of a step that another search may gain at least, and that one computation's kernels do."""
 
 
-class FoundElsewhere(NamedTuple):
-    """What a search found for the same graph with other costs."""
-
-    plan: Plan
-    said: str
-    """What the planner says of its schedule."""
-
-
 def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
                       leaner: Callable[[tuple[int, ...], int], Prepared],
-                      search: Callable[[Prepared, float | None], FoundElsewhere | None]) -> Plan:
+                      search: Callable[[Prepared, float | None], Planned | None]) -> Plan:
     """A plan within `limit` bytes that is faster by its kernels, or the plan as it is.
 
-    `prepared`: the graph of the plan. `leaner`: `leaner_left_out` of it. `search`: within some seconds, or
-    the planner's own; None where it finds nothing. All searches together take what ``planning_seconds``
-    leaves; where there is a link and no such limit, about as long as the first one.
+    `prepared`: the graph of the plan. `leaner`: `leaner_left_out` of it. `search`: over what that returns,
+    within some seconds, or the planner's own; None where it finds nothing. All searches together take what
+    ``planning_seconds`` leaves; where there is a link and no such limit, about as long as the first one.
     """
     if prepared.settings.calls != 1:
         return plan

@@ -20,11 +20,11 @@ from rkmate.ir.cd import CDGraph, Cost, Kernel
 from rkmate.ir.kernels import by_own_kernels, seconds_to_gain
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.measure.temporaries import bytes_of, bytes_of_parts
-from rkmate.pipeline.attempts import attempted, plan_of
+from rkmate.pipeline.attempts import Orders, Planned, attempted, plan_of
 from rkmate.pipeline.chains import class_graphs, solve_with
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.larger_tiles import WORTH
-from rkmate.pipeline.planning import Orders, Planned, warn_of
+from rkmate.pipeline.planning import warn_of
 from rkmate.pipeline.prepare import Prepared, Traced, block, prepare, with_operation_costs
 from rkmate.pipeline.room import room_within
 from rkmate.pipeline.variants import Variant, first, is_faster, named
@@ -242,6 +242,7 @@ def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: s
 def _seconds(prepared: Prepared, schedule: Schedule, limit: int) -> float:
     """Of a schedule with the kernels that there is room for."""
     chosen = prepared.with_kernels(schedule, limit)
+    # Kernels change no other time: only what waits for copies needs the simulator once more.
     return prepared.simulate(chosen).seconds if chosen.copied else chosen.seconds(prepared.graph)
 
 

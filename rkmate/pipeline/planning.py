@@ -11,16 +11,16 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError
-from rkmate.pipeline.attempts import Attempt, attempted, fits, plan_of
+from rkmate.pipeline.attempts import Attempt, Orders, Planned, attempted, fits, plan_of
 from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, tell
-from rkmate.pipeline.larger_tiles import FoundElsewhere, leaner_left_out, with_larger_tiles
+from rkmate.pipeline.larger_tiles import leaner_left_out, with_larger_tiles
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.room import room_within
@@ -38,22 +38,6 @@ DEFAULT = "rockmate"
 """The planner that is taken unless a caller names one."""
 CURVE = 10
 """Budgets of a curve, unless the caller names them."""
-
-
-Orders = tuple[tuple[tuple[int, ...], ...], ...]
-"""Per class of blocks, the backward orders of its options."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan, and the variant of the graph that it runs over, for code to be generated."""
-
-    plan: Plan
-    prepared: Prepared
-    orders: Orders = ()
-    """Of the options that were solved for it; empty where none were."""
-    said: str = ""
-    """What the planner says of its schedule: the first part of the plan's note."""
 
 
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
@@ -297,9 +281,9 @@ class _LargerTiles:
 
     def of(self, plan: Plan, limit: int) -> Plan:
         """A plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
-        def search(larger: Prepared, seconds: float | None) -> FoundElsewhere | None:
+        def search(larger: Prepared, seconds: float | None) -> Planned | None:
             found = _whole_or_searched(larger, self.method, limit, seconds, self.solve)
-            return None if isinstance(found, Refused) else FoundElsewhere(found.plan, found.said)
+            return None if isinstance(found, Refused) else found
 
         if not isinstance(self.method, Composed):
             return plan
@@ -315,11 +299,12 @@ def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_lim
     at_once = None if whole else refused_at_once(prepared, method, limit)
     if at_once is not None:
         return at_once
-    sent = None if whole else sent_whole(prepared, method, limit, time_limit)
+    seconds = prepared.settings.planning_seconds if time_limit is None else time_limit
+    sent = None if whole else sent_whole(prepared, method, limit, seconds)
     if sent is not None:
         return Planned(plan_of(prepared, None, method.name, limit, sent), prepared, said=sent.note)
     solved = None if whole else (solver or solve)(prepared)
-    attempt = attempted(prepared, solved, method, limit, time_limit=time_limit)
+    attempt = attempted(prepared, solved, method, limit, time_limit=seconds)
     if attempt.plan is None:
         return Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
     return Planned(attempt.plan, prepared, () if solved is None else _orders(solved), attempt.note)

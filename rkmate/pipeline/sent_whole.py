@@ -8,12 +8,12 @@ from rkmate.planners.protocol import Composed, Outcome, Planner
 
 
 def sent_whole(prepared: Prepared, method: Planner, limit: int,
-               time_limit: float | None = None) -> Outcome | None:
+               time_limit: float | None) -> Outcome | None:
     """What a planner that may send data away makes of a budget, where what does not fit is copied away
-    and nobody waits; None where that is not so, and options have to be solved. `time_limit`: the settings'
-    seconds of planning unless given."""
+    and nobody waits; None where that is not so, and options have to be solved. `time_limit`: seconds, of
+    those that looking for copies may take anyway."""
     if prepared.graph.link is None or prepared.settings.calls != 1 or not isinstance(method, Composed):
         return None
     return whole_at_once(prepared.graph, prepared.whole, limit, prepared.settings.of_planner,
                          pinned=prepared.pinned, reserve_at_loss=prepared.reserve_at_loss,
-                         time_limit=prepared.settings.planning_seconds if time_limit is None else time_limit)
+                         time_limit=time_limit)

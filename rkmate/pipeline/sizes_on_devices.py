@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rkmate.budget import Budget
+from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.other_sizes import KnownPlan, plan_at_other_size
-from rkmate.pipeline.planning import Planned
 from rkmate.pipeline.prepare import Traced
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 
