@@ -24,6 +24,9 @@ from rkmate.ir.peak import Peak
 
 T = TypeVar("T")
 
+USUAL_CACHE_BYTES = 2**25
+MOST_CACHE_BYTES = 2**26
+"""A larger cache is shared by many cores, or in parts of which a core uses one."""
 PART_BYTES = 2**21
 """About how large a chunk is: so much stays in the processor's cache."""
 
@@ -80,6 +83,10 @@ class Cpu:
         result = call()
         return time.perf_counter() - begin, result
 
+    @property
+    def cache_bytes(self) -> int:
+        return _cache_bytes()
+
     def synchronize(self) -> None:
         """Calls have returned when they are done."""
 
@@ -133,6 +140,17 @@ class EventsMeter:
 
 
 _MARK = "rkmate part "
+
+
+@functools.cache
+def _cache_bytes() -> int:
+    """Of the last cache, where the system says it."""
+    with contextlib.suppress(OSError, ValueError):
+        sizes = [path.read_text(encoding="ascii").strip()
+                 for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+        if sizes:
+            return min(max(int(size.rstrip("K")) * 2**10 for size in sizes), MOST_CACHE_BYTES)
+    return USUAL_CACHE_BYTES
 
 
 @functools.cache

@@ -63,6 +63,7 @@ class Cuda:
     cpu_kernels = False
     autocast_kind = "cuda"
     first_call_allocates = True
+    cache_bytes = 0
     elsewhere: GPU | None = None
 
     def __init__(self, torch_device: torch.device) -> None:

@@ -73,11 +73,11 @@ class FakeDevice:
                  seconds: Callable[[int], float] = lambda n: 1e-3, cpu_kernels: bool = False,
                  first_call_allocates: bool = False, name: str = "fake",
                  allocator: Callable[[], CachingAllocator] | None = None, library_bytes: int = 0,
-                 copy_buffer_bytes: int = 0) -> None:
+                 copy_buffer_bytes: int = 0, cache_bytes: int = 0) -> None:
         """`rounding`: of storages, in bytes. `total`: bytes of the whole device. `seconds`: what the
         n-th timed call takes, from 0. `name`: part of the keys of remembered costs. `allocator`: makes a
         model of its allocator, if it has a caching one. `library_bytes`: what its libraries keep.
-        `copy_buffer_bytes`: what copying takes."""
+        `copy_buffer_bytes`: what copying takes. `cache_bytes`: of its caches."""
         self.statistics = Ledger()
         self.clock = 0.0
         """Seconds that all timed calls took."""
@@ -87,6 +87,7 @@ class FakeDevice:
         """How often somebody waited for the device."""
         self.cpu_kernels = cpu_kernels
         self.first_call_allocates = first_call_allocates
+        self.cache_bytes = cache_bytes
         self._rounding, self._part_bytes, self._total = rounding, part_bytes, total
         self._seconds, self._name, self._allocator = seconds, name, allocator
         self.library_bytes = library_bytes

@@ -141,6 +141,10 @@ class Device(Protocol):
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
         """How long a call's work takes on the device, from its start to its end; and its result."""
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of the caches that a timed call finds filled by the one before; 0 where that is left so."""
+
     def synchronize(self) -> None:
         """Wait until all that was asked of the device is done."""
 

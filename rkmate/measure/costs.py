@@ -23,8 +23,9 @@ from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.simplify import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import analytic_costs
+from rkmate.measure.caches import Caches, as_in_a_step, made_just_before
 from rkmate.measure.known import KnownOperations
-from rkmate.measure.least import bytes_alone
+from rkmate.measure.least import bytes_alone, surely_over
 from rkmate.measure.least import hoisted as hoisted_data
 from rkmate.measure.made_up import at_zero, chooses, made_up
 from rkmate.measure.remembered import CostMemory
@@ -41,7 +42,7 @@ Costs = dict[int, Cost]
 def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source, torch.Tensor],
             memory: CostMemory, settings: MeasureSettings = MeasureSettings(),
             on_progress: Callable[[int, int], None] | None = None,
-            limit: Callable[[], int] | None = None) -> Costs:
+            limit: Callable[[], int] | None = None, step_bytes: int = 0) -> Costs:
     """Costs of every C node.
 
     `texts`: each block's text; blocks with the same text are identical and measured once. `sources`
@@ -49,9 +50,10 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     measured again: whole blocks, and single operations of others. `limit`: asked for the bytes that measuring
     may take, if anything is to be measured. Values that have no room are made up again when they are read; an
     operation that has no room by itself (no schedule within the limit has one for it) is not run, its cost is
-    counted, and not remembered.
+    counted, and not remembered. `step_bytes`: what goes through the caches in a step.
     """
     device = devices.common(sources.values())
+    settings = as_in_a_step(settings, device, step_bytes)
     hoisted = tuple(i for i, b in enumerate(partition.block_of) if b == HOISTED)
     # Which constants are hoisted depends on the whole graph: their key is the text of all blocks.
     beginning = f"{len(hoisted)} hoisted before\n" + "\n".join(texts)
@@ -121,6 +123,7 @@ class _Runner:
         self.keys: dict[int, Any] = {}
         """What a C node's operation is known by (of the other kernels, too, by `_others`)."""
         self.timings = Timings(device, settings)
+        self.caches = Caches(device) if settings.cold else None
         self.overhead: dict[int, int] = {}
         self.peaks: dict[Any, int] = {}
         """Temporary memory and results of an operation, by what it is known by, and what is copied for it."""
@@ -238,7 +241,7 @@ class _Runner:
 
     def _fits(self, i: int) -> bool:
         """Make room for a C node; False where there is none even when it is alone."""
-        self.over = self._surely_over(i)
+        self.over = surely_over(self.program, i, self._ours)
         if self.limit is None:
             return True
         node, operation = self.cd.c[i], self.program.operation[i]
@@ -257,13 +260,6 @@ class _Runner:
         if self.over is None and self._level() + missing > self.limit:
             self.over = next((j for j in self.program.in_place.get(operation, ()) if self._ours(j)), None)
         return True
-
-    def _surely_over(self, i: int) -> int | None:
-        """The D node over which an operator of our own writes in every schedule, as nothing reads it later:
-        with a result of its own, it has work that is spared there."""
-        own = getattr(self.program.operation[i].target, "namespace", "") == "rkmate" and i >= self.cd.loss
-        return next((j for j in self.cd.c[i].donors if own and max(self.cd.readers[j]) == i and self._ours(j)
-                     and j not in {*self.cd.outputs, *self.program.pinned}), None)
 
     def value(self, node: fx.Node) -> Any:
         """A tensor, views derived from what holds their storage."""
@@ -332,12 +328,19 @@ class _Runner:
         self._make_places(i)
         for other in self._alternatives(i).values():
             if self.timings.wanted(other[1]):
-                self.timings.time(*other)
+                self.timings.time(*other, self._before(i))
         call, self.keys[i] = self._prepared(i)
         if self.timings.wanted(self.keys[i]):
-            self._keep(i, self.timings.time(call, self.keys[i]))
+            self._keep(i, self.timings.time(call, self.keys[i], self._before(i)))
         elif not self._passed_over(i):
             self._keep(i, call())
+
+    def _before(self, i: int) -> Callable[[], None] | None:
+        """What brings the caches to how a C node finds them."""
+        if self.caches is None:
+            return None
+        return functools.partial(self.caches.empty, [
+            self.values[j] for j in made_just_before(self.cd, i) if j in self.values])
 
     def _passed_over(self, i: int) -> bool:
         """Whether an operation takes long, and makes no choices: then what it makes is made up."""

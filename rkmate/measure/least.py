@@ -1,7 +1,10 @@
-"""The memory without which an operation cannot run, whatever the schedule."""
+"""What an operation does in every schedule: the memory that it takes at least, and over what it writes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.cd import HOISTED, CDGraph
 
@@ -25,3 +28,12 @@ def least_bytes(partition: Partition) -> int:
     """Bytes that the largest operation takes alone: no schedule takes less."""
     cd, constants = partition.program.cd, hoisted(partition)
     return max((bytes_alone(cd, i, constants) for i in range(len(cd.c))), default=0)
+
+
+def surely_over(program: Program, i: int, ours: Callable[[int], bool]) -> int | None:
+    """The D node over which a C node of an operator of our own writes in every schedule, as nothing reads it
+    later: with a result of its own, it has work that is spared there. `ours`: which belong to a block."""
+    cd = program.cd
+    own = getattr(program.operation[i].target, "namespace", "") == "rkmate" and i >= cd.loss
+    return next((j for j in cd.c[i].donors if own and max(cd.readers[j]) == i and ours(j)
+                 and j not in {*cd.outputs, *program.pinned}), None)

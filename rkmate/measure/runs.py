@@ -77,12 +77,15 @@ class Timings:
         self._spent += seconds
         return result
 
-    def time(self, call: Callable[[], Any], key: Any) -> Any:
-        """Time an operation as often as this pass has runs for it; its result."""
+    def time(self, call: Callable[[], Any], key: Any, before: Callable[[], object] | None = None) -> Any:
+        """Time an operation as often as this pass has runs for it; its result. `before`: called before each
+        run."""
         times: list[float] = []
         result = None
         while len(times) < self._repeats(key) and sum(times) < self._settings.enough_seconds:
             result = None                # freed before the call, as its memory may serve again
+            if before is not None:
+                before()
             seconds, result = self._device.timed(call)
             times.append(seconds)
         self._known[key] = min(*times, self._known.get(key, times[0]))

@@ -22,3 +22,6 @@ class MeasureSettings:
     short runs often, what is long once or twice. Its run for temporary memory is one of them."""
     least_seconds: float = 3.0
     """So long the runs may take in any case."""
+    cold: bool | None = None
+    """Whether the processor's caches are emptied before each run, but for what was made last, as an operation
+    finds them in a step. None: where a step makes more than they hold."""

@@ -43,6 +43,7 @@ from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.several_calls import peak_of_calls
 from rkmate.ir.simulate import Simulation, simulate
 from rkmate.measure.analytic import analytic_costs
+from rkmate.measure.caches import touched_bytes
 from rkmate.measure.compiled_memory import with_memory_of_groups
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
@@ -299,7 +300,8 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
                 known = measured_within(
                     lambda room: measure(
                         parts, blocked.texts, traced.tensors, _cost_memory(), traced.settings.measure,
-                        on_progress=lambda done, total: tick(done * len(blocked.texts) // total), limit=room),
+                        on_progress=lambda done, total: tick(done * len(blocked.texts) // total), limit=room,
+                        step_bytes=touched_bytes(traced.capture.graph)),
                     None if limit is None else functools.partial(limit, blocked), traced.device, traced.name)
             except (IndexError, RuntimeError) as error:
                 if isinstance(error, RkmateError):
