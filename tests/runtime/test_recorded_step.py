@@ -95,7 +95,7 @@ def x() -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("more", "why"), [({"gradients": "in_place"}, "in_place"), ({"calls": 2}, "calls=2"),
-                                           ({"settings": rkmate.Settings(opaque=("2",))}, "torch's own")])
+                                           ({"settings": rkmate.Settings(opaque=("2",))}, "run as they are")])
 def test_what_cannot_be_recorded_is_refused(x: torch.Tensor, more: dict[str, Any], why: str) -> None:
     with pytest.raises(ArgumentError, match=why):
         _wrapped(_model().cuda(), x, **more)
