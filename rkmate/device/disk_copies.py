@@ -13,6 +13,7 @@ from rkmate.device.away_bytes import AwayBytes
 from rkmate.device.away_file import BUFFER_BYTES, Abandoned, AwayFile, shared
 from rkmate.device.call_copies import CallCopies, Sent, reason_of
 from rkmate.device.forms import Form
+from rkmate.device.huge_pages import ask_for_huge_pages
 from rkmate.device.lanes import BLOCK, CHUNK, LANES, Chunk, Mismatch, Queue, Transfer, checksum
 from rkmate.device.room import Extent
 from rkmate.errors import ArgumentError, OffloadError
@@ -115,6 +116,7 @@ class DiskCopies(CallCopies[_OnDisk]):
 
     def _fetch(self, sent: _OnDisk, content: torch.UntypedStorage) -> None:
         start = content.data_ptr()
+        ask_for_huge_pages(start, sent.form.nbytes)
         sent.moving = transfer = Transfer(len(sent.parts), self._back_buffers)
         self._put(self._file.lanes.back, sent, [
             Chunk(transfer, start + part.start, part.size, part.offset, expected)
