@@ -18,6 +18,7 @@ from rkmate.device import events
 from rkmate.device.copy_engine import CopyEngine, StepCopies
 from rkmate.device.copy_times import ends_by_threads
 from rkmate.device.disk_copies import FolderEngine
+from rkmate.device.kept_pages import give_back_free_pages
 from rkmate.devices import HOST
 from rkmate.errors import ArgumentError
 from rkmate.ir.peak import Peak
@@ -67,7 +68,7 @@ class Cpu:
         """None: what is freed goes back to the system's allocator."""
 
     def give_back(self) -> None:
-        """Nothing is kept."""
+        give_back_free_pages()
 
     def warm_up(self) -> None:
         """Libraries keep nothing that is counted."""

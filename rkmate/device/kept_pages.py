@@ -77,9 +77,21 @@ def keep_pages() -> KeptPages:
     return KeptPages(effective=not reason)
 
 
+def give_back_free_pages() -> None:
+    """Let the system have the pages of what tensors have freed, now: what is made next takes fresh ones. Not
+    where they are kept, nor in another heap than that of the GNU C library."""
+    with _lock:
+        if _is_glibc() and not _kept:
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _is_glibc() -> bool:
+    return sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+
+
 def _told() -> str:
     """Tell the heap to keep what is freed; why it does not, if it does not."""
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+    if not _is_glibc():
         return "it tells the heap of the GNU C library, on Linux, and this process has another one"
     if _kept:
         return ""

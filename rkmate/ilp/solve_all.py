@@ -6,7 +6,6 @@ interpreter's lock, and a thread needs no second import of the package.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -19,6 +18,7 @@ from rkmate.ilp.grid import OptionSet, block_options
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ir.cd import CDGraph
 from rkmate.support.cache_folder import cache_folder
+from rkmate.support.cores import cores
 
 _Finished = tuple[int, OptionSet | BaseException]
 
@@ -61,7 +61,7 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
             advance(i)
     # The largest first: a long solve that starts last would leave the other cores idle.
     todo.sort(key=lambda i: -len(graphs[i].c))
-    count = min(len(todo), workers if workers is not None else _cores())
+    count = min(len(todo), workers if workers is not None else cores())
     finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for i in todo:
@@ -113,9 +113,3 @@ def _next(finished: queue.SimpleQueue[_Finished]) -> _Finished:
             return finished.get(timeout=0.5)
         except queue.Empty:
             continue
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1

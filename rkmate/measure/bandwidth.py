@@ -1,7 +1,11 @@
 """How fast a device's data goes away and comes back: both ways at once, while the device computes.
 
 It is measured with an engine like the one that will do it (but without checksums, which a step may have or
-not), in a few hundred million bytes and about a second or two, and remembered.
+not), in a few hundred million bytes and about two or three seconds, and remembered.
+
+What copies take from a computation on the same processor is counted by the clock of the process, which other
+programs do not move, while nothing is computed: with a thread on each core, all wait for the one that a copy
+has interrupted. Where cores are left, a computation beside copies tells how much less it is.
 """
 
 from __future__ import annotations
@@ -15,17 +19,18 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from rkmate.device import Device
 from rkmate.device.copy_engine import CopyEngine
 from rkmate.ir.link import Link
+from rkmate.support.cores import cores
 from rkmate.support.json_store import read_json, write_json
 
 T = TypeVar("T")
-FORMAT = 3
+FORMAT = 4
 """Raised whenever what is measured changes: entries of another format count as unknown."""
 REPEATS = 3
 """Measurements; their median counts."""
@@ -42,6 +47,8 @@ SMALL, SMALL_BYTES = 16, 4096
 """Small copies, which tell what one takes however small it is."""
 PACE_RUNS = 20
 """Of what is computed, to know how long it takes alone."""
+REST_SECONDS = 5e-3
+"""Between looks at whether copies are over, while nothing is computed."""
 WIDTH = 512
 """Of the matrices whose product is computed meanwhile."""
 
@@ -80,12 +87,39 @@ def _measured(device: Device, engine: CopyEngine, most: int) -> Rates:
     size = min(most, int(begun * SECONDS / slow))
     rounds = [_round(device, engine, size, TENSORS, pace) for _ in range(REPEATS)]
     out, back, lost = (median(seconds[k] for seconds in rounds) for k in range(3))
-    lost = lost if device.host else 0.0
-    return _rate(size, out, each), _rate(size, back, each), each, lost / (2 * max(1, size))
+    taken = 0.0
+    if device.host:
+        busy = median(_round(device, engine, size, TENSORS, _Rest())[2] for _ in range(REPEATS))
+        taken = busy if torch.get_num_threads() >= cores() else min(lost, busy)
+    return _rate(size, out, each), _rate(size, back, each), each, taken / (2 * max(1, size))
+
+
+class _Meanwhile(Protocol):
+    """What the device does while copies are under way, and what they cost it."""
+
+    def compute(self) -> None:
+        """A short piece of it."""
+
+    def beside(self, run: Callable[[], T]) -> tuple[T, float]:
+        """What something returns that runs such pieces all the time, and the seconds that its copies cost."""
+
+
+class _Rest:
+    """Nothing; copies cost the seconds of the processor that this process takes."""
+
+    def compute(self) -> None:
+        """Wait a little."""
+        time.sleep(REST_SECONDS)
+
+    def beside(self, run: Callable[[], T]) -> tuple[T, float]:
+        """See `_Meanwhile`."""
+        start = time.process_time()
+        result = run()
+        return result, time.process_time() - start
 
 
 class _Pace:
-    """How much longer a computation takes beside something else."""
+    """A computation; copies cost how much longer it takes beside them."""
 
     def __init__(self, compute: Callable[[], object]) -> None:
         self._compute = compute
@@ -117,10 +151,10 @@ def _rate(size: int, seconds: float, each: float) -> float:
     return max(1, size) / max(seconds - TENSORS * each, seconds / 2)
 
 
-def _round(device: Device, engine: CopyEngine, size: int, count: int, pace: _Pace
+def _round(device: Device, engine: CopyEngine, size: int, count: int, meanwhile: _Meanwhile
            ) -> tuple[float, float, float]:
     """Seconds that `count` copies out of `size` bytes in all take, and as many copies back meanwhile; and
-    those that computing loses by them."""
+    those that they cost what the device does meanwhile."""
     sent, now = [f"sent {k}" for k in range(count)], [f"now {k}" for k in range(count)]
     held: list[torch.Tensor] = []
     call = engine.open()
@@ -137,8 +171,11 @@ def _round(device: Device, engine: CopyEngine, size: int, count: int, pace: _Pac
                 call.out(leaving, tensor)
                 held.append(call.back(coming))
 
-        (out, back), lost = pace.beside(lambda: device.ends_of(call, begin, now, sent, pace.compute))
-        return out, back, lost
+        if device.host:
+            device.give_back()          # in a step, what comes back takes fresh memory
+        (out, back), cost = meanwhile.beside(
+            lambda: device.ends_of(call, begin, now, sent, meanwhile.compute))
+        return out, back, cost
     finally:
         device.synchronize()
         call.close()

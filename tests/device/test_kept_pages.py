@@ -15,6 +15,7 @@ import rkmate
 
 PROGRAM = """
 import json, os, resource, threading, torch, rkmate
+from rkmate import device as devices
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -26,14 +27,21 @@ def faults():
         torch.ones(24 * 2**20), torch.ones(2**20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
+def given_back():
+    blocks = [torch.ones(2**19) for _ in range(25)]
+    del blocks[:-1]                     # the last one keeps the heap from shrinking
+    before = resident()
+    devices.of("cpu").give_back()
+    return before - resident()
+
 thread = threading.Thread(target=rkmate.keep_pages)
 thread.start()
 thread.join()
 faults()
-found = {"another thread": faults()}
+found = {"another thread": faults(), "free": given_back()}
 with rkmate.keep_pages() as outer:
     faults()
-    found["kept"] = faults()
+    found["kept"], found["free but kept"] = faults(), given_back()
     with rkmate.keep_pages() as inner:
         found["effective"] = outer.effective and inner.effective
     found["inner over"] = faults()
@@ -57,6 +65,7 @@ def test_pages_stay_until_it_is_over() -> None:
     found = json.loads(run.stdout)
     assert found["effective"]
     assert found["another thread"] > PAGES / 2 and found["given back"] > 90 * 2**20
+    assert found["free"] > 40 * 2**20 > found["free but kept"]
     assert found["kept"] < PAGES / 100 and found["inner over"] < PAGES / 100
     assert "keep_pages() changes nothing: this is not the main thread" in run.stderr
 

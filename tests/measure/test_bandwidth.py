@@ -76,6 +76,33 @@ def test_what_computing_loses_by_copies_is_known(monkeypatch: pytest.MonkeyPatch
     assert pace.beside(beside) == pace.beside(beside) == ("done", pytest.approx(lost))
 
 
+@pytest.mark.parametrize(("cores", "busy", "lost", "taken"), [
+    (1, 0.5, 0.2, 0.5), (1, 0.2, 0.5, 0.2), (10_000, 0.5, 0.2, 0.2), (10_000, 0.2, 0.5, 0.2)])
+def test_copies_take_what_they_keep_the_processor_busy(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, busy: float, lost: float, taken: float
+        ) -> None:
+    """But where cores are left for them: there no more than a computation loses."""
+    monkeypatch.setattr(bandwidth, "cores", lambda: cores)
+    monkeypatch.setattr(bandwidth._Rest, "beside", lambda _, run: (run(), busy))
+    monkeypatch.setattr(bandwidth._Pace, "beside", lambda _, run: (run(), lost))
+    monkeypatch.setattr(bandwidth, "SECONDS", 1e9)          # no disk is so slow that less is copied
+    link = measure_link(CPU, CPU.copy_engine(str(tmp_path)))
+    assert link.computing_seconds_per_byte == pytest.approx(taken / (2 * 2**21))
+
+
+def test_a_rest_costs_what_the_process_computes() -> None:
+    def busy() -> str:
+        end = bandwidth.time.process_time() + 0.05
+        while bandwidth.time.process_time() < end:
+            pass
+        return "done"
+
+    rest = bandwidth._Rest()
+    result, seconds = rest.beside(busy)
+    assert result == "done" and seconds >= 0.05
+    assert rest.beside(rest.compute)[1] < seconds
+
+
 def test_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     away, cache = tmp_path / "away", tmp_path / "cache"
     away.mkdir()

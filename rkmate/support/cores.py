@@ -1,0 +1,12 @@
+"""How many cores of the processor there are."""
+
+from __future__ import annotations
+
+import os
+
+
+def cores() -> int:
+    """That this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
