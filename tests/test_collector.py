@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -39,3 +40,17 @@ def test_errors_pass_and_nesting_counts_once() -> None:
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
+
+
+def test_what_lasts_counts_as_old_and_its_garbage_goes() -> None:
+    class Made:
+        other: Made
+
+    with gc_pause(lasting=True):
+        kept, gone = Made(), Made()
+        gone.other = gone
+        trace = weakref.ref(gone)
+        del gone
+        assert trace() is not None
+    assert trace() is None
+    assert any(o is kept for o in gc.get_objects(2))

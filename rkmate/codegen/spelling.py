@@ -23,7 +23,6 @@ from rkmate.graph.blocks.expressions import Expressions, Naming
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.capture.operations import OpOverload
 from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.simplify import is_view
 from rkmate.graph.passes.view_methods import view_method
 
 aten = torch.ops.aten
@@ -136,12 +135,12 @@ class Spelled(Expressions):
         self.views = views
 
     def value(self, node: fx.Node) -> str:
-        if self.views is None or not _is_named_view(node):
+        if self.views is None or node not in self.program.views:
             return self._inline(node)
         return self.views.name(node, lambda: self._inline(node))
 
     def _inline(self, node: fx.Node) -> str:
-        if _is_named_view(node) and not isinstance(node.target, OpOverload):      # operator.getitem
+        if node in self.program.views and not isinstance(node.target, OpOverload):      # operator.getitem
             return f"{self.value(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
         return super().value(node)
 
@@ -186,7 +185,7 @@ class Views:
                 self._count(node)
 
     def _count(self, node: fx.Node) -> None:
-        if _is_named_view(node):
+        if node in self._program.views:
             key = self._key(node)
             self._uses[key] += 1
             if self._uses[key] == 1:
@@ -197,7 +196,7 @@ class Views:
         found = self._keys.get(view)
         if found is None:
             base = view.args[0]
-            of = (self._key(base),) if _is_named_view(base) else self._program.storage[base]
+            of = (self._key(base),) if base in self._program.views else self._program.storage[base]
             key = view.target, of, repr(view.args[1:]), repr(view.kwargs)
             found = self._keys[view] = self._keys.setdefault(key, len(self._keys))
         return found
@@ -229,7 +228,3 @@ class Views:
         """Names that end with these D nodes."""
         gone = [key for key, (_, where) in self._names.items() if isinstance(where, int) and where in ds]
         return tuple(self._names.pop(key)[0] for key in gone)
-
-
-def _is_named_view(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "get_attr") and is_view(node)

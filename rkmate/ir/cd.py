@@ -149,6 +149,16 @@ class CDGraph:
         """D nodes that are outcomes of a C node that decides: made once, never freed."""
         return frozenset(o for c in self.c if c.decides for o in c.outputs)
 
+    @cached_property
+    def wiring(self) -> tuple[object, ...]:
+        """The computations without their costs, and how many storages there are: the same at other sizes."""
+        return self.loss, len(self.d), tuple([(c.name, c.inputs, c.outputs, c.donors) for c in self.c])
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Of all D nodes."""
+        return sum([d.size for d in self.d])
+
     @property
     def forward(self) -> range:
         """Indices of the forward C nodes."""

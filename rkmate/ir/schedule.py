@@ -10,6 +10,7 @@ their kind, so that two kinds are never equal.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -158,68 +159,91 @@ def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: in
     `ScheduleError` when a computation reads what is not in memory.
     """
     order, loss_at = _decided_once(graph, list(order), loss_at)
-    pinned = {*pinned, *graph.decided}
-    never = len(order) + 1
-    # Walk backwards: the next use of each D node seen from behind tells where it dies.
-    next_use = [-1] * len(graph.d)       # -1: not needed any more
+    nodes, fixed = [(c.inputs, c.outputs) for c in graph.c], set(graph.inputs)
+    # Walk backwards: what is read later says where each D node dies.
+    stays = [False] * len(graph.d)       # somebody holds it
+    for j in (*pinned, *graph.decided, *fixed):
+        stays[j] = True
+    later = [False] * len(graph.d)       # it is read later, before it is made again
     for j in graph.input_grads:
-        next_use[j] = never
+        later[j] = True
     dies: dict[int, list[int]] = {}      # after computation k
-    dies_at_loss: list[int] = []
+    at_loss: list[int] = []
     exit_after: dict[int, list[int]] = {}
     for j, i in graph.releases.items():
         exit_after.setdefault(i, []).append(j)
-    fixed = set(graph.inputs)
-    for j in pinned:
-        next_use[j] = never
     for k in range(len(order) - 1, -1, -1):
         if k + 1 == loss_at:
+            unread = [j for j in graph.output_grads if not (later[j] or stays[j])]
             for j in graph.outputs:
-                if next_use[j] == -1:
-                    next_use[j] = k + 1
-                    dies_at_loss.append(j)
+                if not (later[j] or stays[j]):
+                    later[j] = True
+                    at_loss.append(j)
+            at_loss += unread
+            for j in graph.output_grads:
+                later[j] = False
         i = order[k]
-        node = graph.c[i]
+        inputs, outputs = nodes[i]
+        gone: list[int] = []
         for j in exit_after.get(i, ()):
-            if next_use[j] == -1:
-                next_use[j] = k
-                dies.setdefault(k, []).append(j)
-        for j in node.outputs:
-            if next_use[j] == -1:
-                dies.setdefault(k, []).append(j)
-            elif j not in pinned:
-                next_use[j] = -1
-        for j in node.inputs:
-            if next_use[j] == -1 and j not in fixed:
-                next_use[j] = k
-                dies.setdefault(k, []).append(j)
-    available = set(graph.inputs)
-    if loss_at == 0:
-        available |= set(graph.output_grads)
+            if not (later[j] or stays[j]):
+                later[j] = True
+                gone.append(j)
+        for j in outputs:
+            if later[j]:
+                later[j] = False
+            elif not stays[j]:
+                gone.append(j)
+        for j in inputs:
+            if not later[j]:
+                later[j] = True
+                if not stays[j]:
+                    gone.append(j)
+        if gone:
+            dies[k] = gone
+    there = {*fixed, *graph.output_grads} if loss_at == 0 else fixed
+    if any(later) and not all(j in there for j, read in enumerate(later) if read):
+        _check_reads(graph, order, loss_at)
+    _make_known(max(len(graph.c), len(graph.d)))
     steps: list[Step] = []
     if loss_at == 0:
         steps.append(Loss())
     for k, i in enumerate(order):
-        if not available.issuperset(graph.c[i].inputs):
-            missing = [j for j in graph.c[i].inputs if j not in available]
-            names = ", ".join(graph.d[j].name for j in missing)
-            raise ScheduleError(f"step {k} ({graph.c[i].name}) reads {names}, which is not in memory")
-        steps.append(Compute(i))
-        available.update(graph.c[i].outputs)
-        for j in dies.get(k, ()):
-            steps.append(Free(j))
-            available.discard(j)
+        steps.append(_COMPUTES[i])
+        if k in dies:
+            steps += [_FREES[j] for j in dies[k]]
         if k + 1 == loss_at:
             steps.append(Loss())
-            available.update(graph.output_grads)
-            for j in dies_at_loss:
-                steps.append(Free(j))
-                available.discard(j)
-            for j in graph.output_grads:
-                if next_use[j] == -1:
-                    steps.append(Free(j))
-                    available.discard(j)
+            steps += [_FREES[j] for j in at_loss]
     return Schedule(tuple(steps))
+
+
+_COMPUTES: list[Compute] = []
+_FREES: list[Free] = []
+"""Steps by their number: those of one number are one object, in whatever schedule."""
+
+
+def _make_known(count: int) -> None:
+    with _growing:
+        for i in range(len(_FREES), count):
+            _COMPUTES.append(Compute(i))
+            _FREES.append(Free(i))
+
+
+_growing = threading.Lock()
+
+
+def _check_reads(graph: CDGraph, order: Sequence[int], loss_at: int) -> None:
+    """Raise `ScheduleError` where a computation reads what nothing before it made."""
+    made = {*graph.inputs, *(graph.output_grads if loss_at == 0 else ())}
+    for k, i in enumerate(order):
+        missing = [j for j in graph.c[i].inputs if j not in made]
+        if missing:
+            names = ", ".join(graph.d[j].name for j in missing)
+            raise ScheduleError(f"step {k} ({graph.c[i].name}) reads {names}, which is not in memory")
+        made.update(graph.c[i].outputs)
+        if k + 1 == loss_at:
+            made.update(graph.output_grads)
 
 
 def _decided_once(graph: CDGraph, order: list[int], loss_at: int) -> tuple[list[int], int]:

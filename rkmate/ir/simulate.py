@@ -79,11 +79,12 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
     seen_loss = False
     ran: set[int] = set()
     timeline: list[int] = []
-    steps, size, decided = schedule.steps, [d.size for d in graph.d], graph.decided
+    steps, size, decided, nodes = schedule.steps, [d.size for d in graph.d], graph.decided, graph.c
+    seconds, last = 0.0, len(steps) - 1
     for k, step in enumerate(steps):
         now = live
         if isinstance(step, Compute):
-            node = graph.c[step.c]
+            node = nodes[step.c]
             if node.phase == "backward" and not seen_loss:
                 raise ScheduleError(f"step {k}: {node.name} runs before the loss")
             if node.decides and step.c in ran:
@@ -99,7 +100,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 where.read(j)
             # A second run creates all of the outputs anew, also those that are still there.
             remade = 0
-            donor = in_place_donor(graph, steps, k) if node.donors else None
+            donor = in_place_donor(graph, steps, k) \
+                if node.donors and k < last and isinstance(steps[k + 1], Free) else None
             if donor is not None:
                 # The output takes the input's storage: when the input is freed, nothing is freed.
                 live -= size[donor]
@@ -114,7 +116,10 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                     live += size[j]
             kernel: CNode | Kernel = kernel_of(graph, step) if step.kernel else node
             now = live + remade + kernel.overhead
-            clocks.compute(kernel.time)
+            if copies:
+                clocks.compute(kernel.time)
+            else:
+                seconds += kernel.time
             ran.add(step.c)
         elif isinstance(step, Free):
             if step.d not in alive:
@@ -165,5 +170,5 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
     left_out = [graph.c[i].name for i in range(len(graph.c)) if i not in ran]
     if left_out:
         raise ScheduleError(f"the schedule never runs {', '.join(left_out[:5])}")
-    return Simulation(peak, peak_at, clocks.now, saved, tuple(timeline), clocks.stalled, where.bytes,
-                      tuple(clocks.out), tuple(clocks.back))
+    return Simulation(peak, peak_at, clocks.now if copies else seconds, saved, tuple(timeline),
+                      clocks.stalled, where.bytes, tuple(clocks.out), tuple(clocks.back))

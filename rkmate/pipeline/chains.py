@@ -58,18 +58,12 @@ def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
     return Problem(
         prepared.graph, chain_of(prepared, sets), tuple(b.c for b in prepared.partition.blocks),
         prepared.pinned, prepared.reserve_at_loss, stages_of(prepared), prepared.blocked.classes,
-        class_graphs(prepared))
-
-
-def class_graphs(prepared: Prepared) -> tuple[CDGraph, ...]:
-    """Of each class, the graph of its first block, with costs."""
-    first = {k: b for b, k in reversed(list(enumerate(prepared.blocked.classes)))}
-    return tuple(prepared.block_graphs[first[k]] for k in range(len(first)))
+        prepared.class_graphs)
 
 
 def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:
     """Per class, the options of its blocks."""
-    graphs = class_graphs(prepared)
+    graphs = prepared.class_graphs
     with prepared.blocked.traced.progress.stage("solving blocks", len(graphs)) as tick:
         return tuple(solve_options(graphs, prepared.settings.options,
                                    on_progress=lambda done, total: tick(done)))
@@ -78,7 +72,7 @@ def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:
 def chain_of(prepared: Prepared, sets: Sequence[OptionSet]) -> Chain:
     """The chain of blocks for the dynamic program."""
     parts = prepared.partition
-    plain = [_plain_forward(graph) for graph in class_graphs(prepared)]
+    plain = [_plain_forward(graph) for graph in prepared.class_graphs]
     blocks = tuple(Block(*plain[k], sets[k].options) for k in prepared.blocked.classes)
     return _chained(prepared.graph, blocks, parts.cuts, parts.grads)
 

@@ -7,6 +7,7 @@ chain's dynamic program over the known options, are judged by the simulator at t
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from rkmate.ir.kernels import by_own_kernels, seconds_to_gain
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.measure.temporaries import bytes_of, bytes_of_parts
 from rkmate.pipeline.attempts import Orders, Planned, attempted, plan_of
-from rkmate.pipeline.chains import class_graphs, solve_with
+from rkmate.pipeline.chains import solve_with
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.larger_tiles import WORTH
 from rkmate.pipeline.planning import warn_of
@@ -121,9 +122,12 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
         whole = Planned(attempt.plan, prepared, orders)
         if seconds_to_gain(prepared.graph, attempt.plan.schedule) < WORTH * attempt.plan.step_seconds:
             return whole
-    sizes = {id(k): abs(sum(d.size for d in k.plan.graph.cd.d) - sum(d.size for d in cd.d)) for k in alike}
-    schedules = dict.fromkeys(k.plan.schedule for k in sorted(alike, key=lambda k: sizes[id(k)]))
-    found = _best(prepared, list(schedules)[:TRIED], limit, _NOTE)
+    nearest = sorted(alike, key=lambda k: abs(k.plan.graph.cd.total_bytes - cd.total_bytes))
+    schedules: list[Schedule] = []
+    for k in nearest:
+        if len(schedules) < TRIED and k.plan.schedule not in schedules:
+            schedules.append(k.plan.schedule)
+    found = _best(prepared, schedules, limit, _NOTE)
     if found is None and orders and whole is None:
         chained = _chained(prepared, orders, limit)
         found = _best(prepared, [] if chained is None else [chained], limit, _CHAIN_NOTE)
@@ -137,9 +141,10 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
 
 def _alike(known: CDGraph, new: CDGraph) -> bool:
     """Whether both have the same computations on the same storages, in one order."""
-    return known.loss == new.loss and len(known.d) == len(new.d) and len(known.c) == len(new.c) and all(
-        (a.name, a.inputs, a.outputs, a.donors) == (b.name, b.inputs, b.outputs, b.donors)
-        for a, b in zip(known.c, new.c, strict=True))
+    if known.wiring != new.wiring:
+        return False
+    known.__dict__["wiring"] = new.wiring       # the next comparison finds one object
+    return True
 
 
 def _is_cut_alike(known: Plan, new: Prepared) -> bool:
@@ -159,13 +164,14 @@ def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
     ratios = [[_ratio(a, b) for a, b in zip(sizes, before, strict=True)] for before, _ in rows]
     # An operation may read what the caller holds, which grows as something in the graph does.
     whole = [most if (most := max(ratio)) > 1 else 0 for ratio in ratios]
+    scaled = functools.cache(_scaled)           # layers are alike
     result: list[Cost] = []
     for i, c in enumerate(new.c):
         touched = (*c.inputs, *c.outputs)
-        at_known = [(sum([before[j] for j in touched]),
-                     max(max([ratio[j] for j in touched], default=1.0), most), costs[i])
-                    for (before, costs), ratio, most in zip(rows, ratios, whole, strict=True)]
-        result.append(_scaled(at_known, sum([sizes[j] for j in touched])))
+        at_known = tuple([(sum([before[j] for j in touched]),
+                           max([most if touched else max(1.0, most), *[ratio[j] for j in touched]]), costs[i])
+                          for (before, costs), ratio, most in zip(rows, ratios, whole, strict=True)])
+        result.append(scaled(at_known, sum([sizes[j] for j in touched])))
     return result
 
 
@@ -248,7 +254,7 @@ def _seconds(prepared: Prepared, schedule: Schedule, limit: int) -> float:
 
 def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:
     """What the chain's dynamic program makes of the known options at these sizes."""
-    graphs = class_graphs(prepared)
+    graphs = prepared.class_graphs
     if len(graphs) != len(orders):
         return None
     sets = []

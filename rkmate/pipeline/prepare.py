@@ -132,8 +132,6 @@ class Prepared:
     costs: Costs
     graph: CDGraph
     """The whole graph with costs."""
-    block_graphs: tuple[CDGraph, ...]
-    """Each block's own graph, with costs."""
     pinned: tuple[int, ...]
     """D nodes that are never freed: the user holds the outputs, and autograd the gradient of a scalar that
     a backward starts from."""
@@ -183,6 +181,13 @@ class Prepared:
         return self.simulate(schedule).peak if calls == 1 else \
             peak_of_calls(self.graph, schedule, calls, pinned=self.pinned,
                           reserve_at_loss=self.reserve_at_loss)
+
+    @functools.cached_property
+    def class_graphs(self) -> tuple[CDGraph, ...]:
+        """Of each class of blocks, the own graph of the first one, with costs."""
+        first = {k: b for b, k in reversed(list(enumerate(self.blocked.classes)))}
+        blocks = [self.partition.blocks[first[k]] for k in range(len(first))]
+        return tuple(b.graph.with_costs(self.costs[i] for i in b.c) for b in blocks)
 
     @functools.cached_property
     def baseline_peak(self) -> int:
@@ -319,9 +324,8 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     whole = choose_kernels(graph, from_order(graph, range(len(graph.c)), graph.loss, pinned), pinned=pinned,
                            reserve_at_loss=reserve)
     return Prepared(
-        blocked, known, graph, tuple(b.graph.with_costs(known[i] for i in b.c) for b in parts.blocks),
-        pinned, reserve, whole, simulate(graph, whole, pinned=pinned, reserve_at_loss=reserve),
-        block_infos(parts, blocked.classes),
+        blocked, known, graph, pinned, reserve, whole,
+        simulate(graph, whole, pinned=pinned, reserve_at_loss=reserve), block_infos(parts, blocked.classes),
         {**blocked.stage_seconds, "measure": time.perf_counter() - start})
 
 

@@ -13,7 +13,7 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
 from rkmate.ilp.grid import lean_options
 from rkmate.measure.least import least_bytes
 from rkmate.pipeline.bounds import bytes_of_any
-from rkmate.pipeline.chains import Solved, class_graphs, solve, solve_with
+from rkmate.pipeline.chains import Solved, solve, solve_with
 from rkmate.pipeline.prepare import Blocked, Prepared, with_operation_costs
 from rkmate.pipeline.room import wholly_measured
 from rkmate.planners.finish import finish
@@ -42,7 +42,7 @@ class Refused:
 
 def lean_problem(prepared: Prepared) -> Problem:
     """The planner's problem with the options of each block that no program is solved for."""
-    return solve_with(prepared, [lean_options(graph) for graph in class_graphs(prepared)])
+    return solve_with(prepared, [lean_options(graph) for graph in prepared.class_graphs])
 
 
 def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:

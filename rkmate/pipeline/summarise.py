@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.blocks.infos import module_of
+from rkmate.graph.blocks.infos import Modules
 from rkmate.graph.capture.direct import read_directly
 from rkmate.graph.passes.simplify import is_backward
 from rkmate.ir.cd import HOISTED
@@ -19,7 +19,7 @@ from rkmate.pipeline.prepare import Prepared
 @read_directly()
 def summarise(prepared: Prepared) -> GraphSummary:
     """Names, operations, module paths, sizes and times of a model's graph."""
-    parts = prepared.partition
+    parts, module_of = prepared.partition, Modules()
     program, graph = parts.program, prepared.graph
     computations = tuple(
         Computation(c.name, _operation(node), module_of(node), c.phase, parts.block_of[i], c.inputs,
@@ -28,13 +28,15 @@ def summarise(prepared: Prepared) -> GraphSummary:
         for i, (c, node) in enumerate(zip(graph.c, program.operation, strict=True)))
     storages = tuple(Storage(d.name, d.size, d.kind, _shape(owner.meta.get("val")))
                      for d, owner in zip(graph.d, program.owner, strict=True))
-    return GraphSummary(
+    made = GraphSummary(
         computations, storages, graph.loss, graph.outputs, graph.output_grads, graph.input_grads,
         dict(graph.releases), prepared.pinned, prepared.reserve_at_loss,
-        tuple(tuple(sorted(c)) for c in parts.cuts), _captured(prepared), graph.link)
+        tuple(tuple(sorted(c)) for c in parts.cuts), _captured(prepared, module_of), graph.link)
+    made.__dict__["cd"] = graph         # which is what it would make again
+    return made
 
 
-def _captured(prepared: Prepared) -> tuple[Captured, ...]:
+def _captured(prepared: Prepared, module_of: Modules) -> tuple[Captured, ...]:
     """The forward before simplification. Each view and dropped node stands in the block of what it
     reads, or of what reads it."""
     parts = prepared.partition

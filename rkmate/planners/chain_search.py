@@ -24,8 +24,8 @@ from rkmate.planners.protocol import (
     whole_step,
 )
 from rkmate.planners.settings import PlannerSettings
-from rkmate.rotor import minimum, solve
-from rkmate.rotor.rk_rotor import Table
+from rkmate.rotor import least, minimum, solve
+from rkmate.rotor.rk_rotor import Least, Table
 
 NOTE = "the chain's dynamic program (rk-Rotor)"
 
@@ -44,10 +44,10 @@ class ChainSearch:
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
-        least = smallest_of_chain(problem)
-        if least.peak > budget:
-            return infeasible(f"the chain needs {least.peak:,} bytes")
-        fits = sorted([least, *self._fitting(problem, budget)], key=lambda c: c.seconds)[:self.count]
+        lowest = smallest_of_chain(problem)
+        if lowest.peak > budget:
+            return infeasible(f"the chain needs {lowest.peak:,} bytes")
+        fits = sorted([lowest, *self._fitting(problem, budget)], key=lambda c: c.seconds)[:self.count]
         return replace(best(fits, budget), others=tuple(fits))
 
     def _fitting(self, problem: Problem, budget: int) -> list[Candidate]:
@@ -82,23 +82,27 @@ class ChainSearch:
 
     def _table(self, problem: Problem, own: Problem, memory: int) -> Table:
         """The dynamic program's table for so many bytes, and less: one for small budgets, one for all."""
-        least = self.settings.fine * _minimum(problem)[0]
-        most = least if memory <= least else None
+        small = self.settings.fine * _minimum(problem)[0]
+        most = small if memory <= small else None
         slots = max(1, self.settings.slots // (1 if most is None else 2))
-        return own.once(("table", slots, most), lambda: solve(own.chain, slots, most=most))
+        return own.once(("table", slots, most), lambda: solve(own.chain, slots, most=most, known=_least(own)))
 
 
 def smallest_of_chain(problem: Problem) -> Candidate:
     """The schedule with the smallest peak that the chain has, or the whole step where that is smaller."""
     def make() -> Candidate:
-        least = expanded(problem, _minimum(problem)[1])
-        return min(least, whole_step(problem), key=lambda c: (c.peak, c.seconds))
+        found = expanded(problem, _minimum(problem)[1])
+        return min(found, whole_step(problem), key=lambda c: (c.peak, c.seconds))
 
     return problem.once("smallest of the chain", make)
 
 
 def _minimum(problem: Problem) -> tuple[int, list[Op]]:
-    return problem.once("minimum", lambda: minimum(problem.chain))
+    return problem.once("minimum", lambda: minimum(problem.chain, _least(problem)))
+
+
+def _least(problem: Problem) -> Least:
+    return problem.once("least", lambda: least(problem.chain))
 
 
 def with_partial_saves(problem: Problem, settings: PlannerSettings) -> Problem:

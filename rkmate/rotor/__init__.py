@@ -12,7 +12,7 @@ from rkmate.ir.chain import (
     PartialSave,
 )
 from rkmate.rotor.replay import Cost, replay
-from rkmate.rotor.rk_rotor import Table, fastest, minimum, solve
+from rkmate.rotor.rk_rotor import Table, fastest, least, minimum, solve
 from rkmate.rotor.rotor import RotorChain, rotor
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "RotorChain",
     "Table",
     "fastest",
+    "least",
     "minimum",
     "replay",
     "rotor",

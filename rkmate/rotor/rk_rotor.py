@@ -22,6 +22,8 @@ BUDGETS = 128
 """Budgets at which `Table.sequence` prepares a sequence in exact bytes; fewer for chains of more
 than `LONG` blocks, in proportion to the square of their length, as each takes longer."""
 LONG = 24
+Least = tuple[MemoryRequirements, Smallest]
+"""What each choice of a chain needs, and the smallest memory of every sub-problem."""
 
 
 class Table:
@@ -97,15 +99,20 @@ class Table:
         return self._pool
 
 
-def minimum(chain: Chain) -> tuple[int, list[Op]]:
+def least(chain: Chain) -> Least:
+    """What `minimum` and `solve` both begin from."""
+    needs = MemoryRequirements(chain)
+    return needs, smallest(chain, needs)
+
+
+def minimum(chain: Chain, known: Least | None = None) -> tuple[int, list[Op]]:
     """The smallest memory, in bytes, that a persistent sequence needs, and a sequence within it.
 
     The first cut is included. The sequence spends what memory sub-problems have to spare, but is
-    not necessarily the fastest one at this budget.
+    not necessarily the fastest one at this budget. `known`: what `least` says of this chain.
     """
     chain.verify()
-    needs = MemoryRequirements(chain)
-    small = smallest(chain, needs)
+    needs, small = known or least(chain)
     rebuilt = Backtrack((Layer(needs, small),)).ops(int(small.bytes[0, len(chain)]))
     assert rebuilt is not None
     return int(small.bytes[0, len(chain)]) + chain.input_bytes, rebuilt
@@ -122,19 +129,23 @@ def fastest(chain: Chain) -> list[Op]:
 
 
 def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
-          most: int | None = None, keep: bool = True) -> Table:
+          most: int | None = None, keep: bool = True, known: Least | None = None) -> Table:
     """Solve the chain for all budgets at once.
 
     `slots`: into how many slots the memory of the fastest sequence is divided, when `slot_bytes`
     does not say how large one is. Sizes are rounded up to slots and budgets down, so what fits in
     slots fits in bytes. `most`: bytes above which more memory is not made use of; the slots of small
-    budgets are finer then. `keep`: as in `rkmate.rotor.smallest.smallest`.
+    budgets are finer then. `keep`: as in `rkmate.rotor.smallest.smallest`. `known`: what `least` says of this
+    chain, where `keep` is.
     """
     chain.verify()
     if slots < 1 or (slot_bytes is not None and slot_bytes < 1):
         raise ArgumentError(f"slots and slot_bytes must be at least 1, got {slots}, {slot_bytes}")
-    needs = MemoryRequirements(chain)
-    small = smallest(chain, needs, keep=keep)
+    if known is not None and keep:
+        needs, small = known
+    else:
+        needs = MemoryRequirements(chain)
+        small = smallest(chain, needs, keep=keep)
     low = int(small.bytes[0, len(chain)])
     if keep:
         top = max(low, replay(chain, fastest(chain)).peak_bytes - chain.input_bytes)

@@ -40,7 +40,7 @@ from rkmate.runtime.guards import FlagGuards, Guards
 from rkmate.runtime.observations import Observations
 from rkmate.runtime.open_calls import OpenCalls
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
-from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, derive
+from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, compare, derive
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import planning_lock
@@ -179,7 +179,7 @@ class PlanCache:
     def make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any],
              plan: Plan | None = None) -> Specialization:
         """Plan for a new signature. `plan`: one to follow; `PlanError` when it does not fit."""
-        with planning_lock, gc_pause():
+        with planning_lock, gc_pause(lasting=True):
             known = self.find(key)
             if known is not None:
                 return known
@@ -213,6 +213,8 @@ class PlanCache:
             known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
             if derived is None and traced.capture.recipe is None:
                 known.member = Member(key, known_call(traced.capture, args, kwargs, recording))
+                if len(members) == 1:           # with it there are as many as another size is derived from
+                    compare(self.model, [*members, known.member])
             if len(self):
                 self.new_sizes.add(derived is not None, time.perf_counter() - start)
             self._keep(key, known, others)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from rkmate.graph.capture import family
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.dry_run import Recording
 from rkmate.graph.capture.family import KnownCall, derived, possible
@@ -87,6 +88,13 @@ def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key:
                      "to be captured, as its operations or sizes are not those of the known ones",
                      time.perf_counter() - start)
     return found, new
+
+
+def compare(model: nn.Module, members: Sequence[Member]) -> None:
+    """Do what further sizes of a family need of its captures: at a call that is captured in full it hardly
+    counts, and at the first derived one it would be most of what that takes."""
+    with capture_lock:
+        family.compare(model, [m.known for m in members])
 
 
 def shapes_of(key: Guards) -> list[Sequence[int]]:

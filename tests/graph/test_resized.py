@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from rkmate.graph.capture import meta_kernels
+from rkmate.graph.capture import resized as resizing
 from rkmate.graph.capture.capture import Capture, capture
 from rkmate.graph.capture.dry_run import Recording, dry_run, form_of
 from rkmate.graph.capture.resized import Known, resized, side_by_side
@@ -177,6 +179,18 @@ def test_what_captures_have_in_common_is_taken_again() -> None:
         derived = resized(captures, new, common)
         assert derived is not None
         assert_same_capture(derived, capture(model, *call(n)))
+
+
+def test_fake_tensors_are_as_torch_makes_them() -> None:
+    mode, plain = FakeTensorMode(), torch.empty_strided((3, 2), (1, 3), device="meta")
+    other = FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu"))
+    for gradient in (False, True):
+        made = resizing._fake_like(other, plain, gradient)
+        usual = FakeTensor(mode, plain, torch.device("cpu"), requires_grad=gradient)
+        assert vars(made) == vars(usual)
+        assert (made.device, made.requires_grad) == (usual.device, usual.requires_grad)
+        assert form_of(made) == form_of(usual)
+        assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(usual)
 
 
 class Branching(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.graph.capture import family
 from rkmate.ir.cd import CDGraph, CNode, Cost, DNode
 from rkmate.pipeline import other_sizes
 from rkmate.runtime import plan_cache, sizes
@@ -66,6 +67,23 @@ def test_a_branch_on_the_length_is_captured(captures: list[bool]) -> None:
     for n in (7, 11, 6, 12, 13):
         assert_same_step(twin, wrapped, Sample(model, (torch.randn(2, n, 4),), {}, loss))
     assert captures == [True, True, True, False, True, False]
+
+
+def test_known_sizes_are_compared_once_and_ahead_of_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    for name in ("dry_run", "side_by_side"):
+        def counted(*args: Any, plain: Any = getattr(family, name), name: str = name) -> Any:
+            did.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(family, name, counted)
+    wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 4),), budget=1.0, progress=False, costs="analytic")
+    assert did == []
+    wrapped(torch.randn(7, 4)).sum().backward()
+    assert did == ["dry_run", "dry_run", "side_by_side"]
+    for n in (6, 7, 5, 9, 7, 8):            # the order in which the known ones were used last changes nothing
+        wrapped(torch.randn(n, 4)).sum().backward()
+    assert did[3:] == ["dry_run"] * 3
 
 
 def test_sizes_0_and_1_are_captured(captures: list[bool]) -> None:

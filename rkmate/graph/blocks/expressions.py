@@ -13,7 +13,6 @@ from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.operations import OpOverload
 from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.literals import literal
-from rkmate.graph.passes.simplify import is_view
 from rkmate.graph.passes.view_methods import view_method
 
 
@@ -82,7 +81,7 @@ class Expressions:
     def value(self, node: fx.Node) -> str:
         """The expression of a tensor: what holds its storage, or views of that."""
         where = self.program.storage[node]
-        if node.op in ("placeholder", "get_attr") or not is_view(node):
+        if node not in self.program.views:
             return self.naming.value(where) if isinstance(where, int) else self.naming.source(where)
         if node.target.__class__.__name__ == "builtin_function_or_method":      # operator.getitem
             return f"{self.call(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]

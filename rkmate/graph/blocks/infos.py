@@ -14,10 +14,11 @@ from rkmate.ir.plan import BlockInfo
 def block_infos(parts: Partition, classes: Sequence[int]) -> tuple[BlockInfo, ...]:
     """One for each block; `classes`: equal numbers for identical ones."""
     infos = []
+    of = Modules()
     for block, k in zip(parts.blocks, classes, strict=True):
         paths: Counter[str] = Counter()
         for i in block.c[:block.graph.loss]:
-            paths[module_of(parts.program.operation[i])] += 1
+            paths[of(parts.program.operation[i])] += 1
         named = [p.split(".") for p in paths if p]
         common: list[str] = []
         for column in zip(*named, strict=False):
@@ -38,6 +39,21 @@ def _label(number: int) -> str:
         number, rest = divmod(number - 1, 26)
         text = chr(65 + rest) + text
     return text
+
+
+class Modules:
+    """`module_of`, for the nodes of graphs that live as long as it is used: those of one module share what
+    says so."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}
+
+    def __call__(self, node: torch.fx.Node) -> str:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        known = self._known.get(id(stack))
+        if known is None:
+            known = self._known[id(stack)] = module_of(node)
+        return known
 
 
 def module_of(node: torch.fx.Node) -> str:

@@ -56,6 +56,8 @@ class Program:
     """Per operation with donors, how its result is written over each of them."""
     alternatives: Mapping[fx.Node, tuple[Alternative, ...]]
     """The other kernels of operations that work part by part, where there are any."""
+    views: frozenset[fx.Node] = frozenset()
+    """The operations whose value shares its input's storage."""
 
     def d_of(self, node: fx.Node) -> int | None:
         """The D node that a value lives in; None for what the caller holds."""
@@ -108,6 +110,7 @@ class _Builder:
         self.position: list[int | None] = []
         self.storage: dict[fx.Node, int | Source] = {}
         self.tangents: list[int] = []
+        self.views: list[fx.Node] = []
         self.in_place: dict[fx.Node, dict[int, InPlace]] = {}
         self.results = {n for n in joint.outputs if n is not None} \
             | {n for _, n in joint.mutations} | {n for _, n in joint.grads} | set(joint.kept)
@@ -129,6 +132,7 @@ class _Builder:
 
     def add(self, node: fx.Node, phase: Any) -> None:
         if is_view(node):
+            self.views.append(node)
             base = node.args[0]
             while isinstance(base, fx.Node) and base not in self.storage:
                 base = base.args[0]
@@ -219,4 +223,5 @@ class _Builder:
         return Program(joint, graph.verify(), tuple(self.operation), tuple(self.owner),
                        tuple(self.position), self.storage, tuple(param_grads), tuple(input_grads),
                        constant, joint.mutations, tuple(pinned), self.in_place,
-                       {n: others for n in self.operation if (others := alternatives(n))})
+                       {n: others for n in self.operation if (others := alternatives(n))},
+                       frozenset(self.views))

@@ -66,7 +66,7 @@ def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm]) ->
     try:
         for way in ways_to_export(model):
             try:
-                recorded = _record(model, inputs, forms, way)
+                recorded = _record(model, inputs, forms, way, before)
                 draws.refuse_change(model)
                 return recorded
             except KeyboardInterrupt:
@@ -81,8 +81,8 @@ def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm]) ->
 
 
 def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
-            way: Callable[[], AbstractContextManager[None]]) -> Recording:
-    state = PythonState(model)
+            way: Callable[[], AbstractContextManager[None]], state: PythonState) -> Recording:
+    """`state`: of the model; it has it again afterwards."""
     with ExitStack() as stack:
         stack.enter_context(unchanged_random_state(*devices.in_use()))
         stack.enter_context(warnings.catch_warnings())
@@ -168,8 +168,8 @@ class _Recorder(TorchDispatchMode):
         """Ids of the tensors that stand-ins were put in the place of."""
         self._kept: list[Any] = []       # as long as they live, no other object has their ids
         self._kinds: dict[TensorForm, int] = {}
-        self._names: dict[int, tuple[Any, str]] = {}
-        """By an operation's identity: itself, and its name."""
+        self._names: dict[int, tuple[Any, tuple[str, bool]]] = {}
+        """By an operation's identity: itself, and what is asked of it at every call."""
         self._answers: dict[Any, Any] = {}
         self._wrote = False
         """Whether something was written in place: values from before may be other ones."""
@@ -216,15 +216,20 @@ class _Recorder(TorchDispatchMode):
             raise _Refused("a tensor of its own")
         return t.number
 
-    def _name(self, func: Any) -> str:
+    def _known(self, func: Any) -> tuple[str, bool]:
+        """An operation's name, and whether it returns what it has written to."""
         found = self._names.get(id(func))
         if found is None:
-            found = self._names[id(func)] = (func, func.name() if hasattr(func, "name") else repr(func))
+            writes = func._schema.is_mutable and any(
+                r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+            found = self._names[id(func)] = (
+                func, (func.name() if hasattr(func, "name") else repr(func), writes))
         return found[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        words: list[Any] = [self._name(func)]
+        name, writes = self._known(func)
+        words: list[Any] = [name]
         key: list[Any] = [id(func)]
         tensors: list[torch.Tensor] = []
         self._read((args, kwargs), words, key, tensors)
@@ -233,15 +238,14 @@ class _Recorder(TorchDispatchMode):
         self.note(words)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value(args[0]).item()
+        if writes and len(tensors) == 1:
+            return self._written(func, args, kwargs)        # nothing has to fit to it
         at = tuple(key)
         answer = self._answers.get(at)
         if answer is None:
             answer = self._answers[at] = meta_kernels.answer(
                 func, args, kwargs, self._form, lambda: self._ask(func, args, kwargs))
-        written = [k for k, r in enumerate(func._schema.returns)
-                   if r.alias_info is not None and r.alias_info.is_write] \
-            if func._schema.is_mutable else []
-        if written:
+        if writes:
             return self._written(func, args, kwargs)
         leaves, spec = answer
         results = [None if x is None else self._new(x, (func, args, kwargs, k)) for k, x in enumerate(leaves)]
@@ -280,14 +284,22 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _read(self, value: Any, words: list[Any], key: list[Any], tensors: list[torch.Tensor]) -> None:
-        if isinstance(value, torch.Tensor):
+        kind = type(value)
+        if kind is _Sized and self._owns(value):
             tensors.append(value)
-            if self._owns(value):
-                words.append(value.number)
-                key.append(-1 - value.kind)
-            else:
-                words.append(self._constant(value))
-                key.append(form_of(value))
+            words.append(value.number)
+            key.append(-1 - value.kind)
+        elif kind is int or kind is float:
+            words.append(kind.__name__)
+            key.append((kind, value))
+            self.numbers.append(value)
+        elif kind is bool or value is None:
+            words.append(repr(value))
+            key.append(value)
+        elif isinstance(value, torch.Tensor):
+            tensors.append(value)
+            words.append(self._constant(value))
+            key.append(form_of(value))
         elif isinstance(value, (list, tuple)):
             words.append(f"({len(value)}")
             key.append(len(value))
@@ -299,13 +311,13 @@ class _Recorder(TorchDispatchMode):
                 words.append(k)
                 key.append(k)
                 self._read(v, words, key, tensors)
-        elif isinstance(value, bool) or value is None or not isinstance(value, (int, float)):
-            words.append(repr(value))
-            key.append(value if isinstance(value, (bool, str, type(None))) else repr(value))
-        else:
-            words.append(type(value).__name__)
-            key.append((type(value), value))
+        elif isinstance(value, (int, float)):
+            words.append(kind.__name__)
+            key.append((kind, value))
             self.numbers.append(value)
+        else:
+            words.append(repr(value))
+            key.append(value if isinstance(value, str) else repr(value))
 
     def _constant(self, t: torch.Tensor) -> Any:
         """A closed-over tensor, by what it holds."""

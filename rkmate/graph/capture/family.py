@@ -29,7 +29,7 @@ class KnownCall:
     """Made when it is first asked for."""
     recorded: bool = False
     common: SideBySide | None = None
-    """What its capture has in common with those after it, from the latest time that it was asked for."""
+    """What its capture has in common with others, from the latest time that it was asked for."""
 
 
 def known_call(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -80,18 +80,35 @@ def derived(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     new = dry_run(model, structure, [form_of(t) for t in tensors])
     if new is None:
         return None, None
-    for k in known:
-        if not k.recorded:
-            k.recording, k.recorded = dry_run(model, k.capture.inputs, k.forms), True
-    found = _resized([k for k in known if k.recording is not None and k.recording.text == new.text], new)
+    _record(model, known)
+    pairs, common = _alike(known, new)
+    found = None if common is None else resized(pairs, new, common)
     return (None if found is None else replace(found, inputs=structure)), new
 
 
-def _resized(known: Sequence[KnownCall], new: Recording) -> Capture | None:
-    pairs = [Known(k.capture, k.recording) for k in known if k.recording is not None]
+def compare(model: nn.Module, known: Sequence[KnownCall]) -> None:
+    """Do what `derived` needs of known calls alone ahead of the first new one; one thread at a time."""
+    _record(model, known)
+    latest = known[-1].recording
+    if latest is not None:
+        _alike(known, latest)
+
+
+def _record(model: nn.Module, known: Sequence[KnownCall]) -> None:
+    for k in known:
+        if not k.recorded:
+            k.recording, k.recorded = dry_run(model, k.capture.inputs, k.forms), True
+
+
+def _alike(known: Sequence[KnownCall], new: Recording) -> tuple[list[Known], SideBySide | None]:
+    """The known calls that do the operations of another one, and what they have in common, if it is at
+    hand in whatever order they came; None where they are too few, or have nothing in common."""
+    same = [k for k in known if k.recording is not None and k.recording.text == new.text]
+    pairs = {id(k.capture): Known(k.capture, k.recording) for k in same if k.recording is not None}
     if len(pairs) < 2:
-        return None
-    common = known[0].common
-    if common is None or [id(c) for c in common.captures] != [id(p.capture) for p in pairs]:
-        common = known[0].common = side_by_side(pairs)
-    return None if common is None else resized(pairs, new, common)
+        return [], None
+    for k in same:
+        if k.common is not None and {id(c) for c in k.common.captures} == set(pairs):
+            return [pairs[id(c)] for c in k.common.captures], k.common
+    same[0].common = side_by_side(list(pairs.values()))
+    return list(pairs.values()), same[0].common

@@ -10,11 +10,14 @@ Uses private names of torch (the modes that are in force); tested with torch 2.1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+
+from rkmate.graph.capture.form_rules import CERTAIN, LEARNED, Layout, broadcast
+from rkmate.graph.capture.form_rules import TensorForm as TensorForm
 
 aten = torch.ops.aten
 
@@ -22,30 +25,15 @@ AGREED = 2
 """Calls of a kind for which both said the same, before the kernel is taken alone."""
 
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._unsafe_view.default}
-_EVERYDAY = {
-    aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten.nll_loss_forward.default,
-    aten.nll_loss_backward.default, aten._log_softmax.default, aten._log_softmax_backward_data.default,
-    aten._softmax.default, aten._safe_softmax.default, aten._softmax_backward_data.default,
-    aten.sum.dim_IntList, aten.mean.dim, aten.embedding.default, aten.embedding_dense_backward.default,
-    aten.cat.default, aten.clone.default}
+_EVERYDAY = {*LEARNED, id(aten.cat.default)}
+"""By their identity."""
 _seen: dict[Any, set[Any]] = {}
 """Kind of call -> the calls for which both said the same."""
 _never: set[Any] = set()
 """Kinds of calls for which they did not."""
-_like_inputs: dict[Any, tuple[torch.dtype, Any] | None] = {}
-"""Kinds of pointwise calls -> the type of the result, and how it stands in what is returned, where all seen
-of operands of one dense layout had that layout; None where some had not."""
-
-
-class TensorForm(NamedTuple):
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool = False
-    offset: int = 0
+_by_rule: dict[Any, tuple[list[torch.dtype | None], Any] | None] = {}
+"""Kinds of calls -> the types of the results, and how they stand in what is returned, where all seen had the
+layouts of a rule (`form_rules`); None where some had not."""
 
 
 Answer = tuple[list[TensorForm | None], Any]
@@ -70,7 +58,12 @@ def like(f: TensorForm) -> torch.Tensor:
 def answer(func: Any, args: Any, kwargs: Any, form: Callable[[torch.Tensor], TensorForm],
            ask: Callable[[], Answer]) -> Answer:
     """What an operation returns for tensors of these forms. `ask`: the same of fake tensors."""
-    if not (_is_certain(func) or func in _EVERYDAY or torch.Tag.pointwise in func.tags):
+    rule = None if kwargs else CERTAIN.get(id(func))
+    by_rule = None if rule is None else rule(args, form)
+    if by_rule is not None:
+        return [by_rule], _ALONE
+    pointwise = torch.Tag.pointwise in func.tags
+    if not (pointwise or id(func) in _EVERYDAY or _is_certain(func)):
         return ask()
     leaves, spec = pytree.tree_flatten((args, kwargs))
     forms = [form(v) for v in leaves if isinstance(v, torch.Tensor)]
@@ -79,20 +72,22 @@ def answer(func: Any, args: Any, kwargs: Any, form: Callable[[torch.Tensor], Ten
         return ask()
     if _is_certain(func):
         return _by_kernel(func, leaves, spec, forms) or ask()
-    kind = (func, spec, tuple(_kind(v, form) for v in leaves))
+    kind = (func, spec, tuple([_kind(v, form) for v in leaves]))
     if kind in _never:
         return ask()
     seen = _seen.setdefault(kind, set())
-    pointwise = torch.Tag.pointwise in func.tags and _is_one_layout(forms)
+    learned = LEARNED.get(id(func))
+    layouts = learned(args, kwargs, forms, form) if learned is not None else \
+        broadcast(forms) if pointwise else None
     if len(seen) >= AGREED:
-        known = _like_inputs.get(kind) if pointwise else None
-        if known is not None:
-            f = forms[0]
-            return [TensorForm(f.shape, f.stride, known[0], f.device)], known[1]
+        known = _by_rule.get(kind) if layouts is not None else None
+        if known is not None and layouts is not None:
+            return [None if dtype is None else TensorForm(*layout, dtype, forms[0].device)
+                    for dtype, layout in zip(known[0], layouts, strict=True)], known[1]
         return _by_kernel(func, leaves, spec, forms) or ask()
     found = ask()
-    if pointwise:
-        _note_layout(kind, found, forms[0])
+    if layouts is not None:
+        _note(kind, found, layouts, forms[0].device)
     if found == _by_kernel(func, leaves, spec, forms):
         seen.add(tuple(form(v) if isinstance(v, torch.Tensor) else repr(v) for v in leaves))
     else:
@@ -100,28 +95,19 @@ def answer(func: Any, args: Any, kwargs: Any, form: Callable[[torch.Tensor], Ten
     return found
 
 
-def _is_one_layout(forms: Sequence[TensorForm]) -> bool:
-    """Whether operands of a pointwise operation have one layout, without gaps or repeats, which is its
-    result's too."""
-    f = forms[0]
-    if any(g.shape != f.shape or g.stride != f.stride for g in forms) or min(f.shape, default=0) < 2:
-        return False
-    expected = 1
-    for stride, n in sorted(zip(f.stride, f.shape, strict=True)):
-        if stride != expected:
-            return False
-        expected *= n
-    return True
+_ALONE = pytree.tree_flatten(torch.empty(0))[1]
+"""How one result stands in what is returned."""
 
 
-def _note_layout(kind: Any, found: Answer, f: TensorForm) -> None:
-    """Take down what a call of operands of one layout returned."""
+def _note(kind: Any, found: Answer, layouts: Sequence[Layout], device: torch.device) -> None:
+    """Take down what a call returned that a rule has layouts for."""
     results, around = found
-    r = results[0] if len(results) == 1 else None
-    alike = r is not None and r == TensorForm(f.shape, f.stride, r.dtype, f.device)
-    now = (r.dtype, around) if alike and r is not None else None
-    if _like_inputs.setdefault(kind, now) != now:
-        _like_inputs[kind] = None
+    agree = len(results) == len(layouts) and all(
+        r is None or r == TensorForm(*layout, r.dtype, device)
+        for r, layout in zip(results, layouts, strict=True))
+    now = ([None if r is None else r.dtype for r in results], around) if agree else None
+    if _by_rule.setdefault(kind, now) != now:
+        _by_rule[kind] = None
 
 
 def _is_certain(func: Any) -> bool:

@@ -256,6 +256,7 @@ class SideBySide:
                  for f in self._forms]
         owners: dict[int, torch.Tensor] = {}
         made: list[FakeTensor] = []
+        alike: dict[torch.device, FakeTensor] = {}
         for number, (k, storage, owns) in enumerate(self._tensors):
             f = forms[k]
             if same[number]:
@@ -271,12 +272,24 @@ class SideBySide:
                 plain = torch.empty(0, dtype=f.dtype, device="meta").set_(held, f.offset, f.shape, f.stride)
             if owns:
                 owners[storage] = plain
-            made.append(FakeTensor(mode, plain, f.device, requires_grad=f.requires_grad))
+            if f.device not in alike:
+                alike[f.device] = FakeTensor(mode, torch.empty(0, device="meta"), f.device)
+            made.append(_fake_like(alike[f.device], plain, f.requires_grad))
         return made
 
 
 _NONE = object()
 """Of a node without a value."""
+
+
+def _fake_like(other: FakeTensor, plain: torch.Tensor, requires_grad: bool) -> FakeTensor:
+    """A fake tensor on the device of another one that nothing was computed of. To make a whole graph's takes
+    long by the way that a user has."""
+    made: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor, plain, requires_grad, dispatch_device=True, device_for_backend_keys=other.fake_device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    made.__dict__.update(other.__dict__)
+    return made
 
 
 def _now(row: tuple[Any, ...], numbers: Mapping[tuple[Any, ...], Number]) -> Number:

@@ -26,8 +26,9 @@ _NO_VIEW = (RuntimeError, ValueError)
 
 def shorten_views(work: Rewriting) -> None:
     """Rewrite the chains, but for what the caller gets: an output stays the view that it is."""
+    outputs = {n for n in work.outputs if n is not None}
     for node in list(work.graph.nodes):
-        if node.target not in _VIEWS or node in work.outputs:
+        if node.op != "call_function" or node.target not in _VIEWS or node in outputs:
             continue
         same = _earlier(node)
         if same is not None:
@@ -45,6 +46,9 @@ def _base(node: fx.Node) -> fx.Node:
 
 def _earlier(node: fx.Node) -> fx.Node | None:
     """The first value of a view's chain that it is once more: the same elements in the same places."""
+    base = _base(node)
+    if base.target not in _VIEWS and _shape(base) != _shape(node):
+        return None                 # the only earlier value is another one
     wanted, found = _layout(node.meta.get("val")), None
     chain: list[fx.Node] = []
     base = node
@@ -54,6 +58,10 @@ def _earlier(node: fx.Node) -> fx.Node | None:
         if wanted is not None and _layout(base.meta.get("val")) == wanted and _is_identity(chain, base):
             found = base
     return found
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(node.meta.get("val"), "shape", None)
 
 
 def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
