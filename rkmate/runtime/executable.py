@@ -153,11 +153,12 @@ class PlannedStep:
         versions = self.versions(sources)
         several = len(self.unplanned) + len(self._tangents) > 1
         state = generator_state(self.device) if self._draws else None
-        env = Environment(sources, versions, self.device, away=self._opened(verify))
+        env = Environment(sources, {}, self.device, away=self._opened(verify))
         quick = self.generated.below_autograd and all_ordinary(sources.values())
         with torch.no_grad(), without_autocast(self.device), unrecorded(quick), _undone(env, state):
             results = self._forward(env)
         env.watch(self._output_names)
+        env.watch_sources(versions)
         call = Call(env, self._backward, self._last, self._targets)
         call.rerun = RerunState(sources, versions, state) if several else None
         call.finished = finished
