@@ -1,8 +1,8 @@
 """Generated text, compiled so that its calls take little time.
 
-The text names an operator in full (``aten.mm.default``), and writes lists of numbers as lists. Compiled, each
-operator is looked up once, where the text is loaded, and called without the method of Python around it; numbers
-stand in constants.
+The text names an operator in full (``aten.mm.default``), and writes lists of numbers as lists. Compiled,
+each operator is looked up once, where the text is loaded, and called without the method of Python around it;
+numbers stand in constants.
 
 Uses a private name of torch (what an overload calls); tested with torch 2.13.
 """
@@ -16,11 +16,11 @@ from typing import Any
 from torch._ops import OpOverload
 
 _directly: dict[OpOverload, Callable[..., Any]] = {}
-"""Operators that are Python: what is called in the place of the dispatcher, which would call it."""
+"""Operators that are written in Python, and what they call."""
 
 
 def call_directly(operator: OpOverload, function: Callable[..., Any]) -> None:
-    """Let generated code call an operator's function, which is the same for whatever it is called with there."""
+    """Let generated code call the function of an operator itself: the dispatcher would choose that, too."""
     _directly[operator] = function
 
 
@@ -71,7 +71,8 @@ def _constant(node: ast.expr) -> ast.expr:
     """A list of numbers as a constant; anything else as it is."""
     if not isinstance(node, ast.List):
         return node
-    found = tuple(e.value for e in node.elts if isinstance(e, ast.Constant) and isinstance(e.value, int | float))
+    found: Any = tuple(e.value for e in node.elts
+                       if isinstance(e, ast.Constant) and isinstance(e.value, (int, float)))
     return ast.copy_location(ast.Constant(found), node) if len(found) == len(node.elts) > 0 else node
 
 

@@ -185,7 +185,8 @@ class _Segment(torch.autograd.Function):
     def forward(ctx: Any, call: Call, number: int, added: int, before: torch.Tensor | None,
                 *inputs: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.segment = call, number, (None, None, None, None if before is None else call.token, *(None,) * added)
+        token = None if before is None else call.token
+        ctx.segment = call, number, (None, None, None, token, *(None,) * added)
         return call.token.detach()
 
     @staticmethod
@@ -195,9 +196,9 @@ class _Segment(torch.autograd.Function):
 
 
 def _quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`apply`, without a look at every argument for what transforms of torch.func have left: planned modules do
-    not run inside of those."""
-    found: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    """`apply`, without a look at every argument for what transforms of torch.func have left: planned modules
+    do not run inside of those."""
+    found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return found
 
 

@@ -1,8 +1,8 @@
 """Whether a module is as it was when it was walked over, told without walking over it.
 
-Python counts the changes of each dictionary: attributes, submodules, parameters, buffers and hooks all stand in
-dictionaries, and those of a module whose counts are the same hold the same objects. What can change in place
-is compared itself: the forms of tensors, and what classes have for a forward.
+Python counts the changes of each dictionary. Attributes, submodules, parameters, buffers and hooks all stand
+in dictionaries: where their counts are the same, they hold the same objects. What can change in place is
+compared itself: the forms of tensors, and what classes have for a forward.
 
 Uses a private name of torch (the count of a dictionary's changes); tested with torch 2.13.
 """
@@ -10,7 +10,7 @@ Uses a private name of torch (the count of a dictionary's changes); tested with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -31,8 +31,8 @@ _form = attrgetter("dtype", "device", "shape", "requires_grad")
 class Walk:
     """What a walk over a module has come by."""
 
-    __slots__ = ("_around", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_kinds", "_modules", "_snapshot",
-                 "_tensors", "_types", "_versions")
+    __slots__ = ("_around", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_kinds", "_modules",
+                 "_snapshot", "_tensors", "_types", "_versions")
 
     def __init__(self, modules: Sequence[nn.Module], attributes: Snapshot) -> None:
         """`modules`: the module and those in it. `attributes`: theirs, as they are now."""
