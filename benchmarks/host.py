@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 import transformers
+from gpu_models import UNet
 from torch import nn
+from transformers.utils import ModelOutput
 
 import rkmate
 from rkmate.runtime.guards import ModuleReader, guards_of
@@ -60,16 +62,35 @@ def resnet(layers: int) -> Case:
     return model, {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randint(0, 8, (2,))}
 
 
-MODELS: dict[str, Callable[[int], Case]] = {"gpt2": gpt2, "gpt2-dropout": gpt2_dropout, "vit": vit,
-                                            "resnet50": resnet}
+class _UNet(nn.Module):
+    """The U-Net of `gpu_models`, with what the others return."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = UNet(width)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> ModelOutput:
+        """The loss."""
+        return ModelOutput(loss=self.net(x, y))
 
 
-def step_of(model: nn.Module, arguments: Arguments) -> Callable[[], tuple[float, float]]:
-    """A step that returns the processor seconds of its forward and its backward."""
+def unet(layers: int) -> Case:
+    """Three scales, whatever `layers` is."""
+    return _UNet(2), {"x": torch.randn(1, 3, 64, 64), "y": torch.randint(0, 2, (1, 64, 64))}
+
+
+MODELS: dict[str, Callable[[int], Case]] = {"gpt2": gpt2, "gpt2-dropout": gpt2_dropout, "gpt2-autocast": gpt2,
+                                            "vit": vit, "resnet50": resnet, "unet": unet}
+
+
+def step_of(model: nn.Module, arguments: Arguments, autocast: str = "") -> Callable[[], tuple[float, float]]:
+    """A step that returns the processor seconds of its forward and its backward. `autocast`: the type of
+    device that the forward is cast on, to bfloat16; none where it is empty."""
     def step() -> tuple[float, float]:
         model.zero_grad()
         start = time.process_time()
-        loss = model(**arguments).loss
+        with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=bool(autocast)):
+            loss = model(**arguments).loss
         middle = time.process_time()
         loss.backward()
         return middle - start, time.process_time() - middle
@@ -106,18 +127,20 @@ def measure(name: str, layers: int, budgets: list[float], steps: int, device: st
     model, arguments = MODELS[name](layers)
     model = model.to(device).train()
     arguments = {key: value.to(device) for key, value in arguments.items()}
-    methods = {"eager": step_of(model, arguments)}
+    autocast = torch.device(device).type if name.endswith("autocast") else ""
+    methods = {"eager": step_of(model, arguments, autocast)}
     if getattr(model, "supports_gradient_checkpointing", False):
         checkpointed = copy.deepcopy(model)
         checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        methods["checkpoint"] = step_of(checkpointed, arguments)
+        methods["checkpoint"] = step_of(checkpointed, arguments, autocast)
     for budget in budgets:
-        wrapped = rkmate.wrap(model, (), arguments, budget=budget, costs="analytic", progress=False)
-        methods[f"plan {budget:g}"] = step_of(wrapped, arguments)
+        with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=bool(autocast)):
+            wrapped = rkmate.wrap(model, (), arguments, budget=budget, costs="analytic", progress=False)
+        methods[f"plan {budget:g}"] = step_of(wrapped, arguments, autocast)
         if recorded:
             again = rkmate.wrap(model, (), arguments, plan=wrapped.plan, progress=False, verify=False,
                                 cuda_graph=True)
-            methods[f"plan {budget:g}, recorded"] = step_of(again, arguments)
+            methods[f"plan {budget:g}, recorded"] = step_of(again, arguments, autocast)
     found = best(methods, steps)
     eager = sum(found["eager"])
     rows = [[name, method, *(f"{seconds * 1e3:.2f}" for seconds in (f, b, f + b)), f"{(f + b) / eager:.2f}"]

@@ -97,15 +97,22 @@ class _Maker:
         made = [self._forward_end(body, cut.at_loss)]
         self.stored.update(self.cd.output_grads)
         segments: list[Segment] = []
+        stretches: list[Stretch] = []
+        calls: list[Call | Drop | Copy] = []
         for number, (parts, end) in enumerate(cut.segments):
-            calls = [c for s in parts for c in self._steps(s)]
-            params, returns, pops = self._gradients(end, number + 1 == len(cut.segments))
-            name = self.functions.fresh(f"backward_{number}")
-            stretches = [s for s in parts if isinstance(s, Stretch)]
+            last = number + 1 == len(cut.segments)
+            stretches += [s for s in parts if isinstance(s, Stretch)]
+            calls += [c for s in parts for c in self._steps(s)]
+            params, returns, pops = self._gradients(end, last)
+            added = tuple(dict.fromkeys(
+                p for s in stretches for c in s.steps if isinstance(c, Compute) for p in self._added(c.c)))
+            if not (params or added or last):       # nothing for autograd: it runs with the next one
+                continue
+            name = self.functions.fresh(f"backward_{len(segments)}")
             where = sorted({s.block for s in stretches}, reverse=True)
             made.append(Function(name, f"block {', '.join(map(str, where))}", tuple(calls), returns, pops))
-            segments.append(Segment(name, params, tuple(dict.fromkeys(
-                p for s in stretches for c in s.steps if isinstance(c, Compute) for p in self._added(c.c)))))
+            segments.append(Segment(name, params, added))
+            stretches, calls = [], []
         arriving = tuple(self._key(j) for j in self.cd.output_grads)
         spaces = {alias: space for space, alias in self.aliases.items()}
         tiled = {name: t.function(name) for t, name in self.tiled.items() if name in self.called}

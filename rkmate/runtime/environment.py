@@ -46,17 +46,15 @@ class Environment:
 
     def take(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Values that die where they are taken."""
-        if self._watched:
+        if self._watched and not self._watched.keys().isdisjoint(names):
             self._check_outputs(names)
-        pop = self._values.pop
-        return [pop(n) for n in names]
+        return [*map(self._values.pop, names)]
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Values that stay."""
-        if self._watched:
+        if self._watched and not self._watched.keys().isdisjoint(names):
             self._check_outputs(names)
-        values = self._values
-        return [values[n] for n in names]
+        return [*map(self._values.__getitem__, names)]
 
     def give(self, names: Sequence[str], *values: torch.Tensor) -> None:
         """Values for later functions."""
@@ -100,10 +98,14 @@ class Environment:
 
         Raises `BackwardError` when one was changed in place since the forward.
         """
-        tensors = self._sources
-        found = [tensors[n] for n in names]
-        check_versions(self._versions, names, found)
+        found = [*map(self._sources.__getitem__, names)]
+        if self._versions:
+            check_versions(self._versions, names, found)
         return found
+
+    def watch_sources(self, versions: Mapping[str, int]) -> None:
+        """From now on, none of them may have another version than here."""
+        self._versions = versions
 
     def check_sources(self) -> None:
         """Raise `BackwardError` when one of them was changed."""
@@ -192,7 +194,8 @@ def version(tensor: torch.Tensor) -> int:
 def check_versions(versions: Mapping[str, int], keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     """Raises `BackwardError` when a tensor was changed in place since its version was noted."""
     for key, tensor in zip(keys, tensors, strict=True):
-        if key in versions and versions[key] != tensor._version:
+        noted = versions.get(key)
+        if noted is not None and noted != tensor._version:
             raise BackwardError(_changed(key))
 
 

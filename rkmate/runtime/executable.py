@@ -15,6 +15,7 @@ from torch import fx, nn
 from rkmate.codegen.emit import Generated
 from rkmate.device.copy_engine import CopyEngine
 from rkmate.device.dispatch import all_ordinary
+from rkmate.device.quick_code import load
 from rkmate.device.random_state import RandomState
 from rkmate.errors import BackwardError, OffloadError
 from rkmate.graph.blocks.expressions import source_key
@@ -74,8 +75,7 @@ class PlannedStep:
         joint = partition.program.joint
         self.wanted = joint.wanted
         filename = f"<rkmate plan {next(_numbers)}>"
-        namespace: dict[str, Any] = {}
-        exec(compile(generated.text, filename, "exec"), namespace)
+        namespace = load(generated.text, filename)
         # Tracebacks and debuggers show the generated lines, as long as they can run.
         linecache.cache[filename] = (len(generated.text), None, generated.text.splitlines(True), filename)
         weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
@@ -113,6 +113,10 @@ class PlannedStep:
                       for m in meta]
         written = joint.written()
         self._free = {source_key(s) for s in written}
+        slots = self._slots.items()
+        self._whole = [(k, s) for k, s in slots if not s.piece]
+        self._pieces = [(k, s) for k, s in slots if s.piece]
+        self._versioned = [k for k in (*self._slots, *self._fixed, *self.inputs) if k not in self._free]
         self.written = [i for k, i in self.inputs.items() if k in self._free]
         """Tensors among the arguments that the forward writes to."""
         # What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second
@@ -149,11 +153,12 @@ class PlannedStep:
         versions = self.versions(sources)
         several = len(self.unplanned) + len(self._tangents) > 1
         state = generator_state(self.device) if self._draws else None
-        env = Environment(sources, versions, self.device, away=self._opened(verify))
+        env = Environment(sources, {}, self.device, away=self._opened(verify))
         quick = self.generated.below_autograd and all_ordinary(sources.values())
         with torch.no_grad(), without_autocast(self.device), unrecorded(quick), _undone(env, state):
             results = self._forward(env)
         env.watch(self._output_names)
+        env.watch_sources(versions)
         call = Call(env, self._backward, self._last, self._targets)
         call.rerun = RerunState(sources, versions, state) if several else None
         call.finished = finished
@@ -188,7 +193,8 @@ class PlannedStep:
                     raise
                 return [found.get(k) for k in self._all_targets]
 
-            targets = [self.target(k, tensors) for k in self._all_targets]
+            places = self.inputs
+            targets = [tensors[places[k]] if k in places else sources[k] for k in self._all_targets]
             connect_unplanned(call, unplanned, flat, self.unplanned, targets)
         return self.result.fill(flat)
 
@@ -203,7 +209,9 @@ class PlannedStep:
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> Held:
         """What the caller holds now. `tensors`: those among the arguments."""
-        found = Held((k, s.get()) for k, s in self._slots.items())
+        found = Held((k, s.registry[s.owner]) for k, s in self._whole)  # type: ignore[misc]
+        for key, slot in self._pieces:
+            found[key] = slot.get()
         found.update(self._fixed)
         for key, i in self.inputs.items():
             found[key] = tensors[i].detach()                   # detach: the boundary of autograd
@@ -211,8 +219,10 @@ class PlannedStep:
 
     def versions(self, sources: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Of what the backward may read, and nobody may change before it."""
-        free = self._free
-        return {k: t._version for k, t in sources.items() if k not in free and not t.is_inference()}
+        try:
+            return {k: sources[k]._version for k in self._versioned}
+        except RuntimeError:                # inference tensors have none
+            return {k: sources[k]._version for k in self._versioned if not sources[k].is_inference()}
 
     def target(self, key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parameter or input that a gradient is of."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,8 @@ from rkmate.graph.capture.state import Assigned
 from rkmate.graph.capture.structure import take_apart
 from rkmate.runtime.key_parts import Part, Same, by_content
 from rkmate.runtime.snapshot import Equivalents, Snapshot, attributes_of, before, snapshot
+from rkmate.runtime.unchanged import HOOKS, Walk, forwards
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REMEMBERED = 4
 """Sets of submodules whose attributes are known by name."""
 
@@ -78,6 +77,7 @@ class ModuleReader:
         self._model = model
         self._known: OrderedDict[Same, _AttributeReader] = OrderedDict()
         self._attributes: _AttributeReader
+        self._walk: Walk | None = None
         self._latest = ModuleGuards(FlagGuards(Same(), Part()), Part(), Part(), frozenset())
         self.read()
 
@@ -88,7 +88,16 @@ class ModuleReader:
             self._attributes.follow(assigned)
 
     def read(self) -> ModuleGuards:
-        """Walk over the module as it is now."""
+        """The module as it is now."""
+        walk = self._walk
+        if walk is None or not walk.is_now():
+            return self._walked()
+        if self._latest.attributes is not self._attributes.means:
+            self._latest = self._latest._replace(attributes=self._attributes.means)
+        return self._latest
+
+    def _walked(self) -> ModuleGuards:
+        """Walk over the module."""
         modules: list[nn.Module] = [self._model]
         parts: list[Any] = []
         flags: list[Any] = []
@@ -100,7 +109,7 @@ class ModuleReader:
         for m in modules:                       # grows while it is walked
             d = m.__dict__
             flags.append(m.training)
-            for kind in _HOOKS:
+            for kind in HOOKS:
                 if d[kind]:
                     mine = [h for h in d[kind].values() if not is_observer(h)]
                     if mine:
@@ -124,9 +133,7 @@ class ModuleReader:
                 modules += [c for c in children.values() if c is not None]
         types: list[type] = list(map(type, modules))
         parts += types
-        # Libraries replace the forwards of classes, too. Other descriptors make one at each access.
-        parts += [f for t in dict.fromkeys(types)
-                  if isinstance(f := getattr(t, "forward", None), FunctionType)]
+        parts += forwards([*dict.fromkeys(types)])
         latest = self._latest
         same = latest.flags.parts
         if same.is_of(parts):
@@ -139,6 +146,7 @@ class ModuleReader:
             p for p in places if isinstance(p, torch.device))
         self._latest = ModuleGuards(FlagGuards(same, latest.flags.flags.or_new(tuple(flags))),
                                     attributes.read(hooks), place, kinds)
+        self._walk = Walk(modules, attributes.latest)
         return self._latest
 
     def _attributes_of(self, parts: Same) -> _AttributeReader:
@@ -155,27 +163,27 @@ class _AttributeReader:
 
     def __init__(self, model: nn.Module) -> None:
         self._equivalents = Equivalents()
-        self._latest = snapshot(attributes_of(model))
-        self._means = self._latest.part
+        self.latest = snapshot(attributes_of(model))
+        self.means = self.latest.part
 
     def read(self, hooks: list[Any]) -> Part:
         """What stands for the values in a key."""
-        if not self._latest.is_now(hooks):
-            self._take(snapshot(self._latest.attributes, hooks))
-        return self._means
+        if not self.latest.is_now(hooks):
+            self._take(snapshot(self.latest.attributes, hooks))
+        return self.means
 
     def follow(self, assigned: Sequence[Assigned]) -> None:
         """The values as they are now mean the same as those before the assignments."""
-        now = snapshot(self._latest.attributes, self._latest.hooks)
+        now = snapshot(self.latest.attributes, self.latest.hooks)
         earlier = self._equivalents.of(before(now, assigned).part)
-        if earlier == self._means:
-            earlier = self._means             # the very part of a key: found without a comparison
+        if earlier == self.means:
+            earlier = self.means             # the very part of a key: found without a comparison
         self._equivalents.add(now.part, earlier)
-        self._means = self._equivalents.of(self._latest.part)
+        self.means = self._equivalents.of(self.latest.part)
 
     def _take(self, state: Snapshot) -> None:
-        self._latest = state
-        self._means = self._equivalents.of(state.part)
+        self.latest = state
+        self.means = self._equivalents.of(state.part)
 
 
 def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -81,7 +81,10 @@ class Call:
                 result: list[Any] = [self.ready.pop(k, None) for k in self.targets[number]]
             else:
                 with without_autocast(self.env.device), unrecorded(self.unrecorded):
-                    result = [_alone(g) for g in self.functions[number](self.env)]
+                    result = self.functions[number](self.env)
+                # A gradient has no bond to what it is a view of: autograd adds up the gradients of a shared
+                # parameter in the first one, but takes memory for a third where its storage is referred to.
+                result = [g if g is None or g._base is None else g.detach() for g in result]
         except BaseException:
             if self.additions is not None:
                 self.additions.were_interrupted()
@@ -146,15 +149,6 @@ class Call:
             self.rerun = None
 
 
-def _alone(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient without a bond to what it is a view of.
-
-    Autograd adds up the gradients of a shared parameter in the first one, but takes memory for a third
-    where something else still refers to its storage.
-    """
-    return grad.detach() if grad is not None and grad._base is not None else grad
-
-
 def token(device: torch.device) -> torch.Tensor:
     """No elements, on the plan's device whatever the default one is: autograd runs a segment on the
     stream that its token was made on."""
@@ -191,14 +185,24 @@ class _Segment(torch.autograd.Function):
     def forward(ctx: Any, call: Call, number: int, added: int, before: torch.Tensor | None,
                 *inputs: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.number, ctx.added, ctx.first = call, number, added, before is None
-        return token(call.env.device)
+        token = None if before is None else call.token
+        ctx.segment = call, number, (None, None, None, token, *(None,) * added)
+        return call.token.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        call = ctx.call
-        result = call.run_with_graph(ctx.number) if torch.is_grad_enabled() else call.run(ctx.number)
-        return (None, None, None, None if ctx.first else ctx.call.token, *(None,) * ctx.added, *result)
+        call, number, begin = ctx.segment
+        return (*begin, *(call.run_with_graph(number) if torch.is_grad_enabled() else call.run(number)))
+
+
+def _quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`apply`, without a look at every argument for what transforms of torch.func have left: planned modules
+    do not run inside of those."""
+    found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return found
+
+
+_apply_segment = _quick_apply(_Segment)
 
 
 class _Outputs(torch.autograd.Function):
@@ -230,6 +234,8 @@ class _Outputs(torch.autograd.Function):
                 *(None,) * ctx.added, *result)
 
 
+_apply_outputs = _quick_apply(_Outputs)
+
 OfUnplanned = Callable[[Mapping[int, torch.Tensor]], list[torch.Tensor | None]]
 
 
@@ -256,6 +262,9 @@ class _Unplanned(torch.autograd.Function):
         return (None, None, None, None, *nothing, *results)
 
 
+_apply_unplanned = _quick_apply(_Unplanned)
+
+
 def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], None],
             outputs: list[torch.Tensor], fixed: Sequence[int],
             params: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor],
@@ -270,10 +279,10 @@ def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], Non
     last = len(params) - 1
     for number in range(last, 0, -1):
         extra = inputs if number == last else ()
-        before = _Segment.apply(call, number, len(added[number]), before, *added[number], *params[number],
+        before = _apply_segment(call, number, len(added[number]), before, *added[number], *params[number],
                                 *extra)
     extra = inputs if last == 0 else ()
-    return list(_Outputs.apply(call, receive, fixed, outputs, len(added[0]), before, *added[0], *params[0],
+    return list(_apply_outputs(call, receive, fixed, outputs, len(added[0]), before, *added[0], *params[0],
                                *extra))
 
 
@@ -281,6 +290,6 @@ def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor]
                       targets: Sequence[torch.Tensor]) -> None:
     """Replace the outputs of these numbers, in place, by ones whose gradient `redo` turns into
     gradients of `targets`."""
-    found = _Unplanned.apply(call, redo, numbers, len(targets), *(outputs[n] for n in numbers), *targets)
+    found = _apply_unplanned(call, redo, numbers, len(targets), *(outputs[n] for n in numbers), *targets)
     for n, t in zip(numbers, found, strict=True):
         outputs[n] = t

@@ -3,8 +3,8 @@
 Torch's operation for cuDNN's kernel writes the running statistics in place, and does not say so. The one
 registered here returns their new values.
 
-Uses private names of torch (which library it chooses, and how much that keeps for the backward); tested with
-torch 2.13.
+Uses private names of torch (which library it chooses, how much that keeps for the backward, and one copy for
+several tensors); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 from torch._prims_common import suggest_memory_format
 
 from rkmate import device as devices
-from rkmate.device.foreach_copy import copy_all
+from rkmate.device.quick_code import call_directly
 
 aten = torch.ops.aten
 
@@ -32,15 +32,16 @@ _RESERVE = 5
 
 def _run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, running_mean: torch.Tensor,
          running_var: torch.Tensor, momentum: float, eps: float) -> tuple[torch.Tensor, ...]:
-    new = [torch.empty_like(running_mean), torch.empty_like(running_var)]
-    copy_all(new, (running_mean, running_var))
-    y, mean, invstd, reserve = aten.cudnn_batch_norm.default(
-        _dense(input), weight, bias, *new, True, momentum, eps)
-    return y, mean, invstd, *new, reserve
+    new_mean, new_var = torch.empty_like(running_mean), torch.empty_like(running_var)
+    torch._foreach_copy_([new_mean, new_var], [running_mean, running_var])      # clones would be two launches
+    y, mean, invstd, reserve = torch.cudnn_batch_norm(
+        _dense(input), weight, bias, new_mean, new_var, True, momentum, eps)
+    return y, mean, invstd, new_mean, new_var, reserve
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    if x.is_contiguous():               # then it is dense in the other format, too, where that is meant
+    # Where it is contiguous, it is dense in the other format, too, where that is meant.
+    if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
         return x
     return x.contiguous(memory_format=suggest_memory_format(x))
 
@@ -53,6 +54,7 @@ def _form(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 
 
 _library.impl("cudnn_batch_norm", _run, "CUDA")
+call_directly(torch.ops.rkmate.cudnn_batch_norm.default, _run)
 torch.library.register_fake("rkmate::cudnn_batch_norm", _form, lib=_library)
 
 

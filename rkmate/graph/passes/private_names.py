@@ -28,7 +28,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "closed_over.py": ("torch.utils._python_dispatch._disable_current_modes",),
     "cudnn_batch_norm.py": ("torch._C._BatchNormBackend.Cudnn",
                             "torch._C._get_cudnn_batch_norm_reserve_space_size",
-                            "torch._C._select_batch_norm_backend",
+                            "torch._C._select_batch_norm_backend", "torch._foreach_copy_",
                             "torch._prims_common.suggest_memory_format"),
     "cudnn_rnn.py": ("torch._cudnn_rnn", "torch._cudnn_rnn_flatten_weight",
                      "torch.utils._python_dispatch._disable_current_modes"),
@@ -83,5 +83,7 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
                                    "a tensor that has a form and no memory, and answers for itself"),
     "runtime/segments.py": (("torch._C._autograd._get_current_graph_task_keep_graph",),
                             "whether a backward keeps its graph, which its engine alone knows"),
+    "runtime/unchanged.py": (("torch._C._dynamo.guards.dict_version",),
+                             "how often a dictionary has changed, which Python tells C alone"),
 }
 """Files outside of these folders -> the names that they use all the same, and what for."""

@@ -1,0 +1,90 @@
+"""Generated text, compiled: it does what it says, by fewer steps."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+
+from rkmate.device import quick_code
+from rkmate.device.quick_code import call_directly, load
+
+TEXT = """
+import torch
+
+aten = torch.ops.aten
+others = [1, 2]
+
+def function(x):
+    sizes = [2, 3]
+    sizes.append(1)
+    y = aten.mm.default(x, x.t())
+    z = aten.sum.dim_IntList(y, [0], keepdim=True)
+    return torch.cat([z, z]).reshape([4]), sizes, others.copy()
+"""
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def _constants(code: CodeType) -> set[Any]:
+    return {c for c in code.co_consts if isinstance(c, tuple)}
+
+
+def test_the_same_results() -> None:
+    plain: dict[str, Any] = {}
+    exec(TEXT, plain)
+    names = load(TEXT, "<text>")
+    found, expected = names["function"](X), plain["function"](X)
+    assert torch.equal(found[0], expected[0])
+    assert found[1:] == expected[1:] == ([2, 3, 1], [1, 2])
+
+
+def test_operators_are_looked_up_once_and_numbers_are_constants() -> None:
+    names = load(TEXT, "<text>")
+    code = names["function"].__code__
+    assert names["aten.mm.default"] is torch.ops.aten.mm.default._op
+    assert {"aten.mm.default", "aten.sum.dim_IntList", "torch.cat"} <= {*code.co_names}
+    assert not {"aten", "torch", "mm", "others.copy"} & {*code.co_names}
+    assert {(0,), (4,)} <= _constants(code)
+
+
+def test_modes_see_each_operation() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[Any] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.found.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        load(TEXT, "<text>")["function"](X)
+    aten = torch.ops.aten
+    assert {aten.mm.default, aten.sum.dim_IntList, aten.cat.default} <= {*seen.found}
+
+
+def test_tracebacks_show_the_text(tmp_path: Path) -> None:
+    file = tmp_path / "text.py"
+    file.write_text(TEXT)
+    with pytest.raises(RuntimeError) as error:
+        load(TEXT, str(file))["function"](torch.ones(1))
+    frame = next(f for f in traceback.extract_tb(error.value.__traceback__) if f.filename == str(file))
+    assert frame.line == "y = aten.mm.default(x, x.t())"
+
+
+def test_an_operator_that_is_python_is_called_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick_code, "_directly", {})
+    call_directly(torch.ops.aten.mm.default, lambda a, b: a @ b + 1)
+    found, _, _ = load(TEXT, "<text>")["function"](X)
+    assert torch.equal(found, torch.cat([(X @ X.t() + 1).sum(0)] * 2))
+
+
+def test_an_unknown_operator_fails_where_the_text_is_loaded() -> None:
+    with pytest.raises(AttributeError):
+        load("import torch\n\ndef function(x):\n    return torch.no_such_operation(x)\n", "<text>")
