@@ -1,7 +1,7 @@
 """Generated text, compiled so that its calls take little time.
 
 The text names an operator in full (``aten.mm.default``). Compiled, each operator is looked up once, where the
-text is loaded, and called without the method of Python around it.
+text is loaded, and called without the method of Python around it. What a decorator reads stays as it is.
 
 Uses a private name of torch (what an overload calls); tested with torch 2.13.
 """
@@ -18,6 +18,10 @@ from torch._ops import OpOverload
 _directly: dict[OpOverload, Callable[..., Any]] = {}
 """Operators that are written in Python, and what they call."""
 _SPACE = re.compile(r"^(\w+) = (torch\.ops\.\w+)$", re.MULTILINE)
+_AS_THEY_ARE = "|".join((
+    r"^@[\s\S]*?^def .*\n(?:(?:[ \t].*)?\n)*",
+    r'"""[\s\S]*?"""', r"'(?:[^'\\\n]|\\.)*'", r'"(?:[^"\\\n]|\\.)*"', r"#.*"))
+"""Decorated functions; strings; comments."""
 _DOT = "\N{MIDDLE DOT}"
 """Names may have it, and those in generated text have none."""
 
@@ -35,14 +39,14 @@ def load(text: str, filename: str) -> dict[str, Any]:
     def quick(found: re.Match[str]) -> str:
         called = found["called"]
         if not called:
-            return found[0]                 # words: a string, or a comment
+            return found[0]
         name = called.replace(".", _DOT)
         if name not in namespace:
             namespace[name] = _quickest(eval(called, spaces))
         return name
 
-    calls = re.compile(r'"""[\s\S]*?"""' r"|'(?:[^'\\\n]|\\.)*'" r'|"(?:[^"\\\n]|\\.)*"' r"|#.*"
-                       rf"|(?<![\w.])(?P<called>(?:{'|'.join(spaces)})(?:\.\w+)+)(?=\()")
+    calls = re.compile(rf"{_AS_THEY_ARE}|(?<![\w.])(?P<called>(?:{'|'.join(spaces)})(?:\.\w+)+)(?=\()",
+                       re.MULTILINE)
     exec(compile(calls.sub(quick, text), filename, "exec"), namespace)
     return namespace
 

@@ -63,6 +63,13 @@ def function(x):
     assert {"my_aten", "mm", "aten"} <= {*function.__code__.co_names}
 
 
+def test_a_decorator_finds_what_is_written() -> None:
+    written = "@torch.no_grad()\ndef written(x):\n\n    return aten.mm.default(x, x)\n\n"
+    names = load(TEXT.replace("def function", f"{written}def function"), "<text>")
+    assert {"aten", "mm"} <= {*names["written"].__wrapped__.__code__.co_names}
+    assert "aten" not in names["function"].__code__.co_names
+
+
 def test_modes_see_each_operation() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
