@@ -27,7 +27,7 @@ from rkmate.measure.caches import Caches, as_in_a_step, made_just_before
 from rkmate.measure.known import KnownOperations
 from rkmate.measure.least import bytes_alone, surely_over
 from rkmate.measure.least import hoisted as hoisted_data
-from rkmate.measure.made_up import at_zero, chooses, made_up
+from rkmate.measure.made_up import Layout, as_made, at_zero, chooses, layout_of, made_up
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.runs import Timings, copied_forms, signature
 from rkmate.measure.settings import MeasureSettings
@@ -112,7 +112,7 @@ class _Runner:
         self.limit = limit
         self.known = known          # C nodes that need not be measured
         self.values: dict[int, torch.Tensor] = {}
-        self.dtypes: dict[int, torch.dtype] = {}
+        self.made: dict[int, Layout] = {}
         """Of D nodes that an operation has made: not always what its trace says."""
         self.fixed: dict[int, torch.Tensor] = {}
         self.device = device
@@ -231,7 +231,7 @@ class _Runner:
         """The value of a D node, made up where it is not there."""
         if j not in self.values:
             value = made_up(self.program.owner[j].meta["val"], self.cd.d[j].kind)
-            self.values[j] = value.to(self.dtypes.get(j, value.dtype))
+            self.values[j] = as_made(value, self.made[j]) if j in self.made else value
         return self.values[j]
 
     def _level(self) -> int:
@@ -400,4 +400,4 @@ class _Runner:
         for j in self.cd.c[i].outputs:
             position = self.program.position[j]
             self.values[j] = result if position is None else result[position]
-            self.dtypes[j] = self.values[j].dtype
+            self.made[j] = layout_of(self.values[j])

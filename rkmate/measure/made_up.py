@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -43,6 +43,27 @@ def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
         for start in range(_DRAWN, count, _DRAWN):
             flat[start:start + _DRAWN].copy_(drawn[:count - start])
     return flat.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+class Layout(NamedTuple):
+    """What an operation's result may have otherwise than its trace."""
+
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+
+def layout_of(value: torch.Tensor) -> Layout:
+    """Of what an operation has made."""
+    return Layout(value.dtype, value.stride())
+
+
+def as_made(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A value in the layout of what was made: kernels choose by it, also along dimensions of size one."""
+    value = value.to(layout.dtype)
+    if value.stride() == layout.strides:
+        return value
+    found = torch.empty_strided(value.shape, layout.strides, dtype=value.dtype, device=value.device)
+    return found.copy_(value)
 
 
 def at_zero(node: fx.Node, value: Callable[[fx.Node], Any]) -> list[Callable[[], Any]]:

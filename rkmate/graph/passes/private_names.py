@@ -61,7 +61,8 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "opaque.py": ("torch._C.DisableTorchFunction", "torch.utils._python_dispatch._disable_current_modes"),
     "operations.py": ("torch._ops.OpOverload",),
     "quiet.py": ("torch.export._trace",),
-    "resized.py": ("torch._subclasses.fake_tensor.FakeTensor",
+    "resized.py": ("torch.Tensor._make_subclass", "torch._C._set_throw_on_mutable_data_ptr",
+                   "torch._subclasses.fake_tensor.FakeTensor",
                    "torch._subclasses.fake_tensor.FakeTensorMode"),
     "recurrent.py": ("torch._decomp.decompositions",),
 }
