@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import statistics
 import time
@@ -16,6 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 MIB = 2**20
+HOST_SECONDS = 2
 Row = dict[str, Any]
 
 
@@ -81,11 +83,14 @@ def waits(step: Callable[[], Any]) -> int:
 
 def host_of(step: Callable[[], Any], other: Callable[[], Any], rounds: int) -> float:
     """The least processor time of a step, of another one's. They take turns: what else the machine does slows
-    both."""
+    both. `rounds`: at least, and for some seconds."""
     best = [float("inf")] * 2
     gc.collect()
     gc.disable()
-    for k in range(2 * (rounds + 1)):
+    end = time.perf_counter() + HOST_SECONDS
+    for k in itertools.count():
+        if k % 2 == 0 and k >= 2 * (rounds + 1) and time.perf_counter() > end:
+            break
         start = time.process_time()
         (step, other)[k % 2]()
         if k > 1:                   # the first of each finds its memory
