@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rkmate import device as devices
 from rkmate.device.foreach_copy import copy_all
+from rkmate.device.quick_code import call_directly
 
 aten = torch.ops.aten
 
@@ -194,6 +195,8 @@ def _gradient(ctx: Any, grad_y: Any, grad_hy: Any, grad_cy: Any, _: Any) -> tupl
 
 _library.impl("cudnn_rnn", _run, "CUDA")
 _library.impl("cudnn_rnn_backward", _run_backward, "CUDA")
+call_directly(torch.ops.rkmate.cudnn_rnn.default, _run)
+call_directly(torch.ops.rkmate.cudnn_rnn_backward.default, _run_backward)
 torch.library.register_fake("rkmate::cudnn_rnn", _form, lib=_library)
 torch.library.register_fake("rkmate::cudnn_rnn_backward", _form_backward, lib=_library)
 torch.library.register_autograd("rkmate::cudnn_rnn", _gradient, setup_context=_save, lib=_library)
