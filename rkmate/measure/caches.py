@@ -30,8 +30,8 @@ def as_in_a_step(settings: MeasureSettings, device: Device, step_bytes: int) -> 
 
 def made_just_before(graph: CDGraph, i: int) -> list[int]:
     """Those of a C node's inputs that it finds in the caches."""
-    makers = {j: graph.producer[j] for j in graph.c[i].inputs}
-    return [j for j, made in makers.items() if made is not None and i - BEFORE <= made < i]
+    return [j for j in graph.c[i].inputs
+            if (made := graph.producer[j]) is not None and i - BEFORE <= made < i]
 
 
 class Caches:

@@ -169,7 +169,7 @@ def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
     for i, c in enumerate(new.c):
         touched = (*c.inputs, *c.outputs)
         at_known = tuple([(sum([before[j] for j in touched]),
-                           max([most if touched else max(1.0, most), *[ratio[j] for j in touched]]), costs[i])
+                           max(max([ratio[j] for j in touched], default=1.0), most), costs[i])
                           for (before, costs), ratio, most in zip(rows, ratios, whole, strict=True)])
         result.append(scaled(at_known, sum([sizes[j] for j in touched])))
     return result

@@ -99,10 +99,10 @@ class Table:
         return self._pool
 
 
-def least(chain: Chain) -> Least:
-    """What `minimum` and `solve` both begin from."""
+def least(chain: Chain, *, keep: bool = True) -> Least:
+    """What `minimum` and `solve` both begin from. `keep`: as in `rkmate.rotor.smallest.smallest`."""
     needs = MemoryRequirements(chain)
-    return needs, smallest(chain, needs)
+    return needs, smallest(chain, needs, keep=keep)
 
 
 def minimum(chain: Chain, known: Least | None = None) -> tuple[int, list[Op]]:
@@ -141,11 +141,7 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
     chain.verify()
     if slots < 1 or (slot_bytes is not None and slot_bytes < 1):
         raise ArgumentError(f"slots and slot_bytes must be at least 1, got {slots}, {slot_bytes}")
-    if known is not None and keep:
-        needs, small = known
-    else:
-        needs = MemoryRequirements(chain)
-        small = smallest(chain, needs, keep=keep)
+    needs, small = known if known is not None and keep else least(chain, keep=keep)
     low = int(small.bytes[0, len(chain)])
     if keep:
         top = max(low, replay(chain, fastest(chain)).peak_bytes - chain.input_bytes)

@@ -3,8 +3,8 @@
 Torch's operation for cuDNN's kernel writes the running statistics in place, and does not say so. The one
 registered here returns their new values.
 
-Uses private names of torch (which library it chooses, how much that keeps for the backward, and one copy for
-several tensors); tested with torch 2.13.
+Uses private names of torch (which library it chooses, and how much that keeps for the backward); tested with
+torch 2.13.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import fx
 from torch._prims_common import suggest_memory_format
 
 from rkmate import device as devices
+from rkmate.device.foreach_copy import copy_all
 from rkmate.device.quick_code import call_directly
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ _RESERVE = 5
 def _run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, running_mean: torch.Tensor,
          running_var: torch.Tensor, momentum: float, eps: float) -> tuple[torch.Tensor, ...]:
     new_mean, new_var = torch.empty_like(running_mean), torch.empty_like(running_var)
-    torch._foreach_copy_([new_mean, new_var], [running_mean, running_var])      # clones would be two launches
+    copy_all((new_mean, new_var), (running_mean, running_var))
     y, mean, invstd, reserve = torch.cudnn_batch_norm(
         _dense(input), weight, bias, new_mean, new_var, True, momentum, eps)
     return y, mean, invstd, new_mean, new_var, reserve

@@ -289,13 +289,13 @@ class _Recorder(TorchDispatchMode):
             tensors.append(value)
             words.append(value.number)
             key.append(-1 - value.kind)
-        elif kind is int or kind is float:
-            words.append(kind.__name__)
-            key.append((kind, value))
-            self.numbers.append(value)
         elif kind is bool or value is None:
             words.append(repr(value))
             key.append(value)
+        elif isinstance(value, (int, float)):
+            words.append(kind.__name__)
+            key.append((kind, value))
+            self.numbers.append(value)
         elif isinstance(value, torch.Tensor):
             tensors.append(value)
             words.append(self._constant(value))
@@ -311,10 +311,6 @@ class _Recorder(TorchDispatchMode):
                 words.append(k)
                 key.append(k)
                 self._read(v, words, key, tensors)
-        elif isinstance(value, (int, float)):
-            words.append(kind.__name__)
-            key.append((kind, value))
-            self.numbers.append(value)
         else:
             words.append(repr(value))
             key.append(value if isinstance(value, str) else repr(value))

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rkmate.device.forms import contiguous_strides
+
 aten = torch.ops.aten
 
 
@@ -38,11 +40,7 @@ Learned = Callable[[Sequence[Any], Mapping[str, Any], Sequence[TensorForm], Form
 
 def in_rows(shape: Sequence[int]) -> Layout:
     """A contiguous layout."""
-    strides, expected = [], 1
-    for n in reversed(shape):
-        strides.append(expected)
-        expected *= n
-    return tuple(shape), tuple(reversed(strides))
+    return tuple(shape), contiguous_strides(shape)
 
 
 def _is_in_rows(f: TensorForm) -> bool:

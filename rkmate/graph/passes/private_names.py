@@ -28,7 +28,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "closed_over.py": ("torch.utils._python_dispatch._disable_current_modes",),
     "cudnn_batch_norm.py": ("torch._C._BatchNormBackend.Cudnn",
                             "torch._C._get_cudnn_batch_norm_reserve_space_size",
-                            "torch._C._select_batch_norm_backend", "torch._foreach_copy_",
+                            "torch._C._select_batch_norm_backend",
                             "torch._prims_common.suggest_memory_format"),
     "cudnn_rnn.py": ("torch._cudnn_rnn", "torch._cudnn_rnn_flatten_weight",
                      "torch.utils._python_dispatch._disable_current_modes"),
