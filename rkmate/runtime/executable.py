@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import starmap
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -32,9 +34,10 @@ from rkmate.runtime.environment import (
     generator_state,
     generators_at,
 )
-from rkmate.runtime.segments import Call, connect, connect_unplanned, unrecorded, without_autocast
+from rkmate.runtime.segments import Call, WithGraph, connect, connect_unplanned, unrecorded, without_autocast
 
 _numbers = iter(range(1 << 62))
+_version = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,9 @@ class PlannedStep:
         written = joint.written()
         self._free = {source_key(s) for s in written}
         slots = self._slots.items()
-        self._whole = [(k, s) for k, s in slots if not s.piece]
+        self._whole = [k for k, s in slots if not s.piece]
+        self._places = [(s.registry, s.owner) for _, s in slots if not s.piece]
+        """Where the whole ones stand."""
         self._pieces = [(k, s) for k, s in slots if s.piece]
         self._versioned = [k for k in (*self._slots, *self._fixed, *self.inputs) if k not in self._free]
         self.written = [i for k, i in self.inputs.items() if k in self._free]
@@ -165,7 +170,7 @@ class PlannedStep:
         call.additions = additions
         call.unrecorded = quick
         if original is not None:
-            call.again_with_graph = self._again(original, tensors, state).gradients
+            call.again_with_graph = self._again(original, tensors, sources, state)
         if opened is not None:
             opened(call)
         params = [[sources[k] for k in keys] for keys in self._params]
@@ -198,18 +203,22 @@ class PlannedStep:
             connect_unplanned(call, unplanned, flat, self.unplanned, targets)
         return self.result.fill(flat)
 
-    def _again(self, original: Original, tensors: Sequence[torch.Tensor], draws: RandomState | None) -> Again:
-        """For a double backward."""
-        return Again(original, self.capture, tensors[:self.capture.inputs.count], draws,
-                     {k: self.inputs[k] if k in self.inputs else self._slots[k].get()
-                      for k in self._all_targets},
-                     [self._slots[k].get() for k in self._free if k in self._slots], self._not_twice)
+    def _again(self, original: Original, tensors: Sequence[torch.Tensor], sources: Held,
+               draws: RandomState | None) -> WithGraph:
+        """For a double backward, which is rare: nothing is looked up before."""
+        def gradients(call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+            return Again(original, self.capture, tensors[:self.capture.inputs.count], draws,
+                         {k: self.inputs[k] if k in self.inputs else sources[k]
+                          for k in self._all_targets},
+                         [sources[k] for k in self._free if k in self._slots], self._not_twice
+                         ).gradients(call, given)
+        return gradients
 
     # -- parts of a step --------------------------------------------------------------------
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> Held:
         """What the caller holds now. `tensors`: those among the arguments."""
-        found = Held((k, s.registry[s.owner]) for k, s in self._whole)  # type: ignore[misc]
+        found = Held(zip(self._whole, starmap(getitem, self._places), strict=True))
         for key, slot in self._pieces:
             found[key] = slot.get()
         found.update(self._fixed)
@@ -220,7 +229,8 @@ class PlannedStep:
     def versions(self, sources: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Of what the backward may read, and nobody may change before it."""
         try:
-            return {k: sources[k]._version for k in self._versioned}
+            return dict(zip(self._versioned, map(_version, map(sources.__getitem__, self._versioned)),
+                            strict=True))
         except RuntimeError:                # inference tensors have none
             return {k: sources[k]._version for k in self._versioned if not sources[k].is_inference()}
 

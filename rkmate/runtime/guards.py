@@ -19,7 +19,7 @@ from rkmate import device as devices
 from rkmate.graph.capture.global_hooks import global_backward_hooks, global_forward_hooks
 from rkmate.graph.capture.library_paths import is_observer
 from rkmate.graph.capture.state import Assigned
-from rkmate.graph.capture.structure import take_apart
+from rkmate.graph.capture.structure import take_call_apart
 from rkmate.runtime.key_parts import Part, Same, by_content
 from rkmate.runtime.snapshot import Equivalents, Snapshot, attributes_of, before, snapshot
 from rkmate.runtime.unchanged import HOOKS, Walk, forwards
@@ -189,7 +189,7 @@ class _AttributeReader:
 def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, Any]
               ) -> tuple[Guards, list[torch.Tensor]]:
     """What a plan for a call is specialised on; and the tensors among the arguments."""
-    tensors, structure = take_apart((tuple(args), dict(kwargs)), result=False)
+    tensors, structure, constants = take_call_apart(args, kwargs)
     shapes = tuple((t.shape, t.dtype, t.device, t.requires_grad,
                     t.stride() if t.layout is torch.strided and not t.is_nested else t.layout)
                    for t in tensors)
@@ -197,8 +197,7 @@ def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, An
     kinds = {"cpu", *module.kinds, *devices.autocast_kinds(t.device for t in tensors)}
     autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
                      if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
-    return Guards(module.flags, module.attributes, shapes, structure.spec,
-                  tuple(map(by_content, structure.constants())), autocast, _kernels(),
+    return Guards(module.flags, module.attributes, shapes, structure, tuple(map(by_content, constants)), autocast, _kernels(),
                   module.places, torch.get_default_dtype()), tensors
 
 

@@ -127,6 +127,8 @@ class PlanCache:
         self.planning = planning
         self._saved = list(saved)
         self._kept: OrderedDict[Guards, Specialization] = OrderedDict()
+        self._last: tuple[Guards, Specialization] | None = None
+        """Of what is kept, the last, where it was found last: compared with a call before its key is hashed."""
         self._lock = threading.RLock()
         self._warned = False
         self.open_calls = OpenCalls()
@@ -156,9 +158,12 @@ class PlanCache:
     def find(self, key: Guards) -> Specialization | None:
         """The plans of a signature; it becomes the latest used."""
         with self._lock:
+            if self._last is not None and self._last[0] == key:
+                return self._last[1]
             known = self._kept.get(key)
             if known is not None:
                 self._kept.move_to_end(key)
+                self._last = key, known
             return known
 
     def has_flags(self, flags: FlagGuards) -> bool:
@@ -228,6 +233,7 @@ class PlanCache:
     def _keep(self, key: Guards, new: Specialization, others: Sequence[Specialization]) -> None:
         """Keep a new signature, and what it was derived from; the least recently used go."""
         with self._lock:
+            self._last = None
             for k in [k for k, s in self._kept.items() if s.member is not None
                       and any(s is other for other in others)]:
                 self._kept.move_to_end(k)

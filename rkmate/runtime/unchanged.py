@@ -4,7 +4,8 @@ Python counts the changes of each dictionary. Attributes, submodules, parameters
 in dictionaries: where their counts are the same, they hold the same objects. What can change in place is
 compared itself: the forms of tensors, and what classes have for a forward.
 
-Uses a private name of torch (the count of a dictionary's changes); tested with torch 2.13.
+Uses private names of torch (the count of a dictionary's changes, the forms of many tensors in one call);
+tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.guards import dict_version
+from torch._C._dynamo.guards import TensorGuards, dict_version
 
 from rkmate.graph.capture.global_hooks import global_backward_hooks, global_forward_hooks
 from rkmate.runtime.key_parts import identical
@@ -32,7 +33,7 @@ class Walk:
     """What a walk over a module has come by."""
 
     __slots__ = ("_around", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_kinds", "_modules",
-                 "_snapshot", "_tensors", "_types", "_versions")
+                 "_quick", "_snapshot", "_tensors", "_types", "_versions")
 
     def __init__(self, modules: Sequence[nn.Module], attributes: Snapshot) -> None:
         """`modules`: the module and those in it. `attributes`: theirs, as they are now."""
@@ -49,6 +50,8 @@ class Walk:
         self._around = _around()
         self._forwards = forwards(self._kinds)
         self._forms = self._forms_now()
+        self._quick = None if self._forms is None else _quick_forms(self._tensors_now())
+        """Of the same tensors, for one call; it says no for other reasons, too (autocast)."""
 
     def is_now(self) -> bool:
         """Whether another one would come by the same."""
@@ -57,15 +60,33 @@ class Walk:
             and identical([*map(_content, self._modules)], self._dicts) \
             and not any(self._empty) and [*map(dict_version, self._filled)] == self._versions \
             and identical(_around(), self._around) and identical(forwards(self._kinds), self._forwards) \
-            and self._forms is not None and self._forms_now() == self._forms \
+            and self._has_its_forms() \
             and (not boxes or identical(self._snapshot.attributes.in_boxes(), self._snapshot.members))
+
+    def _has_its_forms(self) -> bool:
+        if self._quick is not None and self._quick.check(*self._tensors_now()):
+            return True
+        return self._forms is not None and self._forms_now() == self._forms
+
+    def _tensors_now(self) -> list[torch.Tensor]:
+        return [t for some in self._tensors for t in some if t is not None]
 
     def _forms_now(self) -> tuple[list[Any], list[Any]] | None:
         """Of parameters and buffers; None where some are no ordinary tensors."""
-        tensors = [t for some in self._tensors for t in some if t is not None]
+        tensors = self._tensors_now()
         if any(t.layout is not torch.strided for t in tensors):
             return None
         return [*map(_form, tensors)], [*map(torch.Tensor.stride, tensors)]
+
+
+def _quick_forms(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
+    """Compares types, dtypes, devices, sizes, strides and whether a gradient is taken; None where torch cannot
+    (nested tensors)."""
+    try:
+        return TensorGuards(*tensors, dynamic_dims_sizes=[[*t.shape] for t in tensors],
+                            dynamic_dims_strides=[[*t.stride()] for t in tensors])
+    except (RuntimeError, TypeError):
+        return None
 
 
 def forwards(types: Sequence[type]) -> list[Any]:

@@ -10,7 +10,15 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from rkmate.graph.blocks.cut import CutSettings
-from rkmate.graph.blocks.partition import LEAST, SHARE, Partition, cut_stages, partition, rearranged
+from rkmate.graph.blocks.partition import (
+    LEAST,
+    SHARE,
+    WORKING_SHARE,
+    Partition,
+    cut_stages,
+    partition,
+    rearranged,
+)
 from rkmate.ir.cd import HOISTED, CDGraph, DNode
 from rkmate.ir.schedule import save_all
 from rkmate.ir.simulate import simulate
@@ -134,6 +142,16 @@ def test_a_function_ends_once_its_gradients_weigh_enough() -> None:
     assert ends(parts) == ["b6", "b4", "b2", "b0"]
     parts = partition(program_of(heavy([LEAST * SHARE * 4, *[LEAST] * 7])), CutSettings(8, 45))
     assert ends(parts) == ["b3", "b0"]
+
+
+def test_gradients_wait_beside_small_operations() -> None:
+    """The product of a large value may hold as many gradients as it has beyond the next ones."""
+    cd = heavy([LEAST] * 8)
+    wide = {cd.d[j].name for j in cd.c[0].outputs}
+    sized = replace(cd, d=tuple(replace(d, size=4 * WORKING_SHARE * LEAST) if d.name in wide else d
+                                for d in cd.d))
+    parts = partition(program_of(sized), CutSettings(8, 45))
+    assert ends(parts) == ["b4", "b2", "b0"]            # b1 reads it: nothing waits beside that
 
 
 @given(st.lists(st.integers(0, LEAST), min_size=2, max_size=20), settings())

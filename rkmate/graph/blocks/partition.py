@@ -12,8 +12,11 @@ from rkmate.ir.cd import HOISTED, CDGraph, DNode
 
 SHARE = 128
 LEAST = 1 << 16
-"""Bytes of gradients that wait for others, so that a step is not cut into too many functions: no more
-than one of so many parts of all gradients, or than this."""
+"""Bytes of gradients that may wait for others wherever they are made, so that a step is not cut into too many
+functions: one of so many parts of all gradients, or this."""
+WORKING_SHARE = 32
+"""They may also take one of so many parts of what the largest operation of their block reads and makes, where
+the next one is smaller by as much."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,8 @@ def _origins(program: Program) -> list[int | None]:
 def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], Mapping[int, int]]:
     """Where autograd functions end, and after which C node each parameter gradient leaves.
 
-    A function ends with its block, and earlier when the gradients that it still holds weigh more
-    than a part of all the gradients (`SHARE`, and at least `LEAST`): they leave soon after they are
-    made, as in eager mode.
+    A function ends with its block, and earlier when the gradients that it still holds weigh more than
+    those that may wait (`SHARE`, `LEAST`, `WORKING_SHARE`): they leave before they could matter.
     """
     cd = program.cd
     parts: dict[int, list[int]] = {}
@@ -137,12 +139,18 @@ def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], M
         by_source.setdefault(source, []).append(j)
     total = sum(cd.d[j].size for js in parts.values() for j in js)
     limit = max(total // SHARE, LEAST)
+    leaving = {j for js in parts.values() for j in js}
+    work = {i: sum(cd.d[j].size for j in {*cd.c[i].inputs, *cd.c[i].outputs} - leaving) for i in cd.backward}
+    most: dict[int, int] = {}
+    for i, size in work.items():
+        most[of[i]] = max(most.get(of[i], 0), size)
     ends: list[int] = []
     pending = 0
     for i in cd.backward:
         pending += sum(cd.d[j].size for j in parts.get(i, ()))
         last_of_block = i + 1 == len(cd.c) or of[i + 1] != of[i]
-        if last_of_block or pending >= limit:
+        room = 0 if last_of_block else min(most[of[i]] // WORKING_SHARE, most[of[i]] - work[i + 1])
+        if last_of_block or pending >= max(limit, room):
             ends.append(i)
             pending = 0
     releases: dict[int, int] = {}

@@ -11,6 +11,8 @@ Uses private names of torch (its operations for cuDNN, the modes that are in for
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -100,6 +102,16 @@ def _laid_out(of: _Stack) -> tuple[tuple[int, ...], int]:
     return tuple(int(w.storage_offset()) for w in weights), whole.numel()
 
 
+@functools.lru_cache(maxsize=64)
+def _without_gaps(of: _Stack) -> tuple[int, ...]:
+    """The weights' numbers in the order in which they stand there one after the other; none where something
+    lies between them."""
+    places, count = _laid_out(of)
+    order = sorted(range(len(places)), key=places.__getitem__)
+    ends = itertools.accumulate((math.prod(of.shapes[k]) for k in order), initial=0)
+    return tuple(order) if [*ends] == [*(places[k] for k in order), count] else ()
+
+
 def whole_weights(of: _Stack, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """The weights as the one tensor that cuDNN reads: the one that they are parts of, or a copy."""
     places, count = _laid_out(of)
@@ -110,6 +122,9 @@ def whole_weights(of: _Stack, weights: Sequence[torch.Tensor]) -> torch.Tensor:
             w.untyped_storage().data_ptr() == storage.data_ptr() and w.is_contiguous()
             and w.storage_offset() == start + place for w, place in zip(weights, places, strict=True)):
         return first.as_strided((count,), (1,), start)
+    order = _without_gaps(of)
+    if order:
+        return torch.cat([weights[k].reshape(-1) for k in order])
     whole = first.new_empty(count)
     parts = [whole.narrow(0, place, w.numel()) for w, place in zip(weights, places, strict=True)]
     copy_all([part.view(w.shape) for part, w in zip(parts, weights, strict=True)], weights)

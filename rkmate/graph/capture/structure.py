@@ -8,7 +8,8 @@ cache) becomes a *skeleton*: a deep copy in which every tensor is a numbered slo
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device,
           torch.layout, torch.memory_format)
+_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
+"""Types of everyday arguments, in which nothing else stands."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,23 @@ def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structu
         else:
             leaves.append(_skeleton(leaf, slot))
     return tensors, Structure(spec, tuple(leaves), len(tensors))
+
+
+def take_call_apart(args: Sequence[Any], kwargs: Mapping[str, Any]
+                    ) -> tuple[list[torch.Tensor], pytree.TreeSpec, tuple[Any, ...]]:
+    """The tensors among the arguments of a call, where they stand, and the other leaves."""
+    flat = (*args, *kwargs.values())
+    if _LEAVES.issuperset(map(type, flat)):
+        return ([v for v in flat if isinstance(v, torch.Tensor)], _spec_of_leaves(len(args), tuple(kwargs)),
+                tuple([v for v in flat if not isinstance(v, torch.Tensor)]))
+    tensors, structure = take_apart((tuple(args), dict(kwargs)), result=False)
+    return tensors, structure.spec, structure.constants()
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_of_leaves(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
+    """Of a call with so many arguments without a name, each of them a leaf, and some with names."""
+    return pytree.tree_flatten(((None,) * count, dict.fromkeys(names)))[1]
 
 
 def _skeleton(value: Any, slot: Any) -> Any:

@@ -42,13 +42,12 @@ def cross_entropy_backward_out(
 
     The first dimension, of `log_probs`, `target` and (without reduction) `grad_output`, is cut.
     """
-    nll_backward = aten.nll_loss2d_backward if log_probs.dim() == 4 else aten.nll_loss_backward
+    nll_backward = (aten.nll_loss2d_backward if log_probs.dim() == 4 else aten.nll_loss_backward).default
     for rows in _parts(log_probs, 0):
         part = log_probs[rows]
         grad = nll_backward(grad_output if reduction else grad_output[rows], part, target[rows],
                             weight, reduction, ignore_index, total_weight)
-        aten._log_softmax_backward_data.out(grad, part, dim, part.dtype, out=grad)
-        out[rows].copy_(grad)
+        torch._log_softmax_backward_data(grad, part, dim, part.dtype, out=out[rows])
         del grad                          # before the next one is made
     return out
 

@@ -84,7 +84,8 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
                                    "a tensor that has a form and no memory, and answers for itself"),
     "runtime/segments.py": (("torch._C._autograd._get_current_graph_task_keep_graph",),
                             "whether a backward keeps its graph, which its engine alone knows"),
-    "runtime/unchanged.py": (("torch._C._dynamo.guards.dict_version",),
-                             "how often a dictionary has changed, which Python tells C alone"),
+    "runtime/unchanged.py": (("torch._C._dynamo.guards.TensorGuards", "torch._C._dynamo.guards.dict_version"),
+                             "how often a dictionary has changed, which Python tells C alone; and forms of "
+                             "many tensors compared in one call"),
 }
 """Files outside of these folders -> the names that they use all the same, and what for."""
