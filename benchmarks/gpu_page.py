@@ -30,7 +30,7 @@ COLUMNS: dict[str, tuple[tuple[str, Callable[[Row], str]], ...]] = {
              ("budget, MiB", _mib("budget_mib")), PLAN, ("of its own peak", _number("of_own_peak", ".0%")),
              ("predicted time", _number("predicted", ".3f"))),
     "recorded": (PLAN, ("gradients, MiB", _mib("gradients_mib")), ("its pool, MiB", _mib("pool_mib")),
-                 RESERVED, LAUNCHES, ("host time, of the plain step's", _number("host", ".2f"))),
+                 RESERVED, LAUNCHES, HOST),
     "reserved": (("allocated, MiB", _mib("allocated_mib")), REQUESTED, RESERVED),
 }
 """By piece: the titles of a table's columns, and what stands in them."""

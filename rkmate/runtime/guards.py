@@ -197,8 +197,8 @@ def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, An
     kinds = {"cpu", *module.kinds, *devices.autocast_kinds(t.device for t in tensors)}
     autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
                      if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
-    return Guards(module.flags, module.attributes, shapes, structure, tuple(map(by_content, constants)), autocast, _kernels(),
-                  module.places, torch.get_default_dtype()), tensors
+    return Guards(module.flags, module.attributes, shapes, structure, tuple(map(by_content, constants)),
+                  autocast, _kernels(), module.places, torch.get_default_dtype()), tensors
 
 
 def _kernels() -> tuple[bool, ...]:

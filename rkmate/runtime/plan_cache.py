@@ -128,7 +128,7 @@ class PlanCache:
         self._saved = list(saved)
         self._kept: OrderedDict[Guards, Specialization] = OrderedDict()
         self._last: tuple[Guards, Specialization] | None = None
-        """Of what is kept, the last, where it was found last: compared with a call before its key is hashed."""
+        """The last that is kept, where it was also found last: compared with a call before that is hashed."""
         self._lock = threading.RLock()
         self._warned = False
         self.open_calls = OpenCalls()

@@ -80,11 +80,12 @@ class Walk:
 
 
 def _quick_forms(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
-    """Compares types, dtypes, devices, sizes, strides and whether a gradient is taken; None where torch cannot
-    (nested tensors)."""
+    """Compares types, dtypes, devices, sizes, strides, and whether a gradient is taken; None where torch
+    cannot (nested tensors)."""
     try:
-        return TensorGuards(*tensors, dynamic_dims_sizes=[[*t.shape] for t in tensors],
-                            dynamic_dims_strides=[[*t.stride()] for t in tensors])
+        sizes: Any = [[*t.shape] for t in tensors]
+        strides: Any = [[*t.stride()] for t in tensors]
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     except (RuntimeError, TypeError):
         return None
 

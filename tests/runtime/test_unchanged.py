@@ -110,3 +110,18 @@ def test_training_is_no_change() -> None:
     net.train()
     net.zero_grad()
     assert found.is_now()
+
+
+def test_what_is_around_a_call_is_no_change_of_the_module() -> None:
+    net = Net()
+    found = walk(net)
+    for around in (torch.autocast("cpu"), torch.no_grad(), torch.inference_mode()):
+        with around:
+            assert found.is_now() and walk(net).is_now()
+    assert found.is_now()
+
+
+def test_a_module_with_tensors_of_another_kind_is_always_walked_over() -> None:
+    net = Net()
+    net.rows = nn.Parameter(torch.eye(3).to_sparse())
+    assert not walk(net).is_now()
