@@ -47,7 +47,7 @@ def cross_entropy_backward_out(
         part = log_probs[rows]
         grad = nll_backward(grad_output if reduction else grad_output[rows], part, target[rows],
                             weight, reduction, ignore_index, total_weight)
-        torch._log_softmax_backward_data(grad, part, dim, part.dtype, out=out[rows])
+        aten._log_softmax_backward_data.out(grad, part, dim, part.dtype, out=out[rows])
         del grad                          # before the next one is made
     return out
 
