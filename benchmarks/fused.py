@@ -45,8 +45,8 @@ INDUCTOR = ("1.0", "0.5", "0.1")
 FRACTIONS = ("1.0", "0.7", "0.5", "0.35", "inductor")
 NAMES = ("gpt", "gpt12", "resnet18", "resnet50", "regnet", "unet", "t5", "vit")
 CONVOLUTIONS = ("resnet18", "resnet50", "regnet", "unet")
-SMALLEST = "inductor 0.1"
-"""Of torch.compile's budgets, the one whose peak is smallest."""
+SMALLEST = ("inductor 0.5", "inductor 0.1")
+"""Of torch.compile's budgets, those of which one has the smallest peak: it depends on the model which."""
 OWN_BARS = {"gpt": (0.42, 0.84), "resnet18": (0.6, 1.0), "regnet": (0.7, 0.8), "unet": (0.7, 0.8)}
 """Per model a part of eager's peak, and of its time, that compiled groups are to take there at most."""
 DEPTHS = ("inductor 1.0", "rkmate compile 1.0")
@@ -282,7 +282,7 @@ def main() -> None:
         print(f"\n{depths_table(names, options.threads, rows, DEPTHS)}", flush=True)
     elif options.bars:
         rows = run(names, options.rows, **how, methods=lambda model: [
-            SMALLEST, *(bar.method for bar in bars_of(model))])
+            *SMALLEST, *(bar.method for bar in bars_of(model))])
         bars = {model: bars_of(model) for model in names}
         print(f"\n{bars_table(names, options.threads, rows, bars)}", flush=True)
     else:
