@@ -236,18 +236,30 @@ def run(names: Sequence[str], path: Path | None, *, threads: int, repeats: int, 
     return rows
 
 
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
 def write(rows: Rows) -> None:
     """The page of the documentation, of all rows."""
-    about = ("# Layouts and compiled groups\n\nPeak and time of a training step relative to eager's in the "
-             "same process, beside torch.compile's at its own budgets. Parameters and their gradients stand, "
-             "and are not counted. Made by `python benchmarks/fused.py --rows FILE --write` on a CPU "
+    about = ("# Layouts and compiled groups, measured\n\nPeak and time of a training step relative to "
+             "eager's in the same process, beside torch.compile's at its own budgets: [compiled groups](compile.md), "
+             "and `layouts=\"auto\"` for networks of convolutions. Parameters and their gradients stand, and "
+             "are not counted. Made by `python benchmarks/fused.py --rows FILE --write` on a CPU "
              f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in rows.values())
-    sections = [f"## {model}, {threads} thread{'s' * (threads > 1)}\n\n{MODELS[model].__doc__ or ''}\n\n"
-                f"{table(model, threads, rows)}\n" for model, threads in kinds if model in MODELS]
+    sections = []
+    for threads in sorted({n for model, n in kinds if model in MODELS}):
+        names = [name for name in NAMES if (name, threads) in kinds]
+        holds = bars_table(names, threads, rows, {name: bars_of(name) for name in names})
+        sections.append(f"## In short, {_threads(threads)}\n\nAt the smallest peak of torch.compile or "
+                        "below it, and of some models at a part of eager's. One ratio moves by up to a "
+                        f"twentieth from run to run.\n\n{holds}\n")
+    sections += [f"## {model}, {_threads(threads)}\n\n{MODELS[model].__doc__ or ''}\n\n"
+                 f"{table(model, threads, rows)}\n" for model, threads in kinds if model in MODELS]
     for threads in sorted({threads for model, threads in kinds if model not in MODELS}):
         deep = [model for model, n in kinds if model not in MODELS and n == threads]
-        sections.append(f"## How long it takes to get ready, {threads} thread{'s' * (threads > 1)}\n\n"
+        sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\n"
                         f"{depths_table(deep, threads, rows, DEPTHS)}\n")
     PAGE.write_text("\n".join([about, *sections]), encoding="utf-8")
 
