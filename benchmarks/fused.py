@@ -244,8 +244,9 @@ def write(rows: Rows) -> None:
     """The page of the documentation, of all rows."""
     about = ("# Layouts and compiled groups, measured\n\nPeak and time of a training step relative to "
              "eager's in the same process, beside torch.compile's at its own budgets: [compiled "
-             "groups](compile.md), and `layouts=\"auto\"` for networks of convolutions. Parameters and their gradients stand, and "
-             "are not counted. Made by `python benchmarks/fused.py --rows FILE --write` on a CPU "
+             "groups](compile.md), and `layouts=\"auto\"` for networks of convolutions. Parameters and their "
+             "gradients stand, and are not counted. Made by `python benchmarks/fused.py --rows FILE --write` "
+             "on a CPU "
              f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in rows.values())
     sections = []
