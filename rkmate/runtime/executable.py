@@ -117,9 +117,7 @@ class PlannedStep:
         written = joint.written()
         self._free = {source_key(s) for s in written}
         slots = self._slots.items()
-        self._whole = [k for k, s in slots if not s.piece]
-        self._places = [(s.registry, s.owner) for _, s in slots if not s.piece]
-        """Where the whole ones stand."""
+        self._whole = {k: (s.registry, s.owner) for k, s in slots if not s.piece}
         self._pieces = [(k, s) for k, s in slots if s.piece]
         self._versioned = [k for k in (*self._slots, *self._fixed, *self.inputs) if k not in self._free]
         self.written = [i for k, i in self.inputs.items() if k in self._free]
@@ -218,7 +216,7 @@ class PlannedStep:
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> Held:
         """What the caller holds now. `tensors`: those among the arguments."""
-        found = Held(zip(self._whole, starmap(getitem, self._places), strict=True))
+        found = Held(zip(self._whole, starmap(getitem, self._whole.values()), strict=True))
         for key, slot in self._pieces:
             found[key] = slot.get()
         found.update(self._fixed)

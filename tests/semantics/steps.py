@@ -20,9 +20,9 @@ Loss = Callable[[Callable[..., Any]], torch.Tensor]
 
 def planned(model: nn.Module, *args: Any, budget: int | float | str = 1.0,
             kwargs: dict[str, Any] | None = None, **options: Any) -> rkmate.PlannedModule:
-    """A wrapped module, planned on deterministic costs."""
-    return rkmate.wrap(model, args, kwargs, budget=budget, progress=False, costs="analytic",
-                       **options)
+    """A wrapped module, planned on deterministic costs unless `options` say otherwise."""
+    return rkmate.wrap(model, args, kwargs, budget=budget, progress=False,
+                       **{"costs": "analytic", **options})
 
 
 def tightest(model: nn.Module, *args: Any, kwargs: dict[str, Any] | None = None,

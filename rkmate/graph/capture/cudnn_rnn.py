@@ -11,7 +11,6 @@ Uses private names of torch (its operations for cuDNN, the modes that are in for
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rkmate import device as devices
-from rkmate.device.foreach_copy import copy_all
 from rkmate.device.quick_code import call_directly
 
 aten = torch.ops.aten
@@ -103,13 +101,15 @@ def _laid_out(of: _Stack) -> tuple[tuple[int, ...], int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _without_gaps(of: _Stack) -> tuple[int, ...]:
-    """The weights' numbers in the order in which they stand there one after the other; none where something
-    lies between them."""
+def _pieces(of: _Stack) -> tuple[int, ...]:
+    """What stands in the one tensor, in order: the number of a weight, or less than zero: so many elements
+    that nothing reads."""
     places, count = _laid_out(of)
-    order = sorted(range(len(places)), key=places.__getitem__)
-    ends = itertools.accumulate((math.prod(of.shapes[k]) for k in order), initial=0)
-    return tuple(order) if [*ends] == [*(places[k] for k in order), count] else ()
+    found, at = [], 0
+    for k in sorted(range(len(places)), key=places.__getitem__):
+        found += [at - places[k], k] if at < places[k] else [k]
+        at = places[k] + math.prod(of.shapes[k])
+    return (*found, at - count) if at < count else tuple(found)
 
 
 def whole_weights(of: _Stack, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -122,13 +122,7 @@ def whole_weights(of: _Stack, weights: Sequence[torch.Tensor]) -> torch.Tensor:
             w.untyped_storage().data_ptr() == storage.data_ptr() and w.is_contiguous()
             and w.storage_offset() == start + place for w, place in zip(weights, places, strict=True)):
         return first.as_strided((count,), (1,), start)
-    order = _without_gaps(of)
-    if order:
-        return torch.cat([weights[k].reshape(-1) for k in order])
-    whole = first.new_empty(count)
-    parts = [whole.narrow(0, place, w.numel()) for w, place in zip(weights, places, strict=True)]
-    copy_all([part.view(w.shape) for part, w in zip(parts, weights, strict=True)], weights)
-    return whole
+    return torch.cat([first.new_empty(-k) if k < 0 else weights[k].reshape(-1) for k in _pieces(of)])
 
 
 def _run(x: torch.Tensor, weights: Sequence[torch.Tensor], hx: torch.Tensor, cx: torch.Tensor | None,

@@ -95,6 +95,14 @@ def test_others_are_copied_into_one(monkeypatch: pytest.MonkeyPatch, places: tup
     assert [w._version for w in apart] == versions
 
 
+def test_what_lies_between_weights_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_rnn, "_laid_out", lambda of: ((9, 1), 20))
+    weights = [torch.arange(8.0).view(2, 4), torch.arange(8.0, 14.0).view(3, 2).t()]
+    whole = whole_weights(_of(weights), weights)
+    assert whole.shape == (20,)
+    assert whole[9:17].equal(weights[0].flatten()) and whole[1:7].equal(weights[1].flatten())
+
+
 def test_autocast_hands_over_float16() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), FakeTensorMode():
         found = cudnn_rnn.as_autocast_gives_them([torch.ones(2), torch.ones(2, dtype=torch.float64)])
