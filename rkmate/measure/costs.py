@@ -55,8 +55,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     device = devices.common(sources.values())
     settings = as_in_a_step(settings, device, step_bytes)
     hoisted = tuple(i for i, b in enumerate(partition.block_of) if b == HOISTED)
-    # Which constants are hoisted depends on the whole graph: their key is the text of all blocks.
-    beginning = f"{len(hoisted)} hoisted before\n" + "\n".join(texts)
+    beginning = text_of_beginning(len(hoisted), texts)
     found: dict[str, tuple[Cost, ...]] = {}
     unknown: dict[str, Block] = {}
     operations = KnownOperations(partition, memory.operations(device, settings))
@@ -99,6 +98,11 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     for block, text in zip(partition.blocks, texts, strict=True):
         costs.update(zip(block.c, found[text], strict=True))
     return costs
+
+
+def text_of_beginning(hoisted: int, texts: Sequence[str]) -> str:
+    """By what the costs of so many hoisted constants are remembered: which they are depends on all blocks."""
+    return f"{hoisted} hoisted before\n" + "\n".join(texts)
 
 
 class _Runner:

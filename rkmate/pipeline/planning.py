@@ -20,6 +20,7 @@ from rkmate.pipeline.attempts import Attempt, Orders, Planned, attempted, fits, 
 from rkmate.pipeline.bounds import seconds_of_any
 from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of, tell
+from rkmate.pipeline.in_turns import measure_in_turns
 from rkmate.pipeline.larger_tiles import leaner_left_out, with_larger_tiles
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
 from rkmate.pipeline.reserved import device_room, largest_that_fits
@@ -58,7 +59,8 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     blocked = block(traced)
     blocks = {blocked.variant: blocked}
     refuse_unmeasured(blocks, budget, find_planner(planner, traced.settings.of_planner))
-    prepared = prepare(traced, blocked=blocked, limit=room_within(budget))
+    seconds = measure_in_turns(blocks, room_within(budget))
+    prepared = prepare(traced, blocked=blocked, limit=room_within(budget)).after(seconds)
     tell(prepared, budget)
     limit = limit_of(prepared, budget)
     room = device_room(prepared, budget.device)
@@ -180,8 +182,10 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
     """A plan for each budget, as `make_plan` finds them; what is found for one serves the others, too, so
     that more memory is never slower (but for what a variant must be faster by). Without budgets: for ten
     between the first variant's peak and the smallest of any. Raises what `make_plan` raises."""
-    prepared = prepare(traced)
-    blocked, method = prepared.blocked, find_planner(planner, traced.settings.of_planner)
+    blocked = block(traced)
+    seconds = measure_in_turns({blocked.variant: blocked})
+    prepared = prepare(traced, blocked=blocked).after(seconds)
+    method = find_planner(planner, traced.settings.of_planner)
     variants = (blocked.variant, *others(traced.settings, blocked.concerned))
     made = {blocked.variant: prepared}
     known: dict[Variant, Solved] = {}

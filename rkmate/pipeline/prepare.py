@@ -47,6 +47,7 @@ from rkmate.measure.caches import touched_bytes
 from rkmate.measure.compiled_memory import with_memory_of_groups
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
+from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.compiled import compile_all, with_compiler
 from rkmate.pipeline.loss_inside import traceable, trains_of
 from rkmate.pipeline.measuring import measured_within
@@ -182,6 +183,11 @@ class Prepared:
             peak_of_calls(self.graph, schedule, calls, pinned=self.pinned,
                           reserve_at_loss=self.reserve_at_loss)
 
+    def after(self, seconds: float) -> Prepared:
+        """The same, where so many seconds of measuring went before."""
+        return self if not seconds else replace(self, stage_seconds={
+            **self.stage_seconds, "measure": self.stage_seconds["measure"] + seconds})
+
     @functools.cached_property
     def class_graphs(self) -> tuple[CDGraph, ...]:
         """Of each class of blocks, the own graph of the first one, with costs."""
@@ -299,19 +305,7 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
         with capture_lock:                  # groups run once, and what the process allocates is read
             known = with_memory_of_groups(parts.program.operation, known)
     else:
-        compile_all(parts.program.operation, traced.progress)
-        with traced.progress.stage("measuring", len(parts.blocks)) as tick, capture_lock:
-            try:
-                known = measured_within(
-                    lambda room: measure(
-                        parts, blocked.texts, traced.tensors, _cost_memory(), traced.settings.measure,
-                        on_progress=lambda done, total: tick(done * len(blocked.texts) // total), limit=room,
-                        step_bytes=touched_bytes(traced.capture.graph)),
-                    None if limit is None else functools.partial(limit, blocked), traced.device, traced.name)
-            except (IndexError, RuntimeError) as error:
-                if isinstance(error, RkmateError):
-                    raise
-                raise CaptureError(f"{traced.name} does not run on the sample inputs: {error}") from error
+        known = measured_costs(blocked, cost_memory(), traced.settings.measure, limit)
     cd = parts.program.cd
     if costs is None and link is None:
         settings = traced.settings
@@ -327,6 +321,27 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
         blocked, known, graph, pinned, reserve, whole,
         simulate(graph, whole, pinned=pinned, reserve_at_loss=reserve), block_infos(parts, blocked.classes),
         {**blocked.stage_seconds, "measure": time.perf_counter() - start})
+
+
+@planning_lock
+def measured_costs(blocked: Blocked, memory: CostMemory, settings: MeasureSettings,
+                   limit: Callable[[Blocked], int] | None) -> Costs:
+    """Compile what is to be compiled, and measure each operation that `memory` does not know. `limit`: the
+    bytes that measuring may take."""
+    traced, parts = blocked.traced, blocked.partition
+    compile_all(parts.program.operation, traced.progress)
+    with traced.progress.stage("measuring", len(parts.blocks)) as tick, capture_lock:
+        try:
+            return measured_within(
+                lambda room: measure(
+                    parts, blocked.texts, traced.tensors, memory, settings,
+                    on_progress=lambda done, total: tick(done * len(blocked.texts) // total), limit=room,
+                    step_bytes=touched_bytes(traced.capture.graph)),
+                None if limit is None else functools.partial(limit, blocked), traced.device, traced.name)
+        except (IndexError, RuntimeError) as error:
+            if isinstance(error, RkmateError):
+                raise
+            raise CaptureError(f"{traced.name} does not run on the sample inputs: {error}") from error
 
 
 def prepare(traced: Traced, variant: Variant | None = None, *, blocked: Blocked | None = None,
@@ -388,7 +403,8 @@ def _memory_of(folder: Path) -> CostMemory:
     return CostMemory(folder)
 
 
-def _cost_memory() -> CostMemory:
+def cost_memory() -> CostMemory:
+    """What is known of costs: in memory, and in the cache folder."""
     return _memory_of(cache_folder())
 
 
