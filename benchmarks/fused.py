@@ -3,7 +3,8 @@
 Each row in fresh processes, its steps interleaved with eager's: peak by the exact meter over the level that
 stands before a step, time as ratio of medians, and seconds until the first step is done. That is with empty
 caches; a second process then finds what the first has compiled, and follows the plan that it has saved.
-``inductor`` as the fraction of a row is the smallest peak of torch.compile's rows, which are measured first.
+``inductor`` as the fraction of a row is the smallest peak of torch.compile's rows, which are measured first;
+such a row's steps are also interleaved with those of torch.compile at that budget, in the same process.
 
 Each row is appended to ``--rows FILE`` (JSON, one row a line), so that a run can be broken off and taken up
 again: what is there is not measured again. ``--write`` makes docs/fused.md of such a file.
@@ -157,17 +158,19 @@ def error_of(case: Case, exact: Case) -> float:
                      / sum(float(e.square().sum()) for _, e in pairs))
 
 
-def one(row: Row, plan: Path, repeats: int, *, small: bool) -> Row:
+def one(row: Row, plan: Path, repeats: int, *, small: bool, against: str | None = None) -> Row:
     """Measure one method on one model. Without repeats: how long it takes to get ready, alone. The method
-    names a budget by a number."""
+    names a budget by a number. `against`: a method whose steps are then taken in turn with its own, too."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(row.threads)
-    cases = []
-    for _ in range(2):
+
+    def made_case() -> Case:
         torch.manual_seed(0)
-        cases.append(case_of(row.model, small=small))
-        cases[-1].model.train()
-    reference, case = cases
+        found = case_of(row.model, small=small)
+        found.model.train()
+        return found
+
+    reference, case = made_case(), made_case()
 
     def plain() -> Any:
         return reference.model(**reference.kwargs).loss
@@ -190,12 +193,18 @@ def one(row: Row, plan: Path, repeats: int, *, small: bool) -> Row:
         exact = in_double_precision(reference)
         row = replace(row, peak=found.peak / level, time=found.ratio, eager_seconds=found.eager_seconds,
                       error=error_of(case, exact), eager_error=error_of(reference, exact))
+    if repeats and against is not None:
+        rival = made_case()
+        theirs, _ = _asked(against, rival, level, plan)
+        step(theirs, rival.model)
+        row = replace(row, of_inductor=beside(theirs, rival.model, forward, case.model, repeats,
+                                              min(SECONDS, repeats)).ratio)
     return row
 
 
-def measured(row: Row, asked: str, repeats: int, *, small: bool) -> Row:
+def measured(row: Row, asked: str, repeats: int, *, small: bool, against: str | None = None) -> Row:
     """A row, of one process and, where something is compiled, of a second one. `asked`: the method, with its
-    budget as a number."""
+    budget as a number; `against`: another one that it is measured beside, too."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
@@ -204,7 +213,8 @@ def measured(row: Row, asked: str, repeats: int, *, small: bool) -> Row:
         for count in (repeats, 0):
             done = subprocess.run(
                 [sys.executable, __file__, "--one", row.model, asked, f"{folder}/plan.json", "--repeats",
-                 str(count), "--threads", str(row.threads), *["--small"] * small],
+                 str(count), "--threads", str(row.threads), *["--small"] * small,
+                 *([] if against is None else ["--against", against])],
                 capture_output=True, text=True, check=False, env=env)
             if done.returncode:
                 return replace(row, failed=(done.stderr.strip().splitlines() or ["no message"])[-1][:120])
@@ -224,14 +234,16 @@ def run(names: Sequence[str], path: Path | None, *, threads: int, repeats: int, 
             row = Row(model, method, threads)
             if row.key in rows:
                 continue
-            asked = method
+            asked, against = method, None
             if method.startswith("rkmate") and method.endswith(" inductor"):
-                peaks = [r.peak for r in rows.values() if r.method.startswith("inductor") and r.peak
-                         and (r.model, r.threads) == (model, threads)]
+                peaks = [(r.peak, r.method) for r in rows.values() if r.method.startswith("inductor")
+                         and r.peak and (r.model, r.threads) == (model, threads)]
                 if not peaks:
                     raise SystemExit(f"{method} needs the peaks of inductor on {model}, measured before it")
-                asked = method.removesuffix("inductor") + str(min(peaks))
-            row = rows[row.key] = measured(row, asked, repeats if model in MODELS else 0, small=small)
+                peak, against = min(peaks)
+                asked = method.removesuffix("inductor") + str(peak)
+            row = rows[row.key] = measured(row, asked, repeats if model in MODELS else 0, small=small,
+                                           against=against)
             add_row(row, path)
     return rows
 
@@ -281,10 +293,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models")
     parser.add_argument("--write", action="store_true", help="docs/fused.md")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--against", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         model, method, plan = options.one
-        found = one(Row(model, method, options.threads), Path(plan), options.repeats, small=options.small)
+        found = one(Row(model, method, options.threads), Path(plan), options.repeats, small=options.small,
+                    against=options.against)
         print(json.dumps(asdict(found)))
         return
     how: dict[str, Any] = {"threads": options.threads, "repeats": options.repeats, "small": options.small}

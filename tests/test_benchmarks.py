@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def test_compiled_groups_beside_the_compiler(on_the_path: None, tmp_path: Path,
     assert ours.peak <= theirs.peak and abs(ours.predicted_peak / ours.peak - 1) < 0.02
     assert ours.groups > 0 and ours.again is not None and ours.compiling_again < ours.compiling
     assert ours.error < 2 * ours.eager_error
+    assert theirs.of_inductor is None and ours.of_inductor > 0
 
     def never(*args: Any, **more: Any) -> None:
         raise AssertionError("measured again")
@@ -119,7 +121,11 @@ def test_compiled_groups_beside_the_compiler(on_the_path: None, tmp_path: Path,
     bars = {"gpt": [fused.Bar("rkmate compile inductor", 100.0, "inductor"),
                     fused.Bar("rkmate compile inductor", 0.0), fused.Bar("rkmate compile 0.42", 0.84)]}
     cells = [line.split(" | ") for line in fused.bars_table(["gpt"], 1, rows, bars).splitlines()[2:]]
-    assert [row[6] for row in cells[:2]] == ["yes", "no"] and cells[2][2] == "not measured"
+    assert [row[7] for row in cells[:2]] == ["yes", "no"] and cells[2][2] == "not measured"
+    assert float(cells[0][3]) == round(ours.of_inductor, 2) and float(cells[1][3]) == round(ours.time, 2)
+    apart = {row.key: replace(row, of_inductor=None) for row in rows.values()}
+    row, *_ = fused.bars_table(["gpt"], 1, apart, bars).splitlines()[2:]
+    assert f"{ours.time / theirs.time:.2f} | inductor | of each with eager's" in row
 
 
 @pytest.mark.slow
