@@ -28,16 +28,18 @@ LEAST_ROUNDS = 2
 def measure_in_turns(blocks: dict[Variant, Blocked], limit: Callable[[Blocked], int] | None = None) -> float:
     """Measure the first variant and one that is compared with it because its kernels may be faster, and
     remember what they cost; nothing where there is none, or where costs are known, or counted. Seconds that
-    it took. `blocks`: the first variant, to which the other one is added. `limit`: the bytes that measuring
-    may take."""
+    it took. `blocks`: the first variant, and others that were looked at; the one that is measured is added.
+    `limit`: the bytes that measuring may take."""
     start = time.perf_counter()
-    (one,) = blocks.values()
+    one = next(iter(blocks.values()))
     settings = one.traced.settings
     variant = next((v for v in others(settings, one.concerned)
                     if v.channels_last != one.variant.channels_last), None)
     if variant is None or settings.costs == "analytic":
         return 0.0
-    both = (one, blocks.setdefault(variant, block(one.traced, variant)))
+    if variant not in blocks:
+        blocks[variant] = block(one.traced, variant)
+    both = (one, blocks[variant])
     if _are_known(both, cost_memory()):
         return time.perf_counter() - start
     for each in both:

@@ -15,6 +15,7 @@ from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline import in_turns
 from rkmate.pipeline.prepare import Blocked, block, measured_costs, prepare, trace
+from rkmate.pipeline.variants import CHANNELS_LAST, PLAIN, TILED_MLPS
 from rkmate.support.progress import Progress
 
 IMAGES = torch.randn(2, 8, 12, 12)
@@ -69,8 +70,9 @@ def test_the_fastest_run_counts_and_the_most_bytes(asked: list[str], monkeypatch
 
     monkeypatch.setattr(in_turns, "measured_costs", measured_costs)
     traced = trace(network(), (IMAGES,), {}, rkmate.Settings(layouts="auto"), Progress(False))
-    blocks = {(plain := block(traced)).variant: plain}
+    plain, tiled = block(traced), block(traced, TILED_MLPS)       # of a third variant, nothing is asked
+    blocks = {plain.variant: plain, tiled.variant: tiled}
     assert in_turns.measure_in_turns(blocks) > 0
-    found = [set(prepare(traced, blocked=each).costs.values()) for each in blocks.values()]
-    assert [v.name for v in blocks] == ["plain", "channels-last"]
+    assert [v.name for v in blocks] == ["plain", "tiled-mlps", "channels-last"]
+    found = [set(prepare(traced, blocked=blocks[v]).costs.values()) for v in (PLAIN, CHANNELS_LAST)]
     assert found == [{Cost(2.0, 30)}, {Cost(1.0, 40)}]
