@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> Iterator[None]:
-    with mock.patch.object(pipeline, "_cost_memory", side_effect=functools.partial(CostMemory, None)):
+    with mock.patch.object(pipeline, "cost_memory", side_effect=functools.partial(CostMemory, None)):
         yield
 
 
