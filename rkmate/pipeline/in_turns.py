@@ -16,7 +16,7 @@ from rkmate.device import Device
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.caches import as_in_a_step, touched_bytes
 from rkmate.measure.costs import text_of_beginning
-from rkmate.measure.remembered import CostMemory
+from rkmate.measure.remembered import CostMemory, Numbers
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.compiled import compile_all
 from rkmate.pipeline.prepare import Blocked, block, cost_memory, measured_costs
@@ -57,27 +57,32 @@ def measure_in_turns(blocks: dict[Variant, Blocked], limit: Callable[[Blocked], 
 
 
 def _are_known(both: Sequence[Blocked], memory: CostMemory) -> bool:
-    return all(memory.get(text, *_measured_on(each, each.traced.settings.measure), count) is not None
-               for each in both for text, count in _texts(each))
+    return all(None not in _known(each, each.traced.settings.measure, memory) for each in both)
 
 
 def _remember(blocked: Blocked, part: MeasureSettings, found: Sequence[CostMemory],
               memory: CostMemory) -> None:
     """The fastest run of each operation. Where one had no room in a round, its block is left to be
     measured."""
-    for text, count in _texts(blocked):
-        rounds = [own.get(text, *_measured_on(blocked, part), count) for own in found]
-        whole = [costs for costs in rounds if costs is not None]
-        if len(whole) == len(rounds):
-            memory.put(text, *_measured_on(blocked, blocked.traced.settings.measure),
-                       tuple(map(_fastest, zip(*whole, strict=True))))
+    where = _measured_on(blocked, blocked.traced.settings.measure)
+    rounds = [_known(blocked, part, own) for own in found]
+    for (text, _), runs in zip(_texts(blocked), zip(*rounds, strict=True), strict=True):
+        whole = [costs for costs in runs if costs is not None]
+        if len(whole) == len(runs):
+            memory.put(text, *where, tuple(map(_fastest, zip(*whole, strict=True))))
+
+
+def _known(blocked: Blocked, settings: MeasureSettings, memory: CostMemory) -> list[Numbers | None]:
+    """What a memory has of each text."""
+    where = _measured_on(blocked, settings)
+    return [memory.get(text, *where, count) for text, count in _texts(blocked)]
 
 
 def _texts(blocked: Blocked) -> list[tuple[str, int]]:
-    """By what costs are remembered, and of how many operations."""
+    """By what costs are remembered, each once, and of how many operations."""
     hoisted = blocked.partition.block_of.count(HOISTED)
-    return [(text_of_beginning(hoisted, blocked.texts), hoisted),
-            *((text, len(b.c)) for text, b in zip(blocked.texts, blocked.partition.blocks, strict=True))]
+    blocks = {text: len(b.c) for text, b in zip(blocked.texts, blocked.partition.blocks, strict=True)}
+    return [(text_of_beginning(hoisted, blocked.texts), hoisted), *blocks.items()]
 
 
 def _measured_on(blocked: Blocked, settings: MeasureSettings) -> tuple[Device, MeasureSettings]:

@@ -183,7 +183,8 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
     that more memory is never slower (but for what a variant must be faster by). Without budgets: for ten
     between the first variant's peak and the smallest of any. Raises what `make_plan` raises."""
     blocked = block(traced)
-    seconds = measure_in_turns({blocked.variant: blocked})
+    blocks = {blocked.variant: blocked}
+    seconds = measure_in_turns(blocks)
     prepared = prepare(traced, blocked=blocked).after(seconds)
     method = find_planner(planner, traced.settings.of_planner)
     variants = (blocked.variant, *others(traced.settings, blocked.concerned))
@@ -192,7 +193,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
 
     def prepared_of(variant: Variant) -> Prepared:
         if variant not in made:
-            made[variant] = prepare(traced, variant)
+            made[variant] = prepare(traced, variant, blocked=blocks.get(variant))
         return made[variant]
 
     def solved_of(variant: Variant) -> Solved:
