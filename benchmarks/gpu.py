@@ -48,9 +48,10 @@ SIZES = {"first": ("gpt2-medium", "resnet50-bf16"),
          "large": ("gpt2-large", "llama-1b", "resnet101-bf16", "vit-large"),
          "compile": ("gpt2-medium", "resnet50-bf16"), "reserved": ("gpt2-medium", "resnet50-bf16"),
          "auto": ("gpt2-fp32", "llama", "vit", "resnet50", "unet"),
-         "recorded": ("gpt2-fp32", "gpt2-dropout", "llama", "vit", "resnet50", "unet", "lstm")}
+         "recorded": ("gpt2-fp32", "gpt2-dropout", "llama", "vit", "resnet50", "unet", "lstm",
+                      "lstm-dropout")}
 TABLE = ("gpt2-fp32", "gpt2-autocast", "gpt2-dropout", "llama", "vit", "resnet50", "resnet50-channels-last",
-         "resnet50-bf16", "regnet", "unet", "lstm", "bert", "t5")
+         "resnet50-bf16", "regnet", "unet", "lstm", "lstm-dropout", "bert", "t5")
 FRACTIONS = (0.7, 0.5)
 COMPILED = (1.0, 0.5, 0.3)
 

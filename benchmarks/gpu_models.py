@@ -88,10 +88,10 @@ def vit(batch: int, layers: int, width: int, heads: int, size: int = 224, *, aut
 class Lstm(nn.Module):
     """Two layers over words."""
 
-    def __init__(self, width: int, vocab: int) -> None:
+    def __init__(self, width: int, vocab: int, dropout: float) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
-        self.layers = nn.LSTM(width, width, 2, dropout=0.1, batch_first=True)
+        self.layers = nn.LSTM(width, width, 2, dropout=dropout, batch_first=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss."""
@@ -130,10 +130,10 @@ def _block(a: int, b: int) -> nn.Sequential:
     return nn.Sequential(*convolutions[0], *convolutions[1])
 
 
-def lstm(batch: int, length: int, width: int, vocab: int) -> Case:
-    """Two layers of an LSTM."""
+def lstm(batch: int, length: int, width: int, vocab: int, *, dropout: float = 0.0) -> Case:
+    """Two layers of an LSTM. `dropout`: between them."""
     with torch.device("cuda"):
-        return Case(Lstm(width, vocab).train(), (torch.randint(0, vocab, (batch, length)),), {})
+        return Case(Lstm(width, vocab, dropout).train(), (torch.randint(0, vocab, (batch, length)),), {})
 
 
 def unet(batch: int, size: int, width: int) -> Case:
@@ -181,6 +181,8 @@ MODELS: dict[str, dict[bool, Callable[[], Case]]] = {
         "RegNet", 2, 64, **{**BASIC, "layer_type": "y"}, groups_width=8)),
     "unet": _both(lambda: unet(4, 256, 32), lambda: unet(2, 64, 8)),
     "lstm": _both(lambda: lstm(32, 128, 512, 10000), lambda: lstm(4, 16, 32, 100)),
+    "lstm-dropout": _both(lambda: lstm(32, 128, 512, 10000, dropout=0.1),
+                          lambda: lstm(4, 16, 32, 100, dropout=0.1)),
     "bert": _both(lambda: text("Bert", 8, 512, 30522), lambda: text(
         "Bert", 2, 64, 1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=128)),

@@ -19,7 +19,7 @@ from rkmate.graph.passes import added_operators  # noqa: F401 - defines operator
 from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.graph.passes.embedding_sums import bytes_of_rows
-from rkmate.graph.passes.operators import part_bytes, stretches
+from rkmate.graph.passes.operators import part_bytes, rows_of
 from rkmate.graph.passes.reduced_losses import torchs_operator
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.compiled_memory import bytes_of_group
@@ -112,7 +112,7 @@ def _promoted(inputs: Tensors, outputs: Tensors) -> int:
 
 def _part(value: torch.Tensor, dim: int) -> int:
     """What is worked on at a time where a dimension is cut."""
-    step = next(stretches(value.shape[dim], value.nbytes, part_bytes(value, value.nbytes)), slice(0, 0)).stop
+    step = min(value.shape[dim], rows_of(value.shape[dim], value.nbytes, part_bytes(value, value.nbytes)))
     return step * (value.nbytes // max(1, value.shape[dim]))
 
 

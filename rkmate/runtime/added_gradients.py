@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.graph.capture.gradient_places import IN_PLACE, RETURNED, obstacle
@@ -82,8 +82,14 @@ class Additions:
                     "torch.autograd.grad and backward(inputs=...) do not, or not to all; a planned one "
                     f"always does. Call loss.backward() alone. {RETURNED}")
 
+    def count(self) -> None:
+        """The backward is over: what it has written counts as written."""
+        if self.begun:
+            increment_version([p.grad for p in self._parameters if p.grad is not None])
+
     def were_interrupted(self) -> None:
         """The backward has failed: mark the gradients, where it had begun to add."""
+        self.count()
         for parameter in self._parameters if self.begun else ():
             if parameter.grad is not None:
                 setattr(parameter.grad, _MARK, True)

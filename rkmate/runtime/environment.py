@@ -27,7 +27,8 @@ class Environment:
     Consumed by one backward; the forward of another call has an environment of its own.
     """
 
-    __slots__ = ("_away", "_rng", "_sources", "_values", "_versions", "_watched", "device", "dry")
+    __slots__ = ("_away", "_rng", "_sources", "_values", "_versions", "_watched", "device", "dry",
+                 "unrecorded")
 
     def __init__(self, sources: Mapping[str, torch.Tensor], versions: Mapping[str, int],
                  device: torch.device, *, dry: bool = False, away: Away | None = None) -> None:
@@ -43,6 +44,8 @@ class Environment:
         self._away = away
         self.device = device
         self.dry = dry
+        self.unrecorded = False
+        """Whether operations need nothing of autograd."""
 
     def take(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Values that die where they are taken."""

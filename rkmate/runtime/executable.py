@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import starmap
 from operator import attrgetter, getitem
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,7 +35,15 @@ from rkmate.runtime.environment import (
     generator_state,
     generators_at,
 )
-from rkmate.runtime.segments import Call, WithGraph, connect, connect_unplanned, unrecorded, without_autocast
+from rkmate.runtime.segments import (
+    Call,
+    WithGraph,
+    connect,
+    connect_unplanned,
+    unrecorded,
+    unseen,
+    without_autocast,
+)
 
 _numbers = iter(range(1 << 62))
 _version = attrgetter("_version")
@@ -63,6 +72,12 @@ Redo = Callable[[RerunState, Mapping[int, torch.Tensor]], Gradients]
 """Gradients for output gradients (by output number) that this plan does not take."""
 
 
+def _is_of_a_slice(value: Any) -> bool:
+    """Whether this is a function that computes: it takes names of values, beside the environment."""
+    return (isinstance(value, FunctionType) and value.__code__.co_argcount > 1
+            and value.__code__.co_varnames[0] == "env")
+
+
 class PlannedStep:
     """Runs the generated source; one instance per signature and set of output gradients."""
 
@@ -79,6 +94,8 @@ class PlannedStep:
         self.wanted = joint.wanted
         filename = f"<rkmate plan {next(_numbers)}>"
         namespace = load(generated.text, filename)
+        if generated.below_autograd:
+            namespace.update((name, unseen(f)) for name, f in list(namespace.items()) if _is_of_a_slice(f))
         # Tracebacks and debuggers show the generated lines, as long as they can run.
         linecache.cache[filename] = (len(generated.text), None, generated.text.splitlines(True), filename)
         weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
@@ -157,8 +174,8 @@ class PlannedStep:
         several = len(self.unplanned) + len(self._tangents) > 1
         state = generator_state(self.device) if self._draws else None
         env = Environment(sources, {}, self.device, away=self._opened(verify))
-        quick = self.generated.below_autograd and all_ordinary(sources.values())
-        with torch.no_grad(), without_autocast(self.device), unrecorded(quick), _undone(env, state):
+        env.unrecorded = self.generated.below_autograd and all_ordinary(sources.values())
+        with torch.no_grad(), without_autocast(self.device), unrecorded(env.unrecorded), _undone(env, state):
             results = self._forward(env)
         env.watch(self._output_names)
         env.watch_sources(versions)
@@ -166,7 +183,6 @@ class PlannedStep:
         call.rerun = RerunState(sources, versions, state) if several else None
         call.finished = finished
         call.additions = additions
-        call.unrecorded = quick
         if original is not None:
             call.again_with_graph = self._again(original, tensors, sources, state)
         if opened is not None:

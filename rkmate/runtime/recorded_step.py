@@ -97,8 +97,8 @@ class RecordedStep:
         env = _Recording(sources, {}, step.device)
         env.draws_from(recorder, iter((*first, *second)))
         self._tangents = {i: step.empty_gradient(i).zero_() for i, wanted in enumerate(step.wanted) if wanted}
-        quick = step.generated.below_autograd and all_ordinary(sources.values())
-        with torch.no_grad(), without_autocast(step.device), unrecorded(quick):
+        env.unrecorded = step.generated.below_autograd and all_ordinary(sources.values())
+        with torch.no_grad(), without_autocast(step.device), unrecorded(env.unrecorded):
             try:
                 self._rehearse(sources)
                 self._forward, self._outputs = recorder.record(lambda: step.run_forward(env), first)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rkmate import device as devices
-from rkmate.device.dispatch import below_autograd
+from rkmate.device.dispatch import below_autograd, below_views
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import Additions
 from rkmate.runtime.environment import Environment, RerunState
@@ -25,7 +25,7 @@ class Call:
     """One forward and the backward that belongs to it."""
 
     __slots__ = ("__weakref__", "additions", "again_with_graph", "begins", "env", "finished", "functions",
-                 "last", "next", "ready", "rerun", "targets", "token", "unrecorded", "went", "with_graph")
+                 "last", "next", "ready", "rerun", "targets", "token", "went", "with_graph")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -52,8 +52,6 @@ class Call:
         """Gradients that can be differentiated, by the original's forward."""
         self.with_graph: dict[str, torch.Tensor | None] = {}
         """Such gradients, for the segments to hand out."""
-        self.unrecorded = False
-        """Whether the operations need not pass through autograd."""
         self.token = token(env.device)
         """The gradient of every token."""
 
@@ -80,7 +78,7 @@ class Call:
             if self.ready is not None:
                 result: list[Any] = [self.ready.pop(k, None) for k in self.targets[number]]
             else:
-                with without_autocast(self.env.device), unrecorded(self.unrecorded):
+                with without_autocast(self.env.device), unrecorded(self.env.unrecorded):
                     result = self.functions[number](self.env)
                 # A gradient has no bond to what it is a view of: autograd adds up the gradients of a shared
                 # parameter in the first one, but takes memory for a third where its storage is referred to.
@@ -96,6 +94,8 @@ class Call:
             self.env.clear()
             self.let_go()
             self.again_with_graph = None
+            if self.additions is not None:
+                self.additions.count()
             if self.ready is None and self.finished is not None:
                 self.finished()
         return result
@@ -164,6 +164,19 @@ def without_autocast(device: torch.device) -> Any:
 def unrecorded(whether: bool) -> Any:
     """For operations that are not to be recorded, and need nothing of autograd."""
     return below_autograd() if whether else _NOTHING
+
+
+def unseen(function: Callable[..., None]) -> Callable[..., None]:
+    """A function of a slice, whose values are the step's own: what others see is made, and written, by those
+    that call it."""
+    def run(env: Environment, **names: Any) -> None:
+        if env.unrecorded:
+            with below_views():
+                function(env, **names)
+        else:
+            function(env, **names)
+
+    return run
 
 
 class _Nothing:

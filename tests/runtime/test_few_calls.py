@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +69,41 @@ def test_batch_norms_count_in_one_call_once_a_step() -> None:
     with pytest.warns(rkmate.RkmateWarning, match="runs a second time"):
         out["before"].sum().backward()                     # by another forward, which counts nothing
     assert [int(n.num_batches_tracked) for n in model.norms] == [3] * 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("function", "operator", "noted"), [
+    (lambda h: F.mse_loss(h, Y), "mse_loss_backward", False),
+    (lambda h: h.prod(1), "product_backward", True)])
+def test_values_of_the_step_are_made_without_notes(
+        function: Callable[[torch.Tensor], torch.Tensor], operator: str, noted: bool) -> None:
+    wrapped = planned(_With(function), X)
+    latest = wrapped._latest
+    assert latest is not None
+    names = latest.compiled._forward.__globals__
+    called, = (name for name in names if operator in name)
+    seen, quick = [], names[called]
+
+    def recorded(*args: Any) -> Any:
+        seen.append(not torch._C._dispatch_tls_is_dispatch_key_excluded("ADInplaceOrView"))
+        return quick(*args)
+
+    names[called] = recorded
+    wrapped(X).sum().backward()
+    assert seen == [noted]
+
+
+def test_what_others_see_is_written_with_notes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Flatten(0))
+    wrapped = planned(model, X, gradients="in_place")
+    wrapped(X).sum().backward()
+    seen = [model[1].running_mean, model[1].num_batches_tracked, *(p.grad for p in model.parameters())]
+    before = [t._version for t in seen]
+    out = wrapped(X)
+    out.sum().backward()
+    assert all(t._version > v for t, v in zip(seen, before, strict=True))
+    again = wrapped(X)
+    with torch.no_grad():
+        again.mul_(2)
+    with pytest.raises(rkmate.BackwardError, match="changed in place after the forward"):
+        again.sum().backward()

@@ -11,15 +11,12 @@ from collections.abc import Iterator
 import torch
 
 from rkmate import device as devices
+from rkmate.device.quick_code import call_directly, quickest
 
 aten = torch.ops.aten
+_NLL_BACKWARD = quickest(aten.nll_loss_backward.default)
+_NLL2D_BACKWARD = quickest(aten.nll_loss2d_backward.default)
 _library = torch.library.Library("rkmate", "FRAGMENT")
-
-
-def _parts(tensor: torch.Tensor, dim: int) -> Iterator[slice]:
-    """Stretches of a dimension, of about a part's bytes each."""
-    total = tensor.numel() * tensor.element_size()
-    return stretches(tensor.shape[dim], total, part_bytes(tensor, total))
 
 
 def part_bytes(like: torch.Tensor, total: int) -> int:
@@ -29,9 +26,14 @@ def part_bytes(like: torch.Tensor, total: int) -> int:
 
 def stretches(length: int, total: int, part: int) -> Iterator[slice]:
     """Stretches of a dimension of so many indices and bytes, of about a part's bytes each."""
-    step = max(1, length * part // max(1, total))
+    step = rows_of(length, total, part)
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
+
+
+def rows_of(length: int, total: int, part: int) -> int:
+    """How many of so many indices, which have so many bytes, have about a part's bytes."""
+    return max(1, length * part // max(1, total))
 
 
 def cross_entropy_backward_out(
@@ -42,13 +44,15 @@ def cross_entropy_backward_out(
 
     The first dimension, of `log_probs`, `target` and (without reduction) `grad_output`, is cut.
     """
-    nll_backward = (aten.nll_loss2d_backward if log_probs.dim() == 4 else aten.nll_loss_backward).default
-    for rows in _parts(log_probs, 0):
-        part = log_probs[rows]
-        grad = nll_backward(grad_output if reduction else grad_output[rows], part, target[rows],
-                            weight, reduction, ignore_index, total_weight)
-        aten._log_softmax_backward_data.out(grad, part, dim, part.dtype, out=out[rows])
-        del grad                          # before the next one is made
+    nll_backward = _NLL2D_BACKWARD if log_probs.dim() == 4 else _NLL_BACKWARD
+    rows = rows_of(log_probs.shape[0], log_probs.nbytes, part_bytes(log_probs, log_probs.nbytes))
+    kept, targets = log_probs.split(rows), target.split(rows)
+    grads = [grad_output] * len(kept) if reduction else grad_output.split(rows)
+    over = kept if out is log_probs else out.split(rows)
+    for grad, part, wanted, into in zip(grads, kept, targets, over, strict=True):
+        torch._log_softmax_backward_data(
+            nll_backward(grad, part, wanted, weight, reduction, ignore_index, total_weight), part, dim,
+            part.dtype, out=into)
     return out
 
 
@@ -76,7 +80,7 @@ def batch_norm_backward_over(
                                                          save_invstd, eps)
         return out.copy_(gradient), weights, biases
     parts = []
-    for channels in _parts(input, 1):
+    for channels in stretches(input.shape[1], input.nbytes, part_bytes(input, input.nbytes)):
         gradient, *rest = _batch_norm_backward(
             grad_out[:, channels].contiguous(), input[:, channels].contiguous(),
             None if weight is None else weight[channels], save_mean[channels],
@@ -130,3 +134,4 @@ for _schema, _function in {
 }.items():
     _library.define(_schema)
     _library.impl(_schema.split("(")[0], _function, "CompositeExplicitAutograd")
+call_directly(torch.ops.rkmate.cross_entropy_backward.out, cross_entropy_backward_out)
