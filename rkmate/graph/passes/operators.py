@@ -15,6 +15,7 @@ from rkmate.device.quick_code import call_directly, quickest
 
 aten = torch.ops.aten
 _NLL_BACKWARD = quickest(aten.nll_loss_backward.default)
+_SOFTMAX_BACKWARD = quickest(aten._log_softmax_backward_data.out)
 _NLL2D_BACKWARD = quickest(aten.nll_loss2d_backward.default)
 _library = torch.library.Library("rkmate", "FRAGMENT")
 
@@ -50,9 +51,8 @@ def cross_entropy_backward_out(
     grads = [grad_output] * len(kept) if reduction else grad_output.split(rows)
     over = kept if out is log_probs else out.split(rows)
     for grad, part, wanted, into in zip(grads, kept, targets, over, strict=True):
-        torch._log_softmax_backward_data(
-            nll_backward(grad, part, wanted, weight, reduction, ignore_index, total_weight), part, dim,
-            part.dtype, out=into)
+        _SOFTMAX_BACKWARD(nll_backward(grad, part, wanted, weight, reduction, ignore_index, total_weight),
+                          part, dim, part.dtype, out=into)
     return out
 
 
