@@ -1,25 +1,26 @@
 """Layouts and compiled groups (``layouts="auto"``, ``compile=True``), beside torch.compile and its budgets.
 
-Each row in fresh processes, its steps interleaved with eager's: peak by the exact meter over the level that
-stands before a step, time as ratio of medians, and seconds until the first step is done. That is with empty
-caches; a second process then finds what the first has compiled, and follows the plan that it has saved.
-``inductor`` as the fraction of a row is the smallest peak of torch.compile's rows, which are measured first;
-such a row's steps are also interleaved with those of torch.compile at that budget, in the same process.
+Each model in a process of its own, in which all methods' steps take turns: peak by the exact meter over the
+level that stands before a step, time as ratio of medians. ``inductor`` as the fraction of a row is the
+smallest peak of torch.compile's rows, which come before.
 
-Each row is appended to ``--rows FILE`` (JSON, one row a line), so that a run can be broken off and taken up
-again: what is there is not measured again. ``--write`` makes docs/fused.md of such a file.
+``--ready`` measures how long methods take to get ready, each alone: seconds until the first step is done,
+with empty caches; a second process then finds what the first has compiled, and follows the plan that it has
+saved. ``--depths`` does so for GPT-2 of so many layers.
+
+Rows are appended to ``--turns FILE`` and ``--waits FILE`` (JSON, one row a line), so that a run can be broken
+off and taken up again: what is there is not measured again. ``--write`` makes docs/fused.md of both files.
 ``--small`` is the same with tiny models of the same kinds.
 
-Usage: python benchmarks/fused.py --threads 1 --rows fused.jsonl [--models unet,vit] [--methods "eager,..."]
+Usage: python benchmarks/fused.py --threads 1 --turns turns.jsonl [--models unet,vit] [--methods "eager,..."]
+       python benchmarks/fused.py --threads 2 --waits waits.jsonl --depths 6,12,24
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import json
-import math
 import os
 import platform
 import subprocess
@@ -34,11 +35,11 @@ from typing import Any
 import peers
 import torch
 import transformers
-from beside import Forward, add_row, beside, peak_of, read_rows, step
-from fused_rows import Bar, Row, Rows, bars_table, depths_table, table
-from peers import DOCS, Case, Segmenter, budgeted, gpt, images
+from beside import add_row, peak_of, read_rows, step
+from fused_rows import Bar, Ready, Turn, Turns, Waits, bars_table, table, waits_table
+from fused_turns import LEAST_ROUNDS, SECONDS, asked, in_turns
+from peers import DOCS, Case, Segmenter, gpt, images
 
-import rkmate
 from rkmate.device import inductor
 
 PAGE = DOCS / "fused.md"
@@ -46,14 +47,10 @@ INDUCTOR = ("1.0", "0.5", "0.1")
 FRACTIONS = ("1.0", "0.7", "0.5", "0.35", "inductor")
 NAMES = ("gpt", "gpt12", "resnet18", "resnet50", "regnet", "unet", "t5", "vit")
 CONVOLUTIONS = ("resnet18", "resnet50", "regnet", "unet")
-SMALLEST = ("inductor 0.5", "inductor 0.1")
-"""Of torch.compile's budgets, those of which one has the smallest peak: it depends on the model which."""
 OWN_BARS = {"gpt": (0.42, 0.84), "resnet18": (0.6, 1.0), "regnet": (0.7, 0.8), "unet": (0.7, 0.8)}
 """Per model a part of eager's peak, and of its time, that compiled groups are to take there at most."""
 DEPTHS = ("inductor 1.0", "rkmate compile 1.0")
 """Of which `--depths` says how long they take to get ready."""
-SECONDS = 6
-"""Steps are repeated for so long, at least."""
 
 
 def _residual(kind: str) -> Case:
@@ -98,14 +95,23 @@ def case_of(model: str, *, small: bool) -> Case:
 
 
 def methods_of(model: str) -> list[str]:
-    """Names of the methods for a model, in the order in which they are measured."""
+    """Names of the methods for a model, in the order of their turns: each kind at all its budgets, and where
+    its bar is."""
+    convolutions = model in CONVOLUTIONS
+    kinds = ("rkmate", "rkmate compile layouts" if convolutions else "rkmate compile")
+    own = [bar.method for bar in bars_of(model)]
+    found = ["eager", *(["eager channels-last"] if convolutions else []),
+             *(f"inductor {f}" for f in INDUCTOR)]
+    for kind in kinds:
+        found += [*(f"{kind} {f}" for f in FRACTIONS), *(m for m in own if m.rpartition(" ")[0] == kind)]
+    return list(dict.fromkeys(found))
+
+
+def ready_methods_of(model: str) -> list[str]:
+    """Those of which it is told how long they take to get ready."""
     if model not in NAMES:
         return list(DEPTHS)
-    kinds = ["rkmate", "rkmate compile"]
-    if model in CONVOLUTIONS:
-        kinds += ["rkmate layouts", "rkmate compile layouts"]
-    return ["eager", *(["eager channels-last"] if model in CONVOLUTIONS else []),
-            *(f"inductor {f}" for f in INDUCTOR), *(f"{kind} {f}" for f in FRACTIONS for kind in kinds)]
+    return ["inductor 0.5", "rkmate compile layouts 0.7" if model in CONVOLUTIONS else "rkmate compile 0.7"]
 
 
 def bars_of(model: str) -> list[Bar]:
@@ -118,132 +124,76 @@ def bars_of(model: str) -> list[Bar]:
     return bars
 
 
-def in_format(kwargs: dict[str, Any], form: torch.memory_format) -> dict[str, Any]:
-    """The arguments, with images of a layout."""
-    return {k: v.contiguous(memory_format=form) if v.dim() == 4 else v for k, v in kwargs.items()}
+def made(model: str, *, small: bool) -> Case:
+    """A model for training, the same each time."""
+    torch.manual_seed(0)
+    found = case_of(model, small=small)
+    found.model.train()
+    return found
 
 
-def _asked(method: str, case: Case, eager_peak: int, plan: Path) -> tuple[Forward, rkmate.Plan | None]:
-    """A forward by some method. `plan`: where rkmate's plan is, or will be."""
-    kind, *more = method.split()
-    model, kwargs = case.model, case.kwargs
-    if kind == "inductor":
-        return budgeted(case, kind, float(more[0])), None
-    if kind == "eager":
-        if more:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            kwargs = in_format(kwargs, torch.channels_last)
-        return lambda: model(**kwargs).loss, None
-    how: dict[str, Any] = {"plan": rkmate.Plan.load(plan)} if plan.exists() else {
-        "budget": round(float(more[-1]) * eager_peak)}
-    settings = rkmate.Settings(layouts="auto" if "layouts" in more else "keep", compile="compile" in more)
-    wrapped = rkmate.wrap(model, (), kwargs, progress=False, settings=settings, **how)
-    wrapped.plan.save(plan)
-    return lambda: wrapped(**kwargs).loss, wrapped.plan
-
-
-def in_double_precision(case: Case) -> Case:
-    """A copy of a model and its inputs, after a step."""
-    exact = Case(copy.deepcopy(case.model).double(), {
-        k: v.double() if v.is_floating_point() else v for k, v in case.kwargs.items()}, case.lists)
-    step(lambda: exact.model(**exact.kwargs).loss, exact.model)
-    return exact
-
-
-def error_of(case: Case, exact: Case) -> float:
-    """How far the gradients of a step are from the exact ones: the norm, relative to theirs."""
-    pairs = [(p.grad, e.grad) for p, e in zip(case.model.parameters(), exact.model.parameters(), strict=True)
-             if p.grad is not None and e.grad is not None]
-    return math.sqrt(sum(float((p.double() - e).square().sum()) for p, e in pairs)
-                     / sum(float(e.square().sum()) for _, e in pairs))
-
-
-def one(row: Row, plan: Path, repeats: int, *, small: bool, against: str | None = None) -> Row:
-    """Measure one method on one model. Without repeats: how long it takes to get ready, alone. The method
-    names a budget by a number. `against`: a method whose steps are then taken in turn with its own, too."""
+def one_ready(row: Ready, plan: Path, *, small: bool) -> Ready:
+    """In this process, how long a method takes to get ready. `plan`: where its plan is, or will be."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(row.threads)
-
-    def made_case() -> Case:
-        torch.manual_seed(0)
-        found = case_of(row.model, small=small)
-        found.model.train()
-        return found
-
-    reference, case = made_case(), made_case()
-
-    def plain() -> Any:
-        return reference.model(**reference.kwargs).loss
-
-    level = peak_of(plain, reference.model)
+    level, case = 0, made(row.model, small=small)
+    if row.method.startswith("rkmate") and not plan.exists():
+        reference = made(row.model, small=small)
+        level = peak_of(lambda: reference.model(**reference.kwargs).loss, reference.model)
     start = time.perf_counter()
-    try:
-        forward, made = _asked(row.method, case, level, plan)
-    except rkmate.InfeasibleBudget as error:
-        return replace(row, failed=f"infeasible: at least {error.minimum_bytes / level:.1%}")
+    forward, _ = asked(row.method, case, level, plan)
     step(forward, case.model)
-    row = replace(row, ready=time.perf_counter() - start, eager_bytes=level)
-    if "compile" in row.method.split():
-        row = replace(row, groups=inductor.compiled, compiling=inductor.seconds)
-    if made is not None:
-        row = replace(row, predicted_peak=made.peak_bytes / level, predicted_time=1 + made.overhead,
-                      variant=made.variant)
-    if repeats:
-        found = beside(plain, reference.model, forward, case.model, repeats, min(SECONDS, repeats))
-        exact = in_double_precision(reference)
-        row = replace(row, peak=found.peak / level, time=found.ratio, eager_seconds=found.eager_seconds,
-                      error=error_of(case, exact), eager_error=error_of(reference, exact))
-    if repeats and against is not None:
-        rival = made_case()
-        theirs, _ = _asked(against, rival, level, plan)
-        step(theirs, rival.model)
-        row = replace(row, of_inductor=beside(theirs, rival.model, forward, case.model, repeats,
-                                              min(SECONDS, repeats)).ratio)
-    return row
+    row = replace(row, ready=time.perf_counter() - start)
+    return replace(row, groups=inductor.compiled, compiling=inductor.seconds) \
+        if "compile" in row.method.split() else row
 
 
-def measured(row: Row, asked: str, repeats: int, *, small: bool, against: str | None = None) -> Row:
-    """A row, of one process and, where something is compiled, of a second one. `asked`: the method, with its
-    budget as a number; `against`: another one that it is measured beside, too."""
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-               "RKMATE_CACHE_DIR": f"{folder}/rk", "OMP_NUM_THREADS": str(row.threads)}
-        found: list[Row] = []
-        for count in (repeats, 0):
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", row.model, asked, f"{folder}/plan.json", "--repeats",
-                 str(count), "--threads", str(row.threads), *["--small"] * small,
-                 *([] if against is None else ["--against", against])],
-                capture_output=True, text=True, check=False, env=env)
-            if done.returncode:
-                return replace(row, failed=(done.stderr.strip().splitlines() or ["no message"])[-1][:120])
-            found.append(Row(**json.loads(done.stdout.strip().splitlines()[-1])))
-            if found[0].failed or not {"compile", "inductor"} & set(asked.split()):
-                break
-    result = replace(found[0], method=row.method, took=time.perf_counter() - begin)
-    return replace(result, again=found[1].ready, compiling_again=found[1].compiling) if found[1:] else result
+def _process(arguments: Sequence[str], folder: str, threads: int) -> list[dict[str, Any]]:
+    """What another process of this file prints as JSON, one row a line. Raises `RuntimeError`."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "RKMATE_CACHE_DIR": f"{folder}/rk",
+           "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run([sys.executable, __file__, *arguments, "--threads", str(threads)],
+                          capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1][:120])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def run(names: Sequence[str], path: Path | None, *, threads: int, repeats: int, small: bool = False,
-        methods: Callable[[str], Sequence[str]] = methods_of) -> Rows:
-    """Measure what is not in the file yet. `methods`: those of a model."""
-    rows: Rows = {row.key: row for row in read_rows(Row, path)}
+def run_turns(names: Sequence[str], path: Path | None, *, threads: int, small: bool = False, rounds: int = 0,
+              methods: Callable[[str], Sequence[str]] = methods_of) -> Turns:
+    """Measure the models that are not in the file yet. `methods`: those of a model."""
+    rows: Turns = {row.key: row for row in read_rows(Turn, path)}
+    for model in names:
+        if any((row.model, row.threads) == (model, threads) for row in rows.values()):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            found = _process(["--one", model, "--methods", ",".join(methods(model)), "--rounds", str(rounds),
+                              *["--small"] * small], folder, threads)
+        for row in (Turn(**fields) for fields in found):
+            rows[row.key] = row
+            add_row(row, path)
+    return rows
+
+
+def run_ready(names: Sequence[str], path: Path | None, *, threads: int, small: bool = False,
+              methods: Callable[[str], Sequence[str]] = ready_methods_of) -> Waits:
+    """The same for how long methods take to get ready, of two processes each."""
+    rows: Waits = {row.key: row for row in read_rows(Ready, path)}
     for model in names:
         for method in methods(model):
-            row = Row(model, method, threads)
+            row = Ready(model, method, threads)
             if row.key in rows:
                 continue
-            asked, against = method, None
-            if method.startswith("rkmate") and method.endswith(" inductor"):
-                peaks = [(r.peak, r.method) for r in rows.values() if r.method.startswith("inductor")
-                         and r.peak and (r.model, r.threads) == (model, threads)]
-                if not peaks:
-                    raise SystemExit(f"{method} needs the peaks of inductor on {model}, measured before it")
-                peak, against = min(peaks)
-                asked = method.removesuffix("inductor") + str(peak)
-            row = rows[row.key] = measured(row, asked, repeats if model in MODELS else 0, small=small,
-                                           against=against)
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    first, second = (Ready(**_process(
+                        ["--one-ready", model, method, f"{folder}/plan.json", *["--small"] * small], folder,
+                        threads)[0]) for _ in range(2))
+                except RuntimeError as error:
+                    row = replace(row, failed=str(error))
+                else:
+                    row = replace(first, again=second.ready, compiling_again=second.compiling)
+            rows[row.key] = row
             add_row(row, path)
     return rows
 
@@ -252,28 +202,31 @@ def _threads(count: int) -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
-def write(rows: Rows) -> None:
+def write(turns: Turns, waits: Waits) -> None:
     """The page of the documentation, of all rows."""
     about = ("# Layouts and compiled groups, measured\n\nPeak and time of a training step relative to "
-             "eager's in the same process, beside torch.compile's at its own budgets: [compiled "
-             "groups](compile.md), and `layouts=\"auto\"` for networks of convolutions. Parameters and their "
-             "gradients stand, and are not counted. Made by `python benchmarks/fused.py --rows FILE --write` "
-             "on a CPU "
+             "eager's, beside torch.compile's at its own budgets: [compiled groups](compile.md), and "
+             "`layouts=\"auto\"` for networks of convolutions. All methods of a table stood in one process, "
+             "and their steps took turns; times are medians. Parameters and their gradients stand, and are "
+             "not counted. Predicted times are of what was measured before planning, as a part of eager's "
+             "steps here. Made by `python benchmarks/fused.py --turns FILE --waits FILE --write` on a CPU "
              f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
-    kinds = dict.fromkeys((row.model, row.threads) for row in rows.values())
+    kinds = dict.fromkeys((row.model, row.threads) for row in turns.values())
     sections = []
-    for threads in sorted({n for model, n in kinds if model in MODELS}):
+    for threads in sorted({threads for _, threads in kinds}):
         names = [name for name in NAMES if (name, threads) in kinds]
-        holds = bars_table(names, threads, rows, {name: bars_of(name) for name in names})
+        holds = bars_table(names, threads, turns, {name: bars_of(name) for name in names})
         sections.append(f"## In short, {_threads(threads)}\n\nAt the smallest peak of torch.compile or "
                         "below it, and of some models at a part of eager's. One ratio moves by up to a "
                         f"twentieth from run to run.\n\n{holds}\n")
+    for threads in sorted({row.threads for row in waits.values()}):
+        names = list(dict.fromkeys(row.model for row in waits.values() if row.threads == threads))
+        sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\nEach in processes of its "
+                        f"own, with empty caches.\n\n{waits_table(names, threads, waits)}\n")
     sections += [f"## {model}, {_threads(threads)}\n\n{MODELS[model].__doc__ or ''}\n\n"
-                 f"{table(model, threads, rows)}\n" for model, threads in kinds if model in MODELS]
-    for threads in sorted({threads for model, threads in kinds if model not in MODELS}):
-        deep = [model for model, n in kinds if model not in MODELS and n == threads]
-        sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\n"
-                        f"{depths_table(deep, threads, rows, DEPTHS)}\n")
+                 f"{table(model, threads, turns)}\n"
+                 for threads in sorted({threads for _, threads in kinds})
+                 for model in NAMES if (model, threads) in kinds]
     PAGE.write_text("\n".join([about, *sections]), encoding="utf-8")
 
 
@@ -281,44 +234,51 @@ def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(NAMES), help=f"of {', '.join(MODELS)}; comma separated")
+    parser.add_argument("--models", help=f"of {', '.join(MODELS)}; comma separated")
     parser.add_argument("--methods", help="comma separated; all by default")
-    parser.add_argument("--bars", action="store_true", help="measure what is to hold alone, and say "
-                        "whether it does: torch.compile's smallest peak, groups there and at their own bar")
+    parser.add_argument("--ready", action="store_true", help="measure how long methods take to get ready")
     parser.add_argument("--depths", help="of GPT-2, comma separated: how long so many layers take to get "
                         "ready, and nothing else")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=7, help=f"at least, and for {SECONDS} s")
-    parser.add_argument("--rows", type=Path, help="file of rows, read and appended to")
+    parser.add_argument("--rounds", type=int, default=0,
+                        help=f"of turns, exactly; by default {LEAST_ROUNDS} at least, and for {SECONDS} s a "
+                        "method")
+    parser.add_argument("--turns", type=Path, help="file of rows, read and appended to")
+    parser.add_argument("--waits", type=Path, help="the same of how long methods take to get ready")
     parser.add_argument("--small", action="store_true", help="tiny models")
     parser.add_argument("--write", action="store_true", help="docs/fused.md")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--against", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one-ready", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        model, method, plan = options.one
-        found = one(Row(model, method, options.threads), Path(plan), options.repeats, small=options.small,
-                    against=options.against)
-        print(json.dumps(asdict(found)))
+    if options.one_ready:
+        model, method, plan = options.one_ready
+        print(json.dumps(asdict(one_ready(Ready(model, method, options.threads), Path(plan),
+                                          small=options.small))))
         return
-    how: dict[str, Any] = {"threads": options.threads, "repeats": options.repeats, "small": options.small}
-    names = options.models.split(",")
+    if options.one:
+        transformers.logging.set_verbosity_error()
+        how = {"least_rounds": options.rounds, "seconds": 0.0} if options.rounds else {}
+        for row in in_turns(options.one, options.threads, options.methods.split(","),
+                            functools.partial(made, options.one, small=options.small), **how).values():
+            print(json.dumps(asdict(row)))
+        return
+    named = options.methods.split(",") if options.methods else None
+    names = options.models.split(",") if options.models else list(NAMES)
     if options.depths:
         names = [f"{n} layers" for n in options.depths.split(",")]
-        rows = run(names, options.rows, **how)
-        print(f"\n{depths_table(names, options.threads, rows, DEPTHS)}", flush=True)
-    elif options.bars:
-        rows = run(names, options.rows, **how, methods=lambda model: [
-            *SMALLEST, *(bar.method for bar in bars_of(model))])
-        bars = {model: bars_of(model) for model in names}
-        print(f"\n{bars_table(names, options.threads, rows, bars)}", flush=True)
-    else:
-        named = options.methods.split(",") if options.methods else None
-        rows = run(names, options.rows, **how, methods=lambda model: named or methods_of(model))
+    if options.depths or options.ready:
+        waits = run_ready(names, options.waits, threads=options.threads, small=options.small,
+                          methods=lambda model: named or ready_methods_of(model))
+        print(f"\n{waits_table(names, options.threads, waits)}", flush=True)
+    elif options.models or not options.write:
+        turns = run_turns(names, options.turns, threads=options.threads, small=options.small,
+                          rounds=options.rounds, methods=lambda model: named or methods_of(model))
         for model in names:
-            print(f"\n{model}\n\n{table(model, options.threads, rows)}", flush=True)
-    if options.write and not options.small:
-        write(rows)
+            print(f"\n{model}\n\n{table(model, options.threads, turns)}", flush=True)
+        print(f"\n{bars_table(names, options.threads, turns, {m: bars_of(m) for m in names})}", flush=True)
+    if options.write:
+        write({row.key: row for row in read_rows(Turn, options.turns)},
+              {row.key: row for row in read_rows(Ready, options.waits)})
 
 
 if __name__ == "__main__":

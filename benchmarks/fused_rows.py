@@ -5,20 +5,53 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+Key = tuple[str, str, int]
+"""What tells a row from others: model, method, threads."""
+
 
 @dataclass(frozen=True)
-class Row:
-    """What was measured of one method on one model; peaks and times are parts of eager's."""
+class Turn:
+    """Steps of one method on one model, in turns with those of all others in the same process."""
 
     model: str
     method: str
     threads: int
     peak: float | None = None
-    time: float | None = None
-    of_inductor: float | None = None
-    """The time as a part of torch.compile's at the fraction of its smallest peak, their steps in turns."""
+    """As a part of eager's."""
+    seconds: float | None = None
+    """Of a step, the median."""
+    eager_seconds: float | None = None
+    """The same of eager's."""
+    rounds: int = 0
+    """How often each method's turn came."""
     predicted_peak: float | None = None
-    predicted_time: float | None = None
+    predicted_seconds: float | None = None
+    variant: str = ""
+    error: float | None = None
+    """Of all gradients together, relative to those in double precision."""
+    eager_error: float | None = None
+    eager_bytes: int | None = None
+    failed: str = ""
+    """Why there are no figures."""
+
+    @property
+    def key(self) -> Key:
+        """What tells it from others."""
+        return self.model, self.method, self.threads
+
+    @property
+    def time(self) -> float | None:
+        """As a part of eager's."""
+        return self.seconds / self.eager_seconds if self.seconds and self.eager_seconds else None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """How long one method takes to get ready for one model, in a process of its own."""
+
+    model: str
+    method: str
+    threads: int
     ready: float | None = None
     """Seconds until the first step is done, nothing being on disk."""
     again: float | None = None
@@ -29,24 +62,17 @@ class Row:
     """Seconds of compiling, a part of `ready`."""
     compiling_again: float | None = None
     """The same in the second process."""
-    variant: str = ""
-    error: float | None = None
-    """Of all gradients together, relative to those in double precision."""
-    eager_error: float | None = None
-    eager_bytes: int | None = None
-    eager_seconds: float | None = None
-    took: float | None = None
-    """Seconds that measuring the row took, all in all."""
     failed: str = ""
     """Why there are no figures."""
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """What tells it from other rows."""
+    def key(self) -> Key:
+        """What tells it from others."""
         return self.model, self.method, self.threads
 
 
-Rows = dict[tuple[str, str, int], Row]
+Turns = dict[Key, Turn]
+Waits = dict[Key, Ready]
 
 
 @dataclass(frozen=True)
@@ -61,6 +87,13 @@ class Bar:
     exceeded, either."""
 
 
+def smallest(model: str, threads: int, turns: Turns) -> Turn | None:
+    """Torch.compile's row of the smallest peak; none where there is none yet."""
+    found = [t for t in turns.values() if (t.model, t.threads) == (model, threads)
+             and t.method.startswith("inductor") and t.peak]
+    return min(found, key=lambda t: t.peak or 0.0, default=None)
+
+
 def _part(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
@@ -73,59 +106,55 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f} s"
 
 
-def _errors(row: Row) -> str:
+def _errors(row: Turn) -> str:
     return "" if row.error is None or not row.eager_error else f"{row.error / row.eager_error:.2f} of eager's"
 
 
-def table(model: str, threads: int, rows: Rows) -> str:
+def table(model: str, threads: int, turns: Turns) -> str:
     """The Markdown table of a model."""
-    lines = ["| method | peak | time | predicted peak | gradients' error | first step done | in a second "
-             "process | compiled |",
-             "|---|--:|--:|--:|--:|--:|--:|--:|"]
-    for row in rows.values():
+    lines = ["| method | peak | time | predicted peak | predicted time | gradients' error | layout |",
+             "|---|--:|--:|--:|--:|--:|---|"]
+    for row in turns.values():
         if (row.model, row.threads) != (model, threads):
             continue
-        cells = (row.failed, "") if row.failed else (_part(row.peak), _ratio(row.time))
-        compiled = "" if row.groups is None else f"{row.groups} groups, {_seconds(row.compiling)}"
-        lines.append(f"| {row.method} | {' | '.join(cells)} | {_part(row.predicted_peak)} | "
-                     f"{_errors(row)} | {_seconds(row.ready)} | {_seconds(row.again)} | {compiled} |")
+        if row.failed:
+            lines.append(f"| {row.method} | {row.failed} | | | | | |")
+            continue
+        predicted = row.predicted_seconds and row.eager_seconds and row.predicted_seconds / row.eager_seconds
+        lines.append(f"| {row.method} | {_part(row.peak)} | {_ratio(row.time)} | "
+                     f"{_part(row.predicted_peak)} | {_ratio(predicted)} | {_errors(row)} | {row.variant} |")
     return "\n".join(lines)
 
 
-def bars_table(models: Sequence[str], threads: int, rows: Rows, bars: Mapping[str, Sequence[Bar]]) -> str:
+def bars_table(models: Sequence[str], threads: int, turns: Turns, bars: Mapping[str, Sequence[Bar]]) -> str:
     """The Markdown table of what is to hold, and whether it does."""
-    lines = ["| model | method | peak | time | of | steps in turns | at most | holds | measured in |",
-             "|---|---|--:|--:|---|---|--:|---|--:|"]
+    lines = ["| model | method | peak | time | of | at most | holds |", "|---|---|--:|--:|---|--:|---|"]
     for model in models:
+        other = smallest(model, threads, turns)
         for bar in bars[model]:
-            row = rows.get((model, bar.method, threads))
-            theirs = [r for r in rows.values() if (r.model, r.threads) == (model, threads) and r.time
-                      and r.peak and r.method.split()[0] == bar.of == "inductor"]
-            other = min(theirs, key=lambda r: r.peak or 0.0, default=None)
-            if row is None or row.time is None or row.peak is None:
+            row = turns.get((model, bar.method, threads))
+            if row is None or row.seconds is None or row.peak is None:
                 why = "not measured" if row is None else row.failed
-                lines.append(f"| {model} | {bar.method} | {why} | | {bar.of} | | {bar.most:.2f} | | |")
+                lines.append(f"| {model} | {bar.method} | {why} | | {bar.of} | {bar.most:.2f} | |")
                 continue
-            time, turns = row.time, "of both"
-            if other is not None and other.time is not None:
-                turns = "of both" if row.of_inductor else "of each with eager's"
-                time = row.of_inductor or row.time / other.time
-            within = other is None or other.peak is None or row.peak <= other.peak
-            lines.append(f"| {model} | {bar.method} | {row.peak:.1%} | {time:.2f} | {bar.of} | "
-                         f"{turns} | {bar.most:.2f} | {'yes' if within and time <= bar.most else 'no'} | "
-                         f"{_seconds(row.took)} |")
+            time, within = row.time, True
+            if bar.of == "inductor" and other is not None:
+                time = row.seconds / (other.seconds or 0.0)
+                within = row.peak <= (other.peak or 0.0)
+            holds = within and time is not None and time <= bar.most
+            lines.append(f"| {model} | {bar.method} | {row.peak:.1%} | {_ratio(time)} | {bar.of} | "
+                         f"{bar.most:.2f} | {'yes' if holds else 'no'} |")
     return "\n".join(lines)
 
 
-def depths_table(models: Sequence[str], threads: int, rows: Rows, methods: Sequence[str]) -> str:
-    """The Markdown table of how long models of several depths take to get ready."""
+def waits_table(models: Sequence[str], threads: int, waits: Waits) -> str:
+    """The Markdown table of how long models take to get ready."""
     lines = ["| model | method | first step done | of that, compiling | groups | in a second process | "
              "of that, loading groups |", "|---|---|--:|--:|--:|--:|--:|"]
     for model in models:
-        for method in methods:
-            row = rows[model, method, threads]
+        for row in (r for r in waits.values() if (r.model, r.threads) == (model, threads)):
             groups = "" if row.groups is None else str(row.groups)
-            lines.append(f"| {model} | {method} | {row.failed or _seconds(row.ready)} | "
+            lines.append(f"| {model} | {row.method} | {row.failed or _seconds(row.ready)} | "
                          f"{_seconds(row.compiling)} | {groups} | {_seconds(row.again)} | "
                          f"{_seconds(row.compiling_again)} |")
     return "\n".join(lines)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,51 +81,51 @@ def test_a_large_vocabulary(on_the_path: None, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_layouts(on_the_path: None, tmp_path: Path) -> None:
+def test_methods_take_turns_once(on_the_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fused
 
-    methods = ["eager channels-last", "rkmate 1.0", "rkmate layouts 1.0"]
-    rows = fused.run(["regnet", "unet"], tmp_path / "rows.jsonl", threads=1, repeats=1, small=True,
-                     methods=lambda model: methods)
-    assert list(rows) == [(model, method, 1) for model in ("regnet", "unet") for method in methods]
-    for row in rows.values():
-        assert not row.failed and row.groups is None and row.again is None
-        assert row.error < 100 * row.eager_error
-    for model in ("regnet", "unet"):
-        lines = fused.table(model, 1, rows).splitlines()
-        assert len(lines) == 5 and all(line.count("|") == 9 for line in lines)
+    path = tmp_path / "turns.jsonl"
+    methods = ["eager", "eager channels-last", "rkmate 1.0", "rkmate 0.1", "rkmate layouts 1.0"]
+
+    def run() -> dict[tuple[str, str, int], Any]:
+        return fused.run_turns(["regnet", "unet"], path, threads=1, small=True, rounds=2,
+                               methods=lambda model: methods)
+
+    turns = run()
+    assert list(turns) == [(model, method, 1) for model in ("regnet", "unet") for method in methods]
+    for row in turns.values():
+        if row.method == "rkmate 0.1":
+            assert row.failed.startswith("infeasible: at least") and row.seconds is None
+            continue
+        assert not row.failed and row.rounds == 2 and row.error < 100 * row.eager_error
+        assert row.time == 1 if row.method == "eager" else row.time > 0
+    monkeypatch.setattr(fused, "_process", None)
+    assert run() == turns
 
 
 @pytest.mark.slow
-def test_compiled_groups_beside_the_compiler(on_the_path: None, tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_groups_beside_the_compiler(on_the_path: None, tmp_path: Path) -> None:
     import fused
 
-    path, methods = tmp_path / "rows.jsonl", ["inductor 0.5", "rkmate compile inductor"]
-    with pytest.raises(SystemExit, match="needs the peaks of inductor"):
-        fused.run(["gpt"], None, threads=1, repeats=1, small=True,
-                  methods=lambda model: methods[1:])
-    rows = fused.run(["gpt"], path, threads=1, repeats=1, small=True, methods=lambda model: methods)
-    theirs, ours = rows.values()
-    assert not theirs.failed and not ours.failed
-    assert ours.peak <= theirs.peak and abs(ours.predicted_peak / ours.peak - 1) < 0.02
-    assert ours.groups > 0 and ours.again is not None and ours.compiling_again < ours.compiling
-    assert ours.error < 2 * ours.eager_error
-    assert theirs.of_inductor is None and ours.of_inductor > 0
+    methods = ["eager", "inductor 1.0", "inductor 0.5", "rkmate compile inductor"]
+    turns = fused.run_turns(["gpt"], None, threads=1, small=True, rounds=1, methods=lambda model: methods)
+    _, whole, half, ours = turns.values()
+    assert half.peak < 0.9 * whole.peak                 # the code of one budget is not the other's
+    assert ours.peak <= half.peak and abs(ours.predicted_peak / ours.peak - 1) < 0.02
+    assert ours.error < 2 * ours.eager_error and ours.predicted_seconds > 0
 
-    def never(*args: Any, **more: Any) -> None:
-        raise AssertionError("measured again")
 
-    monkeypatch.setattr(fused, "measured", never)
-    assert fused.run(["gpt"], path, threads=1, repeats=1, small=True, methods=lambda model: methods) == rows
-    bars = {"gpt": [fused.Bar("rkmate compile inductor", 100.0, "inductor"),
-                    fused.Bar("rkmate compile inductor", 0.0), fused.Bar("rkmate compile 0.42", 0.84)]}
-    cells = [line.split(" | ") for line in fused.bars_table(["gpt"], 1, rows, bars).splitlines()[2:]]
-    assert [row[7] for row in cells[:2]] == ["yes", "no"] and cells[2][2] == "not measured"
-    assert float(cells[0][3]) == round(ours.of_inductor, 2) and float(cells[1][3]) == round(ours.time, 2)
-    apart = {row.key: replace(row, of_inductor=None) for row in rows.values()}
-    row, *_ = fused.bars_table(["gpt"], 1, apart, bars).splitlines()[2:]
-    assert f"{ours.time / theirs.time:.2f} | inductor | of each with eager's" in row
+def test_turns_need_what_they_are_measured_by(on_the_path: None) -> None:
+    import fused
+    import fused_turns
+
+    def made() -> Any:
+        return fused.made("gpt", small=True)
+
+    with pytest.raises(ValueError, match="eager comes first"):
+        fused_turns.in_turns("gpt", 1, ["rkmate 1.0"], made)
+    with pytest.raises(ValueError, match="needs the peaks of inductor on gpt, measured before it"):
+        fused_turns.in_turns("gpt", 1, ["eager", "rkmate inductor"], made)
 
 
 @pytest.mark.slow
@@ -133,12 +133,24 @@ def test_how_long_depths_take(on_the_path: None, tmp_path: Path, capsys: pytest.
                               monkeypatch: pytest.MonkeyPatch) -> None:
     import fused
 
-    monkeypatch.setattr(sys, "argv", ["fused.py", "--small", "--depths", "1", "--rows",
-                                      str(tmp_path / "rows.jsonl"), "--threads", "1"])
+    path = tmp_path / "waits.jsonl"
+    monkeypatch.setattr(sys, "argv", ["fused.py", "--small", "--depths", "1", "--waits", str(path),
+                                      "--threads", "1"])
     fused.main()
-    theirs, ours = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[-2:])
+    said = capsys.readouterr().out.splitlines()[-2:]
+    theirs, ours = (line.split(" | ") for line in said)
     assert [row[1] for row in (theirs, ours)] == list(fused.DEPTHS)
     assert theirs[3] == theirs[4] == "" and int(ours[4]) > 0
+    row = read_last(path)
+    assert row["again"] is not None and row["compiling_again"] < row["compiling"]
+    monkeypatch.setattr(fused, "_process", None)
+    fused.main()
+    assert capsys.readouterr().out.splitlines()[-2:] == said
+
+
+def read_last(path: Path) -> dict[str, Any]:
+    """The last row of a file of JSON lines."""
+    return dict(json.loads(path.read_text(encoding="utf-8").splitlines()[-1]))
 
 
 def test_rows_of_fused_are_measured_in_order(on_the_path: None) -> None:
@@ -146,14 +158,53 @@ def test_rows_of_fused_are_measured_in_order(on_the_path: None) -> None:
 
     for model in fused.NAMES:
         methods = fused.methods_of(model)
-        assert len(set(methods)) == len(methods) == (25 if model in fused.CONVOLUTIONS else 14)
+        many = (15 if model in fused.CONVOLUTIONS else 14) + (model in ("gpt", "resnet18"))
+        assert methods[0] == "eager" and len(set(methods)) == len(methods) == many
         first = next(k for k, m in enumerate(methods) if m.startswith("rkmate") and m.endswith("inductor"))
         assert all(methods.index(f"inductor {f}") < first for f in fused.INDUCTOR)
         for bar in fused.bars_of(model):
             assert bar.of in ("eager", "inductor") and bar.method.startswith("rkmate compile")
-    assert fused.methods_of("24 layers")[-1] == "rkmate compile 1.0"
+            assert bar.method in methods
+    assert fused.ready_methods_of("24 layers")[-1] == "rkmate compile 1.0"
+    assert set(fused.ready_methods_of("unet")) < set(fused.methods_of("unet"))
     assert len(fused.case_of("3 layers", small=True).model.transformer.h) == 3
     assert set(fused.NAMES) == set(fused.SMALL) <= set(fused.MODELS)
+
+
+def test_the_page_of_fused_says_what_holds(on_the_path: None, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    import fused
+    from fused_rows import Bar, Ready, Turn, bars_table, smallest
+
+    def turn(method: str, peak: float, seconds: float, **more: Any) -> Turn:
+        return Turn("gpt", method, 2, peak=peak, seconds=seconds, eager_seconds=2.0, rounds=7, **more)
+
+    turns = {t.key: t for t in (
+        turn("eager", 1.0, 2.0), turn("inductor 0.5", 0.5, 1.6), turn("inductor 0.1", 0.6, 1.0),
+        turn("rkmate 0.5", 0.0, 0.0), turn("rkmate compile inductor", 0.5, 1.2, predicted_seconds=1.0),
+        turn("rkmate compile 0.42", 0.42, 1.7),
+        Turn("gpt", "rkmate compile 0.35", 2, failed="infeasible: at least 40.0%"))}
+    assert smallest("gpt", 2, turns).method == "inductor 0.5" and smallest("gpt", 1, turns) is None
+    bars = {"gpt": [Bar("rkmate compile inductor", 0.8, "inductor"), Bar("rkmate compile inductor", 0.7),
+                    Bar("rkmate compile 0.42", 0.84), Bar("rkmate compile 0.35", 1.0), Bar("rkmate 9", 1.0),
+                    Bar("inductor 0.1", 1.0, "inductor")]}
+    cells = [line.split(" | ") for line in bars_table(["gpt"], 2, turns, bars).splitlines()[2:]]
+    assert [row[3] for row in cells[:3]] == ["0.75", "0.60", "0.85"]
+    assert [row[-1][:3] for row in cells] == ["yes", "yes", "no ", "|", "|", "no "]
+    assert [row[2] for row in cells[3:5]] == ["infeasible: at least 40.0%", "not measured"]
+
+    monkeypatch.setattr(fused, "PAGE", tmp_path / "fused.md")
+    waits = {r.key: r for r in (Ready("gpt", "inductor 0.5", 2, ready=9.0, again=3.0),
+                                Ready("6 layers", "rkmate compile 1.0", 1, failed="no compiler"))}
+    fused.write(turns, waits)
+    page = (tmp_path / "fused.md").read_text(encoding="utf-8")
+    assert [line for line in page.splitlines() if line.startswith("#")] == [
+        "# Layouts and compiled groups, measured", "## In short, 2 threads",
+        "## How long it takes to get ready, 1 thread", "## How long it takes to get ready, 2 threads",
+        "## gpt, 2 threads"]
+    assert "| rkmate compile inductor | 50.0% | 0.60 |  | 0.50 |" in page and "| no compiler |" in page
+    tables = page.split("\n\n")
+    assert all(len({line.count("|") for line in t.splitlines()}) == 1 for t in tables if t.startswith("|"))
 
 
 def test_rows_of_gpus_stand_on_their_page(on_the_path: None, tmp_path: Path) -> None:
