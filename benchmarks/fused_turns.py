@@ -22,6 +22,8 @@ from peers import Case, budgeted
 
 import rkmate
 
+BATCHES = 5
+"""On which gradients are compared."""
 LEAST_ROUNDS = 7
 SECONDS = 4
 """Of steps, for each method and on average, at least."""
@@ -42,7 +44,7 @@ def asked(method: str, case: Case, eager_peak: int, plan: Path | None = None
     if kind == "eager":
         if more:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            kwargs = in_format(kwargs, torch.channels_last)
+            case.kwargs.update(in_format(kwargs, torch.channels_last))
         return lambda: model(**kwargs).loss, None
     how: dict[str, Any] = {"budget": round(float(more[-1]) * eager_peak)}
     if plan is not None and plan.exists():
@@ -54,20 +56,37 @@ def asked(method: str, case: Case, eager_peak: int, plan: Path | None = None
     return lambda: wrapped(**kwargs).loss, wrapped.plan
 
 
-def in_double_precision(case: Case) -> Case:
-    """A copy of a model and its inputs, after a step."""
-    exact = Case(copy.deepcopy(case.model).double(), {
-        k: v.double() if v.is_floating_point() else v for k, v in case.kwargs.items()}, case.lists)
-    step(lambda: exact.model(**exact.kwargs).loss, exact.model)
-    return exact
+class Exactness:
+    """How far the gradients of a model are from those in double precision, over several batches: one number
+    that a ReLU cuts off here and lets through there moves all gradients before it."""
 
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._batches = [{k: v.clone() for k, v in case.kwargs.items()}]
+        for _ in range(BATCHES - 1):        # one tensor may stand for two inputs
+            orders = {id(v): torch.randperm(v.numel(), generator=generator) for v in case.kwargs.values()}
+            self._batches.append({k: v.flatten()[orders[id(v)]].view(v.shape)
+                                  for k, v in case.kwargs.items()})
+        model = copy.deepcopy(case.model).double()
+        self._exact = []
+        for batch in self._batches:
+            kwargs = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+            step(lambda kwargs=kwargs: model(**kwargs).loss, model)
+            self._exact.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
 
-def error_of(case: Case, exact: Case) -> float:
-    """How far the gradients of a step are from the exact ones: the norm, relative to theirs."""
-    pairs = [(p.grad, e.grad) for p, e in zip(case.model.parameters(), exact.model.parameters(), strict=True)
-             if p.grad is not None and e.grad is not None]
-    return math.sqrt(sum(float((p.double() - e).square().sum()) for p, e in pairs)
-                     / sum(float(e.square().sum()) for _, e in pairs))
+    def error(self, forward: Forward, case: Case) -> float:
+        """The norm of what is wrong in the gradients of all batches, relative to that of the exact ones.
+        `forward` reads the inputs of the case, which are what they were in the end."""
+        wrong = norm = 0.0
+        for batch, exact in list(zip(self._batches, self._exact, strict=True))[::-1]:
+            for name, value in case.kwargs.items():
+                value.copy_(batch[name])
+            step(forward, case.model)
+            for p, e in zip(case.model.parameters(), exact, strict=True):
+                if p.grad is not None and e is not None:
+                    wrong += float((p.grad.double() - e).square().sum())
+                    norm += float(e.square().sum())
+        return math.sqrt(wrong / norm)
 
 
 def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callable[[], Case],
@@ -79,8 +98,8 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
     torch.set_num_threads(threads)
     reference = made_case()
     level = peak_of(lambda: reference.model(**reference.kwargs).loss, reference.model)
-    exact = in_double_precision(reference)
-    eager_error = error_of(reference, exact)
+    exactness = Exactness(reference)
+    eager_error = exactness.error(lambda: reference.model(**reference.kwargs).loss, reference)
     found: Turns = {}
     ways: dict[str, tuple[Forward, Case]] = {}
     for method in methods:
@@ -97,13 +116,13 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
             found[row.key] = replace(row, failed=f"infeasible: at least {error.minimum_bytes / level:.1%}")
             continue
         peak = peak_of(forward, case.model)
-        row = replace(row, peak=peak / level, error=error_of(case, exact))
+        row = replace(row, peak=peak / level, error=exactness.error(forward, case))
         if plan is not None:
             row = replace(row, predicted_peak=plan.peak_bytes / level, predicted_seconds=plan.step_seconds,
                           variant=plan.variant)
         found[row.key] = row
         ways[method] = forward, case
-    del exact
+    del exactness
     taken: dict[str, list[float]] = {method: [] for method in ways}
     start, rounds = time.perf_counter(), 0
     while rounds < least_rounds or time.perf_counter() - start < seconds * len(ways):
