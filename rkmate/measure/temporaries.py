@@ -152,6 +152,7 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten.embedding_dense_backward: lambda inputs, outputs: _copies(inputs),
     torch.ops.rkmate.add_embedding_rows: lambda inputs, outputs: bytes_of_rows(*inputs[1:3]),
     own.cross_entropy_backward: lambda inputs, outputs: _part(outputs[0], 0),
+    own.batch_norm_by_groups: lambda inputs, outputs: outputs[1].nbytes,
     own.batch_norm_backward: lambda inputs, outputs: 4 * _part(outputs[0], 1),
     aten.add_: _promoted, own.add_convolution_gradient: _part_of_weight,
     own.add_embedding_gradient: lambda inputs, outputs: _copies(inputs[1:2]) + outputs[0][:1].nbytes,

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
+from rkmate.graph.passes.batch_norms import BY_GROUPS
 from rkmate.graph.passes.joint import Rewriting, is_view
 
 aten = torch.ops.aten
@@ -57,7 +58,7 @@ def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
     args: tuple[Any, ...] = user.args
     if user.target is torch.ops.rkmate.cudnn_batch_norm.default:
         return node in args[3:5] and node not in args[:3]
-    return user.target is aten._native_batch_norm_legit_functional.default \
+    return user.target in (aten._native_batch_norm_legit_functional.default, BY_GROUPS) \
         and args[5] is True and node in args[3:5] and node not in args[:3]
 
 

@@ -13,6 +13,7 @@ from rkmate.graph.capture.repairs import REPAIRS, Pass
 from rkmate.graph.passes import chunked_kernels, in_place
 from rkmate.graph.passes.added_gradients import add_gradients_in_place
 from rkmate.graph.passes.alternatives import alternatives
+from rkmate.graph.passes.batch_norms import add_up_by_groups
 from rkmate.graph.passes.clusters.rewrite import fuse
 from rkmate.graph.passes.constants import find_constants
 from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
@@ -63,6 +64,11 @@ REWRITINGS = (
          "by side. Where it is asked for, networks of convolutions get them so; last bits differ, as other "
          "kernels do the work.",
          channels_last, ()),
+    Pass("sums over pixels", "simplify",
+         "On a CPU, torch's batch norm adds up a channel's pixels one after the other where channels lie "
+         "side by side: of thousands, the statistics are some fifty times less exact than in the other "
+         "layout. There it adds up groups of pixels, which are put together.",
+         add_up_by_groups),
     Pass("written parts", "simplify",
          "Kernels that work tile by tile write and read a part of one buffer; in a trace each write would "
          "copy the whole buffer.",
