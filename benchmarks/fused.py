@@ -1,8 +1,8 @@
 """Layouts and compiled groups (``layouts="auto"``, ``compile=True``), beside torch.compile and its budgets.
 
-Each model in a process of its own, in which all methods' steps take turns: peak by the exact meter over the
-level that stands before a step, time as ratio of medians. ``inductor`` as the fraction of a row is the
-smallest peak of torch.compile's rows, which come before.
+Each method in a process of its own, and the steps of all methods of a model take turns: peak by the exact
+meter over the level that stands before a step, time as ratio of medians. ``inductor`` as the fraction of a
+row is the smallest peak of torch.compile's rows.
 
 ``--ready`` measures how long methods take to get ready, each alone: seconds until the first step is done,
 with empty caches; a second process then finds what the first has compiled, and follows the plan that it has
@@ -206,10 +206,10 @@ def write(turns: Turns, waits: Waits) -> None:
     """The page of the documentation, of all rows."""
     about = ("# Layouts and compiled groups, measured\n\nPeak and time of a training step relative to "
              "eager's, beside torch.compile's at its own budgets: [compiled groups](compile.md), and "
-             "`layouts=\"auto\"` for networks of convolutions. All methods of a table stood in one process, "
-             "and their steps took turns; times are medians. Parameters and their gradients stand, and are "
-             "not counted. Predicted times are of what was measured before planning, as a part of eager's "
-             "steps here; gradients' errors are those of five batches together, against double "
+             "`layouts=\"auto\"` for networks of convolutions. Each method of a table was in a process of "
+             "its own, and their steps took turns; times are medians. Parameters and their gradients stand, "
+             "and are not counted. Predicted times are of what was measured before planning, as a part of "
+             "eager's steps here; gradients' errors are those of five batches together, against double "
              "precision. Made by `python benchmarks/fused.py --turns FILE --waits FILE --write` on a CPU "
              f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in turns.values())

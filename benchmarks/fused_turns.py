@@ -1,27 +1,36 @@
-"""All methods on one model in one process: every round takes one step of each.
+"""All methods on one model, each in a process of its own: every round takes one step of each.
 
 A machine's speed moves from minute to minute, by more than what is to be told apart here. Methods whose steps
-take turns share it.
+take turns share it. What a step finds free of the memory of earlier ones, and so what it waits for pages, is
+as much again: in a process of its own, a method has what its own steps leave, as in training.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import multiprocessing
+import pickle
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from beside import Forward, peak_of, step
 from fused_rows import Turn, Turns, smallest
 from peers import Case, budgeted
 
 import rkmate
 
+CONTEXT = multiprocessing.get_context("spawn")
 BATCHES = 5
 """On which gradients are compared."""
 LEAST_ROUNDS = 7
@@ -46,9 +55,11 @@ def asked(method: str, case: Case, eager_peak: int, plan: Path | None = None
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             case.kwargs.update(in_format(kwargs, torch.channels_last))
         return lambda: model(**kwargs).loss, None
-    how: dict[str, Any] = {"budget": round(float(more[-1]) * eager_peak)}
+    how: dict[str, Any]
     if plan is not None and plan.exists():
         how = {"plan": rkmate.Plan.load(plan)}
+    else:
+        how = {"budget": round(float(more[-1]) * eager_peak)}
     settings = rkmate.Settings(layouts="auto" if "layouts" in more else "keep", compile="compile" in more)
     wrapped = rkmate.wrap(model, (), kwargs, progress=False, settings=settings, **how)
     if plan is not None:
@@ -89,47 +100,126 @@ class Exactness:
         return math.sqrt(wrong / norm)
 
 
+@dataclass(frozen=True)
+class Worker:
+    """A method at work in another process, which waits for its turns."""
+
+    method: str
+    process: SpawnProcess
+    link: Connection
+
+    @classmethod
+    def started(cls, method: str, *work: Any) -> Worker:
+        """`work`: what `_work` takes between the link and the method."""
+        here, there = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_work, args=(there, *work, method), daemon=False)
+        process.start()
+        there.close()
+        return cls(method, process, here)
+
+    def heard(self) -> Any:
+        """What it says next. Raises `RuntimeError` for an error there."""
+        said = self.link.recv()
+        if isinstance(said, Exception):
+            raise RuntimeError(f"{self.method}: {said}") from said
+        return said
+
+    def step(self) -> float:
+        """Seconds of a step."""
+        self.link.send("step")
+        return float(self.heard())
+
+    def ends(self) -> None:
+        """Let it go."""
+        with contextlib.suppress(OSError):
+            self.link.send("end")
+        self.process.join()
+
+
+def _work(link: Connection, threads: int, made_case: Callable[[], Case], level: int, exactness: Path,
+          plan: Path | None, method: str) -> None:
+    """In another process: get ready, say the peak and the gradients' error, and take steps when told to."""
+    try:
+        transformers.logging.set_verbosity_error()
+        torch.set_num_threads(threads)
+        case = made_case()
+        forward, _ = asked(method, case, level, plan)
+        peak = peak_of(forward, case.model)
+        with exactness.open("rb") as file:
+            found: Exactness = pickle.load(file)
+        error = found.error(forward, case)
+        del found
+        link.send((peak, error))
+        while link.recv() == "step":
+            link.send(step(forward, case.model))
+    except Exception as error:
+        link.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _reference(case: Case, exactness: Path) -> int:
+    """Write what gradients are compared with to a file; the peak of eager's step."""
+    with exactness.open("wb") as file:
+        pickle.dump(Exactness(case), file)
+    return peak_of(lambda: case.model(**case.kwargs).loss, case.model)
+
+
 def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callable[[], Case],
              least_rounds: int = LEAST_ROUNDS, seconds: float = SECONDS) -> Turns:
-    """Measure methods on one model. ``inductor`` as a budget is the smallest peak of torch.compile's rows,
-    which come before. The first method is eager's."""
+    """Measure methods on one model. ``inductor`` as a budget is the smallest peak of torch.compile's rows.
+    The first method is eager's. Plans are made here, while nothing else works, and followed by others."""
+    others = [method for method in methods if not method.startswith("rkmate")]
     if methods[0] != "eager":
         raise ValueError("eager comes first: all others are measured by it")
+    if not any(m.startswith("inductor") for m in others) and any(m.endswith(" inductor") for m in methods):
+        raise ValueError("'inductor' as a budget needs a peak of inductor's")
     torch.set_num_threads(threads)
-    reference = made_case()
-    level = peak_of(lambda: reference.model(**reference.kwargs).loss, reference.model)
-    exactness = Exactness(reference)
-    eager_error = exactness.error(lambda: reference.model(**reference.kwargs).loss, reference)
-    found: Turns = {}
-    ways: dict[str, tuple[Forward, Case]] = {}
-    for method in methods:
-        row = Turn(model, method, threads, eager_bytes=level, eager_error=eager_error)
-        case, budget = made_case(), method
-        if method.startswith("rkmate") and method.endswith(" inductor"):
-            theirs = smallest(model, threads, found)
-            if theirs is None:
-                raise ValueError(f"{method!r} needs the peaks of inductor on {model}, measured before it")
-            budget = method.removesuffix("inductor") + str(theirs.peak)
-        try:
-            forward, plan = asked(budget, case, level)
-        except rkmate.InfeasibleBudget as error:
-            found[row.key] = replace(row, failed=f"infeasible: at least {error.minimum_bytes / level:.1%}")
-            continue
-        peak = peak_of(forward, case.model)
-        row = replace(row, peak=peak / level, error=exactness.error(forward, case))
-        if plan is not None:
-            row = replace(row, predicted_peak=plan.peak_bytes / level, predicted_seconds=plan.step_seconds,
-                          variant=plan.variant)
-        found[row.key] = row
-        ways[method] = forward, case
-    del exactness
-    taken: dict[str, list[float]] = {method: [] for method in ways}
-    start, rounds = time.perf_counter(), 0
-    while rounds < least_rounds or time.perf_counter() - start < seconds * len(ways):
-        for method, (forward, case) in ways.items():
-            taken[method].append(step(forward, case.model))
-        rounds += 1
+    workers: dict[str, Worker] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
+        exactness = Path(folder) / "exact"
+        level = _reference(made_case(), exactness)
+        rows = {method: Turn(model, method, threads, eager_bytes=level) for method in methods}
+
+        def start(method: str, plan: Path | None = None) -> None:
+            worker = Worker.started(method, threads, made_case, level, exactness, plan)
+            ends.callback(worker.ends)
+            workers[method] = worker
+
+        def hear(some: Iterable[str]) -> None:
+            for method in some:
+                peak, error = workers[method].heard()
+                rows[method] = replace(rows[method], peak=peak / level, error=error)
+
+        for method in others:
+            start(method)
+        hear(others)
+        plans: dict[str, Path] = {}
+        for method in (method for method in methods if method not in others):
+            budget = method
+            if method.endswith(" inductor"):
+                theirs = smallest(model, threads, {row.key: row for row in rows.values()})
+                assert theirs is not None
+                budget = method.removesuffix("inductor") + str(theirs.peak)
+            path = Path(folder) / f"{len(plans)}.json"
+            try:
+                _, plan = asked(budget, made_case(), level, path)
+            except rkmate.InfeasibleBudget as error:
+                why = f"infeasible: at least {error.minimum_bytes / level:.1%}"
+                rows[method] = replace(rows[method], failed=why)
+                continue
+            assert plan is not None
+            plans[method] = path
+            rows[method] = replace(rows[method], predicted_peak=plan.peak_bytes / level,
+                                   predicted_seconds=plan.step_seconds, variant=plan.variant)
+        for method, path in plans.items():
+            start(method, path)
+        hear(plans)
+        taken: dict[str, list[float]] = {method: [] for method in workers}
+        begun, rounds = time.perf_counter(), 0
+        while rounds < least_rounds or time.perf_counter() - begun < seconds * len(workers):
+            for method, worker in workers.items():
+                taken[method].append(worker.step())
+            rounds += 1
     medians = {method: statistics.median(times) for method, times in taken.items()}
-    return {key: row if row.failed else replace(row, seconds=medians[row.method], rounds=rounds,
-                                                eager_seconds=medians["eager"])
-            for key, row in found.items()}
+    of_eager = {"eager_seconds": medians["eager"], "eager_error": rows["eager"].error, "rounds": rounds}
+    return {row.key: row if row.failed else replace(row, seconds=medians[row.method], **of_eager)
+            for row in rows.values()}

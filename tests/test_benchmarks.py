@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -119,12 +120,10 @@ def test_turns_need_what_they_are_measured_by(on_the_path: None) -> None:
     import fused
     import fused_turns
 
-    def made() -> Any:
-        return fused.made("gpt", small=True)
-
+    made = functools.partial(fused.made, "gpt", small=True)
     with pytest.raises(ValueError, match="eager comes first"):
         fused_turns.in_turns("gpt", 1, ["rkmate 1.0"], made)
-    with pytest.raises(ValueError, match="needs the peaks of inductor on gpt, measured before it"):
+    with pytest.raises(ValueError, match="needs a peak of inductor's"):
         fused_turns.in_turns("gpt", 1, ["eager", "rkmate inductor"], made)
 
 
