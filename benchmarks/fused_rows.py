@@ -28,7 +28,7 @@ class Turn:
     predicted_seconds: float | None = None
     variant: str = ""
     error: float | None = None
-    """Of all gradients of several batches together, relative to those in double precision."""
+    """Of all gradients together, relative to those in double precision: the median of several batches."""
     eager_error: float | None = None
     eager_bytes: int | None = None
     failed: str = ""
