@@ -155,7 +155,8 @@ def _process(arguments: Sequence[str], folder: str, threads: int) -> list[dict[s
     done = subprocess.run([sys.executable, __file__, *arguments, "--threads", str(threads)],
                           capture_output=True, text=True, check=False, env=env)
     if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1][:120])
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        raise RuntimeError((said or ["no message"])[-1][:120])
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

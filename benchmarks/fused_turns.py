@@ -118,8 +118,11 @@ class Worker:
         return cls(method, process, here)
 
     def heard(self) -> Any:
-        """What it says next. Raises `RuntimeError` for an error there."""
-        said = self.link.recv()
+        """What it says next. Raises `RuntimeError` for an error there, and where it has been killed."""
+        try:
+            said = self.link.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.method}: its process was killed, for want of memory perhaps") from None
         if isinstance(said, Exception):
             raise RuntimeError(f"{self.method}: {said}") from said
         return said
