@@ -209,8 +209,10 @@ def write(turns: Turns, waits: Waits) -> None:
              "eager's, beside torch.compile's at its own budgets: [compiled groups](compile.md), and "
              "`layouts=\"auto\"` for networks of convolutions. Each method of a table was in a process of "
              "its own, and their steps took turns; times are medians. Parameters and their gradients stand, "
-             "and are not counted. Predicted times are of what was measured before planning, as a part of "
-             "eager's steps here; gradients' errors, against double precision, are the median of five "
+             "and are not counted. Predicted times are of what was measured for planning, as a part of "
+             "eager's steps between plans. Planned modules keep [pages that stay](pages.md), which is their "
+             "default; processes of other methods are as the C library has them. Gradients' errors, against "
+             "double precision, are the median of five "
              "batches. Made by `python benchmarks/fused.py --turns FILE --waits FILE --write` on a CPU "
              f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in turns.values())

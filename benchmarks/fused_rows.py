@@ -11,7 +11,7 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps of one method on one model, in turns with those of all others in the same process."""
+    """Steps of one method on one model, in turns with those of all others."""
 
     model: str
     method: str
@@ -26,6 +26,8 @@ class Turn:
     """How often each method's turn came."""
     predicted_peak: float | None = None
     predicted_seconds: float | None = None
+    eager_at_planning: float | None = None
+    """Seconds of eager's step while plans were made: a prediction is a part of that."""
     variant: str = ""
     error: float | None = None
     """Of all gradients together, relative to those in double precision: the median of several batches."""
@@ -120,7 +122,8 @@ def table(model: str, threads: int, turns: Turns) -> str:
         if row.failed:
             lines.append(f"| {row.method} | {row.failed} | | | | | |")
             continue
-        predicted = row.predicted_seconds and row.eager_seconds and row.predicted_seconds / row.eager_seconds
+        then = row.eager_at_planning or row.eager_seconds
+        predicted = row.predicted_seconds and then and row.predicted_seconds / then
         lines.append(f"| {row.method} | {_part(row.peak)} | {_ratio(row.time)} | "
                      f"{_part(row.predicted_peak)} | {_ratio(predicted)} | {_errors(row)} | {row.variant} |")
     return "\n".join(lines)

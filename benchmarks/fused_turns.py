@@ -32,6 +32,8 @@ import rkmate
 CONTEXT = multiprocessing.get_context("spawn")
 BATCHES = 5
 """On which gradients are compared."""
+STEPS_BETWEEN = 3
+"""Of eager's, before each plan is made: a machine's speed moves, and predictions are of that of then."""
 LEAST_ROUNDS = 7
 SECONDS = 4
 """Of steps, for each method and on average, at least."""
@@ -193,6 +195,7 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
         for method in others:
             start(method)
         hear(others)
+        then: list[float] = []
         plans: dict[str, Path] = {}
         for method in (method for method in methods if method not in others):
             budget = method
@@ -201,6 +204,7 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
                 assert theirs is not None
                 budget = method.removesuffix("inductor") + str(theirs.peak)
             path = Path(folder) / f"{len(plans)}.json"
+            then += [workers["eager"].step() for _ in range(STEPS_BETWEEN)]
             try:
                 _, plan = asked(budget, made_case(), level, path)
             except rkmate.InfeasibleBudget as error:
@@ -221,6 +225,7 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
                 taken[method].append(worker.step())
             rounds += 1
     medians = {method: statistics.median(times) for method, times in taken.items()}
-    of_eager = {"eager_seconds": medians["eager"], "eager_error": rows["eager"].error, "rounds": rounds}
+    of_eager = {"eager_seconds": medians["eager"], "eager_error": rows["eager"].error, "rounds": rounds,
+                "eager_at_planning": statistics.median(then) if then else None}
     return {row.key: row if row.failed else replace(row, seconds=medians[row.method], **of_eager)
             for row in rows.values()}

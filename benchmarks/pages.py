@@ -1,6 +1,7 @@
-"""Training steps with fresh pages, and with pages that stay with the process (`rkmate.keep_pages`).
+"""Training steps with fresh pages, and with pages that stay with the process: those of blocks of up to
+32 MiB, as planned modules have it, and all (`rkmate.keep_pages`).
 
-One process; steps with and without take turns, each after one that is not measured. Linux, CPU."""
+One process; steps of the three take turns, each after one that is not measured. Linux, CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,12 @@ from papers import loss_of, part
 from peers import DOCS, Case, gpt, images
 
 import rkmate
+from rkmate.device.kept_pages import keep_pages, keep_planned_pages
 
 PAGE = DOCS / "pages.md"
 BUDGETS = (None, 1.0, 0.5)
+PAGES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "fresh": nullcontext, "stay up to 32 MiB": keep_planned_pages, "stay": keep_pages}
 
 
 def _resnet50(*, small: bool) -> Case:
@@ -49,14 +53,15 @@ class Row:
     model: str
     budget: float | None
     """Of eager's peak; None for eager."""
-    kept: bool
+    pages: str
+    """Which of them stay."""
     seconds: float
     processor: float
     """Seconds of all threads."""
     system: float
     """Of these, the system's."""
-    pages: float
-    """That the system gave."""
+    fresh: float
+    """Pages that the system gave."""
     resident: int
     """The most, in bytes."""
     counted: int
@@ -81,13 +86,13 @@ def measured(model: str, budget: float | None, *, small: bool, repeats: int) -> 
     counted, predicted = peak_of(forward, case.model), None
     if budget is not None:
         wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(budget * counted), progress=False,
-                              verify=False)
+                              verify=False, settings=rkmate.Settings(keep_pages=False))
         forward = lambda: wrapped(**case.kwargs).loss           # noqa: E731
         counted, predicted = wrapped.plan.peak_bytes, wrapped.plan.step_seconds
-    found: dict[bool, list[tuple[float, float, float, float, int]]] = {False: [], True: []}
+    found: dict[str, list[tuple[float, float, float, float, int]]] = {pages: [] for pages in PAGES}
     for _ in range(repeats):
-        for kept in found:
-            with rkmate.keep_pages() if kept else nullcontext():
+        for pages, kept in PAGES.items():
+            with kept():
                 step(forward, case.model)
                 gc.collect()
                 Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
@@ -95,10 +100,10 @@ def measured(model: str, budget: float | None, *, small: bool, repeats: int) -> 
                 step(forward, case.model)
                 seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
                 system = after.ru_stime - before.ru_stime
-                found[kept].append((seconds, after.ru_utime - before.ru_utime + system, system,
+                found[pages].append((seconds, after.ru_utime - before.ru_utime + system, system,
                                     after.ru_minflt - before.ru_minflt, _status("VmHWM")))
-    return [Row(model, budget, kept, *(statistics.median_low(column) for column in zip(*rows, strict=True)),
-                counted=counted, predicted=predicted) for kept, rows in found.items()]
+    return [Row(model, budget, pages, *(statistics.median_low(column) for column in zip(*rows, strict=True)),
+                counted=counted, predicted=predicted) for pages, rows in found.items()]
 
 
 def table(rows: list[Row]) -> str:
@@ -107,12 +112,12 @@ def table(rows: list[Row]) -> str:
              "system's part | fresh pages | resident | counted |",
              "|---|---|---|--:|--:|--:|--:|--:|--:|--:|"]
     for row in rows:
-        eager = next(r for r in rows if r.model == row.model and r.budget is None and not r.kept)
+        eager = next(r for r in rows if r.model == row.model and r.budget is None and r.pages == "fresh")
         said = "" if row.predicted is None else f"{row.seconds / row.predicted:.2f}"
         lines.append(f"| {row.model} | {'eager' if row.budget is None else f'rkmate {row.budget:.0%}'} | "
-                     f"{'stay' if row.kept else 'fresh'} | {row.seconds / eager.seconds:.2f} | {said} | "
+                     f"{row.pages} | {row.seconds / eager.seconds:.2f} | {said} | "
                      f"{row.processor / eager.processor:.2f} | {part(row.system / row.processor)} | "
-                     f"{row.pages * 4096 / 2**20:,.0f} MiB | {row.resident / 2**20:,.0f} MiB | "
+                     f"{row.fresh * 4096 / 2**20:,.0f} MiB | {row.resident / 2**20:,.0f} MiB | "
                      f"{row.counted / 2**20:,.0f} MiB |")
     return "\n".join(lines)
 

@@ -115,7 +115,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
             ``deferred_outputs``, whether logits beside such a loss are computed when they are read
             (``"auto"``, ``"never"``); ``opaque``, submodules that run as they are, where they cannot be
             captured; ``planner``, how long the default planner looks
-            (`rkmate.PlannerSettings`); ``kept_plans_bytes``, how much memory plans may take.
+            (`rkmate.PlannerSettings`); ``kept_plans_bytes``, how much memory plans may take; ``keep_pages``,
+            whether the process keeps what steps on a CPU free ([pages that stay](pages.md)).
         loss: a function or module that gets the model's output; ``wrap(model, args, kwargs, loss=fn,
             loss_args=(y,))`` is ``wrap(with_loss(model, fn), args, {**kwargs, "loss_args": (y,)})``: a module
             that returns the loss (`rkmate.with_loss`), and plans it with the model.

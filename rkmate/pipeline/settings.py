@@ -86,6 +86,11 @@ class Settings:
     kept_plans_bytes: int = 1 << 30
     """About how much host memory the plans of one wrapped module may take: one is made for each signature
     (shapes, flags), and the least recently used go first. The latest always stays."""
+    keep_pages: bool = True
+    """On a CPU, with the GNU C library on Linux: the process keeps the memory that steps free, in blocks of
+    up to 32 MiB, as long as the wrapped module is there, and steps write to pages that were used before.
+    False: the C library gives it back to the system, and takes fresh pages. `rkmate.keep_pages()` is the same
+    for all blocks, and for as long as is wished."""
     opaque: Opaque = ()
     """Submodules that run as they are inside of the plan: names, or patterns (``"layers.*.experts"``);
     ``"auto"``: those that cannot be traced. A call of one is one operation, which keeps what goes in and runs
@@ -106,6 +111,8 @@ class Settings:
                                 "rkmate.Offload")
         if self.compile not in (False, True, "auto"):
             raise ArgumentError(f'compile is {self.compile!r}; it should be False, True or "auto"')
+        if not isinstance(self.keep_pages, bool):
+            raise ArgumentError(f"keep_pages is {self.keep_pages!r}; it should be True or False")
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
                                      ("gradients", self.gradients, ("returned", "in_place")),
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rkmate
+from rkmate.device.kept_pages import keep_planned_pages
 
 PROGRAM = """
 import json, os, resource, threading, torch, rkmate
@@ -51,6 +52,41 @@ found["given back"] = found["resident"] - resident()
 print(json.dumps(found))
 """
 
+PLANNED = """
+import ctypes, gc, json, os, resource, sys, torch, rkmate
+from torch import nn
+
+ctypes.CDLL(None).mallopt(-3, 2**20)        # every activation is a block of its own, which the system gives
+settings = rkmate.Settings(costs="analytic", keep_pages=sys.argv[1] == "keep")
+model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(1024, 1024), nn.GELU())))
+x = torch.randn(4096, 1024)
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    modules[0](x).sum().backward()
+    model.zero_grad()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+modules = [rkmate.wrap(model, (x,), budget=1.0, settings=settings, progress=False) for _ in range(2)]
+found = {"planned": min(faults() for _ in range(3))}
+del modules[1:]
+gc.collect()
+found["one of two"] = min(faults() for _ in range(3))
+with rkmate.keep_pages():
+    found["all"] = min(faults() for _ in range(3))
+found["planned again"] = min(faults() for _ in range(3))
+before = resident()
+modules.clear()
+gc.collect()
+found["given back"] = before - resident()
+print(json.dumps(found))
+"""
+STEP = 16 * 2**20 // 4096
+"""The pages of one activation of `PLANNED`; a step makes several."""
 PAGES = 4 * 96 * 2**20 // (os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096)
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COUNTED = pytest.mark.skipif(
@@ -68,6 +104,41 @@ def test_pages_stay_until_it_is_over() -> None:
     assert found["free"] > 40 * 2**20 > found["free but kept"]
     assert found["kept"] < PAGES / 100 and found["inner over"] < PAGES / 100
     assert "keep_pages() changes nothing: this is not the main thread" in run.stderr
+
+
+def _planned(mode: str, **environment: str) -> dict[str, int]:
+    run = subprocess.run([sys.executable, "-W", "error", "-c", PLANNED, mode], cwd=Path(__file__).parents[2],
+                         text=True, capture_output=True, check=True, env={**os.environ, **environment})
+    found: dict[str, int] = json.loads(run.stdout)
+    return found
+
+
+@COUNTED
+def test_planned_steps_find_their_pages_as_long_as_there_is_one() -> None:
+    found = _planned("keep")
+    assert max(found[k] for k in ("planned", "one of two", "all", "planned again")) < STEP
+    assert found["given back"] > 4 * STEP
+
+
+@COUNTED
+@pytest.mark.parametrize(("mode", "environment"), [
+    ("fresh", {}), ("keep", {"MALLOC_MMAP_THRESHOLD_": "1000000"}),
+    ("keep", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"})])
+def test_pages_are_as_they_were_where_that_is_said(mode: str, environment: dict[str, str]) -> None:
+    found = _planned(mode, **environment)
+    assert found["planned"] > 4 * STEP and found["one of two"] > 4 * STEP
+    assert found["all"] < STEP
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch,
+                                         recwarn: pytest.WarningsRecorder) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert not keep_planned_pages().effective and not recwarn
+
+
+def test_keep_pages_is_a_flag() -> None:
+    with pytest.raises(rkmate.ArgumentError, match="keep_pages is 'yes'; it should be True or False"):
+        rkmate.Settings(keep_pages="yes")  # type: ignore[arg-type]
 
 
 def test_another_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
