@@ -127,7 +127,7 @@ def test_planned_steps_find_their_pages_as_long_as_there_is_one() -> None:
 def test_pages_are_as_they_were_where_that_is_said(mode: str, environment: dict[str, str]) -> None:
     found = _planned(mode, **environment)
     assert found["planned"] > 4 * STEP and found["one of two"] > 4 * STEP
-    assert found["all"] < STEP
+    assert found["all"] < 2 * STEP
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch,
