@@ -28,6 +28,8 @@ class Turn:
     predicted_seconds: float | None = None
     eager_at_planning: float | None = None
     """Seconds of eager's step while plans were made: a prediction is a part of that."""
+    adding_seconds: float | None = None
+    """Of adding gradients to those that stand, at that time: steps here do so, and no plan counts it."""
     variant: str = ""
     error: float | None = None
     """Of all gradients together, relative to those in double precision: the median of several batches."""
@@ -45,6 +47,13 @@ class Turn:
     def time(self) -> float | None:
         """As a part of eager's."""
         return self.seconds / self.eager_seconds if self.seconds and self.eager_seconds else None
+
+    @property
+    def predicted(self) -> float | None:
+        """The same as predicted."""
+        then = self.eager_at_planning or self.eager_seconds
+        return (self.predicted_seconds + (self.adding_seconds or 0.0)) / then \
+            if self.predicted_seconds and then else None
 
 
 @dataclass(frozen=True)
@@ -122,10 +131,9 @@ def table(model: str, threads: int, turns: Turns) -> str:
         if row.failed:
             lines.append(f"| {row.method} | {row.failed} | | | | | |")
             continue
-        then = row.eager_at_planning or row.eager_seconds
-        predicted = row.predicted_seconds and then and row.predicted_seconds / then
         lines.append(f"| {row.method} | {_part(row.peak)} | {_ratio(row.time)} | "
-                     f"{_part(row.predicted_peak)} | {_ratio(predicted)} | {_errors(row)} | {row.variant} |")
+                     f"{_part(row.predicted_peak)} | {_ratio(row.predicted)} | {_errors(row)} | "
+                     f"{row.variant} |")
     return "\n".join(lines)
 
 

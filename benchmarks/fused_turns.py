@@ -166,6 +166,21 @@ def _reference(case: Case, exactness: Path) -> int:
     return peak_of(lambda: case.model(**case.kwargs).loss, case.model)
 
 
+class Additions:
+    """What autograd does with gradients where some stand: it adds them up, parameter by parameter."""
+
+    def __init__(self, case: Case) -> None:
+        self._pairs = [(torch.zeros_like(p), torch.ones_like(p)) for p in case.model.parameters()
+                       if p.requires_grad]
+
+    def step(self) -> float:
+        """Seconds of a step's."""
+        start = time.perf_counter()
+        for standing, new in self._pairs:
+            standing += new
+        return time.perf_counter() - start
+
+
 def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callable[[], Case],
              least_rounds: int = LEAST_ROUNDS, seconds: float = SECONDS) -> Turns:
     """Measure methods on one model. ``inductor`` as a budget is the smallest peak of torch.compile's rows.
@@ -196,6 +211,8 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
             start(method)
         hear(others)
         then: list[float] = []
+        adding: list[float] = []
+        additions = Additions(made_case())
         plans: dict[str, Path] = {}
         for method in (method for method in methods if method not in others):
             budget = method
@@ -205,6 +222,7 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
                 budget = method.removesuffix("inductor") + str(theirs.peak)
             path = Path(folder) / f"{len(plans)}.json"
             then += [workers["eager"].step() for _ in range(STEPS_BETWEEN)]
+            adding += [additions.step() for _ in range(STEPS_BETWEEN)]
             try:
                 _, plan = asked(budget, made_case(), level, path)
             except rkmate.InfeasibleBudget as error:
@@ -226,6 +244,7 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
             rounds += 1
     medians = {method: statistics.median(times) for method, times in taken.items()}
     of_eager = {"eager_seconds": medians["eager"], "eager_error": rows["eager"].error, "rounds": rounds,
-                "eager_at_planning": statistics.median(then) if then else None}
+                **({"eager_at_planning": statistics.median(then), "adding_seconds": statistics.median(adding)}
+                   if then else {})}
     return {row.key: row if row.failed else replace(row, seconds=medians[row.method], **of_eager)
             for row in rows.values()}
