@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def test_methods_take_turns_once(on_the_path: None, tmp_path: Path, monkeypatch:
             continue
         assert not row.failed and row.rounds == 2 and row.error < 100 * row.eager_error
         assert row.time == 1 if row.method == "eager" else row.time > 0
+        assert row.eager_at_planning > 0 and row.adding_seconds > 0
     monkeypatch.setattr(fused, "_process", None)
     assert run() == turns
 
@@ -150,6 +152,16 @@ def test_how_long_depths_take(on_the_path: None, tmp_path: Path, capsys: pytest.
 def read_last(path: Path) -> dict[str, Any]:
     """The last row of a file of JSON lines."""
     return dict(json.loads(path.read_text(encoding="utf-8").splitlines()[-1]))
+
+
+def test_predictions_are_beside_steps_of_their_time(on_the_path: None) -> None:
+    from fused_rows import Turn
+
+    row = Turn("gpt", "rkmate 1.0", 1, seconds=3.0, eager_seconds=4.0, predicted_seconds=1.0)
+    assert row.predicted == 0.25
+    assert replace(row, eager_at_planning=2.0).predicted == 0.5
+    assert replace(row, eager_at_planning=2.0, adding_seconds=0.5).predicted == 0.75
+    assert replace(row, predicted_seconds=None).predicted is None
 
 
 def test_rows_of_fused_are_measured_in_order(on_the_path: None) -> None:
@@ -278,6 +290,7 @@ def test_steps_are_measured_with_pages_that_stay(on_the_path: None) -> None:
     import pages
 
     rows = [row for budget in (None, 1.0) for row in pages.measured("gpt", budget, small=True, repeats=1)]
-    assert [(r.budget, r.kept) for r in rows] == [(b, kept) for b in (None, 1.0) for kept in (False, True)]
+    assert [(r.budget, r.pages) for r in rows] == [(b, pages) for b in (None, 1.0)
+                                                   for pages in ("fresh", "stay up to 32 MiB", "stay")]
     assert all(row.resident > row.counted > 0 for row in rows)
-    assert pages.table(rows).count("\n") == 5
+    assert pages.table(rows).count("\n") == 7
