@@ -24,12 +24,12 @@ from papers import loss_of, part
 from peers import DOCS, Case, gpt, images
 
 import rkmate
-from rkmate.device.kept_pages import keep_pages, keep_planned_pages
+from rkmate.device.kept_pages import keep_planned_pages
 
 PAGE = DOCS / "pages.md"
 BUDGETS = (None, 1.0, 0.5)
 PAGES: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "fresh": nullcontext, "stay up to 32 MiB": keep_planned_pages, "stay": keep_pages}
+    "fresh": nullcontext, "stay up to 32 MiB": keep_planned_pages, "stay": rkmate.keep_pages}
 
 
 def _resnet50(*, small: bool) -> Case:

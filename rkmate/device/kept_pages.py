@@ -13,48 +13,42 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
 from types import TracebackType
 
 from rkmate.support.warn import warn
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Parameters of `mallopt`, of malloc.h."""
+_Heap = tuple[tuple[int, int], ...]
+"""What it is to be like: parameters and their values."""
 _LARGEST_IN_HEAP = 2**25
 """Bytes of the largest block that the heap can be told to hold, as long as it takes larger ones from the
 system."""
-_USUAL = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, _LARGEST_IN_HEAP), (_TRIM_THRESHOLD, 2 * _LARGEST_IN_HEAP))
+_ONE_BY_ONE: _Heap = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, _LARGEST_IN_HEAP))
+"""Larger blocks come from the system."""
+_USUAL: _Heap = (*_ONE_BY_ONE, (_TRIM_THRESHOLD, 2 * _LARGEST_IN_HEAP))
 """What `mallopt(3)` says of a process that has freed blocks of all sizes: the thresholds move with them, up
 to these."""
-_PLANNED = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, _LARGEST_IN_HEAP), (_TRIM_THRESHOLD, -1))
+_PLANNED: _Heap = (*_ONE_BY_ONE, (_TRIM_THRESHOLD, -1))
 """Blocks of such a process stay, but for those that the system gives one by one."""
-_ALL = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
+_ALL: _Heap = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 """Every block stays."""
 _SAID = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 """In the environment: how the heap is to be, by who started the process."""
 _lock = threading.RLock()
 """Taken again where collecting garbage ends a wish amid of another."""
-
-
-@dataclass
-class _Wishes:
-    """How many want pages to stay, to some effect, and are not over."""
-
-    all: int = 0
-    planned: int = 0
-
-
-_wishes = _Wishes()
+_wishes: Counter[_Heap] = Counter()
+"""How many want it so, to some effect, and are not over."""
 
 
 class KeptPages:
     """Memory that is freed stays with the process until `release`, or the end of a `with`."""
 
-    def __init__(self, *, effective: bool, planned: bool = False) -> None:
+    def __init__(self, wish: _Heap, *, effective: bool) -> None:
         self.effective = effective
         """Whether the heap does as it was told."""
-        self._planned = planned
+        self._wish = wish
         self._over = False
 
     def release(self) -> None:
@@ -66,15 +60,12 @@ class KeptPages:
             self._over = True
             if not self.effective:
                 return
-            if self._planned:
-                _wishes.planned -= 1
-            else:
-                _wishes.all -= 1
-            if not _wishes.all:
+            before = _wished()
+            _wishes[self._wish] -= 1
+            if _wished() != before:
                 heap = ctypes.CDLL(None)
-                _tell(heap)
-                if not (self._planned and _wishes.planned):
-                    heap.malloc_trim(0)
+                _tell(heap, _wished())
+                heap.malloc_trim(0)
 
     def __enter__(self) -> KeptPages:
         return self
@@ -97,13 +88,10 @@ def keep_pages() -> KeptPages:
     Returns:
         What ends it, by its `release()` or as a context: ``with rkmate.keep_pages(): train()``.
     """
-    with _lock:
-        _wishes.all += 1
-        reason = _told(already=_wishes.all > 1)
-        _wishes.all -= bool(reason)
+    reason = _wish(_ALL)
     if reason:
         warn(f"keep_pages() changes nothing: {reason}. Steps take fresh pages from the system, as without it")
-    return KeptPages(effective=not reason)
+    return KeptPages(_ALL, effective=not reason)
 
 
 def keep_planned_pages() -> KeptPages:
@@ -111,18 +99,14 @@ def keep_planned_pages() -> KeptPages:
     heap in any case, whose top the system gets back at the end of each step else. Nothing changes, and
     nothing is said, where `keep_pages` would change nothing, or where the environment says how the heap is
     to be."""
-    with _lock:
-        _wishes.planned += 1
-        effective = not (_said() or _told(already=bool(_wishes.all) or _wishes.planned > 1))
-        _wishes.planned -= not effective
-    return KeptPages(effective=effective, planned=True)
+    return KeptPages(_PLANNED, effective=not (_said() or _wish(_PLANNED)))
 
 
 def give_back_free_pages() -> None:
     """Let the system have the pages of what tensors have freed, now: what is made next takes fresh ones. Not
     within `keep_pages`, nor in another heap than that of the GNU C library."""
     with _lock:
-        if _is_glibc() and not _wishes.all:
+        if _is_glibc() and not _wishes[_ALL]:
             ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -135,31 +119,42 @@ def _said() -> bool:
         or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
 
 
-def _told(*, already: bool) -> str:
-    """Tell the heap what is wished, unless it knows already; why it does not do so, if it does not."""
+def _wished() -> _Heap:
+    return next((heap for heap in (_ALL, _PLANNED) if _wishes[heap]), _USUAL)
+
+
+def _wish(heap: _Heap) -> str:
+    """Count a wish; why it has no effect and does not count, if it has none."""
+    with _lock:
+        before = _wished()
+        _wishes[heap] += 1
+        reason = _told(before)
+        _wishes[heap] -= bool(reason)
+    return reason
+
+
+def _told(before: _Heap) -> str:
+    """Tell the heap what is wished, unless that was so before; why it does not do so, if it does not."""
     if not _is_glibc():
         return "it tells the heap of the GNU C library, on Linux, and this process has another one"
-    if already:
+    wished = _wished()
+    if wished == before:
         return ""
     if threading.current_thread() is not threading.main_thread():
         return "this is not the main thread, whose heap it is about: call it there"
     heap = ctypes.CDLL(None)
-    if not _tell(heap):
+    if not _tell(heap, wished):
         return "the C library refuses it"
     heap.malloc.restype = heap.sbrk.restype = ctypes.c_size_t
     heap.malloc.argtypes, heap.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
-    block = heap.malloc(2 * _LARGEST_IN_HEAP if _wishes.all else _LARGEST_IN_HEAP // 2)
+    block = heap.malloc(2 * _LARGEST_IN_HEAP if wished == _ALL else _LARGEST_IN_HEAP // 2)
     in_heap = 0 < block < heap.sbrk(0)
     heap.free(block)
     if not in_heap:
-        _set(heap, _USUAL)
+        _tell(heap, _USUAL)
         heap.malloc_trim(0)
     return "" if in_heap else "memory comes from another allocator (LD_PRELOAD)"
 
 
-def _tell(heap: ctypes.CDLL) -> bool:
-    return _set(heap, _ALL if _wishes.all else _PLANNED if _wishes.planned else _USUAL)
-
-
-def _set(heap: ctypes.CDLL, parameters: Sequence[tuple[int, int]]) -> bool:
-    return all(heap.mallopt(*parameter) for parameter in parameters)
+def _tell(heap: ctypes.CDLL, wished: _Heap) -> bool:
+    return all(heap.mallopt(*parameter) for parameter in wished)

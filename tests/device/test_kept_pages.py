@@ -85,19 +85,24 @@ gc.collect()
 found["given back"] = before - resident()
 print(json.dumps(found))
 """
-STEP = 16 * 2**20 // 4096
+PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+STEP = 16 * 2**20 // PAGE
 """The pages of one activation of `PLANNED`; a step makes several."""
-PAGES = 4 * 96 * 2**20 // (os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096)
+PAGES = 4 * 96 * 2**20 // PAGE
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COUNTED = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or (HUGE.exists() and "[always]" in HUGE.read_text()),
     reason="another C library, or pages of many sizes")
 
 
+def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=Path(__file__).parents[2], text=True,
+                          capture_output=True, check=True, env={**os.environ, **environment})
+
+
 @COUNTED
 def test_pages_stay_until_it_is_over() -> None:
-    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[2], text=True,
-                         capture_output=True, check=True)
+    run = _run("-c", PROGRAM)
     found = json.loads(run.stdout)
     assert found["effective"]
     assert found["another thread"] > PAGES / 2 and found["given back"] > 90 * 2**20
@@ -107,8 +112,7 @@ def test_pages_stay_until_it_is_over() -> None:
 
 
 def _planned(mode: str, **environment: str) -> dict[str, int]:
-    run = subprocess.run([sys.executable, "-W", "error", "-c", PLANNED, mode], cwd=Path(__file__).parents[2],
-                         text=True, capture_output=True, check=True, env={**os.environ, **environment})
+    run = _run("-W", "error", "-c", PLANNED, mode, **environment)
     found: dict[str, int] = json.loads(run.stdout)
     return found
 
