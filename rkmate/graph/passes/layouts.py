@@ -61,7 +61,7 @@ def layouts_of_gradients(work: Rewriting) -> None:
         for k, (source, node) in enumerate(work.grads):
             wanted = place[source].meta["val"]
             if source.kind == "param" and is_channels_last(node.meta["val"]) and wanted.is_contiguous():
-                work.grads[k] = source, _inserted(work.graph, node.next, node, aten.clone.default, (node,),
+                work.grads[k] = source, inserted(work.graph, node.next, node, aten.clone.default, (node,),
                                                   memory_format=torch.contiguous_format)
 
 
@@ -174,7 +174,7 @@ class _Turning:
             return node
         if is_view(node):
             base: fx.Node = node.args[0]  # type: ignore[assignment]
-            return _inserted(self.graph, point, like, node.target, (
+            return inserted(self.graph, point, like, node.target, (
                 self._as_before(base, like, point), *node.args[1:]), **node.kwargs)
         return self._laid_out(node, self.before[node], like, point)
 
@@ -183,7 +183,7 @@ class _Turning:
         operation that needs it."""
         key = node, tuple(wanted.stride())
         if key not in self.copies:
-            insert = functools.partial(_inserted, self.graph, point, like)
+            insert = functools.partial(inserted, self.graph, point, like)
             value, form = node.meta["val"], last_format(wanted)
             if like_in_memory(value, wanted):
                 made = insert(aten.as_strided.default, (node, list(wanted.shape), list(wanted.stride())))
@@ -207,7 +207,7 @@ def _is_image_beside(value: Any, like: torch.Tensor) -> bool:
         and bool((value.shape[0], value.shape[2:]) == (like.shape[0], like.shape[2:]))
 
 
-def _inserted(graph: fx.Graph, point: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...],
+def inserted(graph: fx.Graph, point: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...],
               **kwargs: Any) -> fx.Node:
     """A new operation before `point`, of the module and the phase of `like`."""
     with graph.inserting_before(point):

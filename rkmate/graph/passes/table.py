@@ -24,6 +24,7 @@ from rkmate.graph.passes.embedding_sums import add_rows_of_embeddings
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.layouts import channels_last, layouts_of_gradients
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
+from rkmate.graph.passes.pixel_products import multiply_pixels
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
 from rkmate.graph.passes.running_statistics import (
     drop_unread_statistics,
@@ -64,6 +65,10 @@ REWRITINGS = (
          "by side. Where it is asked for, networks of convolutions get them so; last bits differ, as other "
          "kernels do the work.",
          channels_last, ()),
+    Pass("products of pixels", "simplify",
+         "An image that has its channels last is a matrix of pixels by channels, and a convolution of 1 x 1 "
+         "a product with it: kernels for windows copy such images, or fill gradients with zeros first.",
+         multiply_pixels, ()),
     Pass("sums over pixels", "simplify",
          "On a CPU, torch's batch norm adds up a channel's pixels one after the other where channels lie "
          "side by side: of thousands, the statistics are some fifty times less exact than in the other "
