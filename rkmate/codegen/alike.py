@@ -13,16 +13,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import fx
+
 from rkmate.codegen.liveness import Computed, Flow
 from rkmate.codegen.slices import Draws, Slice
 from rkmate.graph.blocks.expressions import operator_namespaces
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
+from rkmate.graph.passes.products import PRODUCT
 from rkmate.ir.cd import HOISTED
 
 _PLAIN = frozenset(("aten", "prims"))
 """Namespaces of operators whose call says all of what they do. This package's own may name a part of a
-model."""
+model, but for products."""
 
 
 class Way(NamedTuple):
@@ -85,7 +88,7 @@ class Alike:
             return tuple([ds[j] for j in js])
 
         body = tuple([
-            (cs[do.step.c], local(do.keeps), None if do.donor is None else ds[do.donor])
+            (cs[do.step.c], do.step.kernel, local(do.keeps), None if do.donor is None else ds[do.donor])
             if isinstance(do, Computed) else
             (local(do.d), sum(size[j].size for j in do.d if j != do.donor)) for do in found.body])
         key = (self.labels[block], local(found.take), local(found.read), body, frozenset(local(found.give)),
@@ -108,11 +111,16 @@ class Alike:
         of what its operations do."""
         if b not in self._places:
             program, whole = self.partition.program, b != HOISTED and self.partition.blocks[b]
-            self._places[b] = None if not whole or any(
-                not (s := operator_namespaces(n := program.operation[i])) or not s <= _PLAIN
-                or n in program.alternatives for i in whole.c) else (
+            self._places[b] = None if not whole or not all(
+                _says_all(program.operation[i]) for i in whole.c) else (
                 {j: k for k, j in enumerate(whole.d)}, {i: k for k, i in enumerate(whole.c)})
         return self._places[b]
+
+
+def _says_all(node: fx.Node) -> bool:
+    """Whether the class of a block decides what an operation of it does, by which kernel ever."""
+    spaces = operator_namespaces(node)
+    return node.target is PRODUCT or (bool(spaces) and spaces <= _PLAIN)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -1,4 +1,5 @@
-"""Which kernel each computation of a schedule runs by: in small parts, in larger ones, or at once.
+"""Which kernel each computation of a schedule runs by: in small parts, in larger ones, or at once; by one
+library or another.
 
 Working on small parts spares memory where it is short and takes longer. Most of a step is far below its
 peak: there, a faster kernel may take what it likes.

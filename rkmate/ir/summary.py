@@ -41,7 +41,7 @@ class Computation:
     donors: tuple[int, ...] = ()
     """Inputs that may take the output's place when they die here."""
     alternatives: tuple[Kernel, ...] = ()
-    """What its other kernels cost, where it works part by part."""
+    """What its other kernels cost, where it has any."""
     decides: bool = False
     """Runs once: what it chooses must stand."""
     adds: bool = False

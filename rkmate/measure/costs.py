@@ -17,6 +17,7 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.device import Device, PartsMeter
+from rkmate.device.quick_code import quickest
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
@@ -362,8 +363,8 @@ class _Runner:
         return call, key
 
     def _alternatives(self, i: int) -> dict[int, tuple[Callable[[], Any], Any]]:
-        """The other kernels of a C node that works part by part, by their parts of the meter. Those that have
-        no room within the limit are left out, and with them those after them, which take more."""
+        """The other kernels of a C node, by their parts of the meter. Those that have no room within the
+        limit are left out, and with them those after them, which take more."""
         found: dict[int, tuple[Callable[[], Any], Any]] = {}
         kernels = self.program.alternatives.get(self.program.operation[i], ())
         for part, other in zip(self._others(i), kernels, strict=True):
@@ -390,7 +391,7 @@ class _Runner:
 
     def _bound(self, target: Any, args: Any, kwargs: Any) -> tuple[functools.partial[Any], Any]:
         args, kwargs = fx.node.map_arg((args, kwargs), self.value)
-        return functools.partial(target, *args, **kwargs), signature(target, args, kwargs)
+        return functools.partial(quickest(target), *args, **kwargs), signature(target, args, kwargs)
 
     def _storages(self, i: int) -> set[int]:
         """Where the storages are that a C node reads."""

@@ -13,9 +13,10 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
+from rkmate.device import onednn
 from rkmate.device.random_state import STATE_BYTES
 from rkmate.devices import GPU
-from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators of torch.ops.rkmate
+from rkmate.graph.passes import added_operators, products  # noqa: F401 - define operators of ours
 from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.graph.passes.embedding_sums import bytes_of_rows
@@ -47,7 +48,7 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     if inside is not None:
         return max(STATE_BYTES, inside)
     theirs = torchs_operator(node.target)
-    rule = TABLE.get(getattr(theirs, "overloadpacket", None))
+    rule = TABLE.get(theirs, TABLE.get(getattr(theirs, "overloadpacket", None)))
     return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
 
 
@@ -152,6 +153,7 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten.embedding_dense_backward: lambda inputs, outputs: _copies(inputs),
     torch.ops.rkmate.add_embedding_rows: lambda inputs, outputs: bytes_of_rows(*inputs[1:3]),
     own.cross_entropy_backward: lambda inputs, outputs: _part(outputs[0], 0),
+    own.matrix_product.by_onednn: lambda inputs, outputs: onednn.temporary_bytes(inputs[0]),
     own.batch_norm_by_groups: lambda inputs, outputs: outputs[1].nbytes,
     own.batch_norm_backward: lambda inputs, outputs: 4 * _part(outputs[0], 1),
     aten.add_: _promoted, own.add_convolution_gradient: _part_of_weight,

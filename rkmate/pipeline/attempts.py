@@ -101,7 +101,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
     if prepared.peak(schedule, calls) > limit:
         schedule = outcome.schedule             # they leave the peak of one call alone as it is
     result = prepared.simulate(schedule)
-    # Of schedules whose computations all go part by part, as planners see them.
+    # Of schedules whose computations all run by their own kernels, as planners see them.
     bound = None if outcome.bound is None else max(0.0, outcome.bound - seconds_to_save(prepared.graph))
     if bound is not None and math.isclose(bound, result.seconds):
         bound = min(bound, result.seconds)      # the same numbers, added up in another order

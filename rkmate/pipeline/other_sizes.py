@@ -176,8 +176,8 @@ def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
 
 
 def bounded_costs(costs: Sequence[Cost], program: Program) -> list[Cost]:
-    """Scaled costs of what works part by part, with the temporary memory that its parts take at most: at
-    another size there may be more of them, or fewer, or other kernels."""
+    """Scaled costs, with the temporary memory that parts and other kernels take at most: at another size
+    there may be more of them, or fewer, or others."""
     result: list[Cost] = []
     for node, cost in zip(program.operation, costs, strict=True):
         others = program.alternatives.get(node, ())

@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.device import inductor
+from rkmate.device import inductor, onednn
 from rkmate.graph.passes.clusters import cluster
 from rkmate.ir.cd import Cost
 from rkmate.measure import compiled_memory
@@ -40,7 +40,9 @@ QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True)
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> Iterator[None]:
-    """Groups run as they are written; what they take then is not what compiled ones take, nor counted."""
+    """Groups run as they are written, and products by torch's library; what groups take then is not what
+    compiled ones take, nor counted."""
+    monkeypatch.setattr(onednn, "is_available", lambda: False)
     monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
     monkeypatch.setattr(compiled_memory, "_bytes", lambda group, threads: 0)
     monkeypatch.setattr(inductor, "_known", type(inductor._known)())
@@ -353,7 +355,7 @@ from pathlib import Path
 from torch import fx, nn
 from torch._dynamo.utils import counters
 import torch._inductor.codecache as codecache
-from rkmate.device import inductor
+from rkmate.device import inductor, onednn
 path, torchs_key = Path(sys.argv[1]), sys.argv[2]
 if torchs_key:
     codecache.torch_key = torchs_key.encode

@@ -55,7 +55,7 @@ class Program:
     in_place: Mapping[fx.Node, Mapping[int, InPlace]]
     """Per operation with donors, how its result is written over each of them."""
     alternatives: Mapping[fx.Node, tuple[Alternative, ...]]
-    """The other kernels of operations that work part by part, where there are any."""
+    """The other kernels of operations, where there are any."""
     views: frozenset[fx.Node] = frozenset()
     """The operations whose value shares its input's storage."""
 

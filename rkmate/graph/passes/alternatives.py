@@ -1,4 +1,4 @@
-"""An emission pass: the other kernels of operations that work part by part.
+"""An emission pass: the other kernels of operations that work part by part, and of products.
 
 The operation in the graph is the leanest. Which kernel runs is chosen at each step of a schedule, where it
 is known how much room there is (`rkmate.ir.kernels`).
@@ -13,12 +13,14 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.chunked_kernels import Alternative, whole_batch_norm
+from rkmate.graph.passes.products import PRODUCT, both_libraries, by_onednn_in_tiles
 from rkmate.graph.passes.tiles.tiled import Tiled
 
 own = torch.ops.rkmate
 
 KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
     own.batch_norm_backward.default: whole_batch_norm,
+    PRODUCT: both_libraries,
 }
 """What names them, by operator. The parts of a plain cross entropy are as fast as torch's kernel."""
 FEWER = 4
@@ -28,16 +30,17 @@ FEWER = 4
 def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
     """The other kernels of an operation, the leanest first; none where it has one alone."""
     if isinstance(node.target, Tiled):
-        return _fewer_parts(node, node.target)
+        return _of_tiles(node, node.target)
     find = KERNELS.get(node.target)
     return () if find is None else find(node)
 
 
-def _fewer_parts(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
-    """The same in fewer tiles, two at least."""
-    found: list[Alternative] = []
-    while tiled.parts > 2:
-        with node.all_input_nodes[0].meta["val"].fake_mode:
+def _of_tiles(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
+    """The same in fewer tiles, two at least; and each with products by another library."""
+    found: list[Tiled | None] = []
+    with node.all_input_nodes[0].meta["val"].fake_mode:
+        found.append(by_onednn_in_tiles(tiled))
+        while tiled.parts > 2:
             tiled = tiled.with_parts(max(2, tiled.parts // FEWER))
-        found.append(Alternative(tiled, node.args, tiled.tile_bytes(lambda n: 0)))
-    return tuple(found)
+            found += [tiled, by_onednn_in_tiles(tiled)]
+    return tuple(Alternative(t, node.args, t.tile_bytes(lambda n: 0)) for t in found if t is not None)

@@ -24,7 +24,8 @@ _LOSSES = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another kernel of an operation that works part by part: fewer and larger parts, more memory."""
+    """Another kernel of an operation: of one that works part by part, fewer and larger parts, more memory; of
+    a product, another library's."""
 
     target: Any
     """The operator."""

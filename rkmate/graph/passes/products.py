@@ -1,0 +1,111 @@
+"""A rewriting pass, and its operator: products of matrices that may run by either of two libraries.
+
+On a CPU torch multiplies matrices of single precision by MKL and convolves by oneDNN, which multiplies as
+well. On some processors it takes a tenth less time, on others more; the last bits differ. Where groups are
+compiled, both are measured, and each product of a schedule runs by the one that is faster there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import register_flop_formula
+
+from rkmate import device as devices
+from rkmate.device import onednn
+from rkmate.device.quick_code import call_directly, quickest
+from rkmate.graph.passes.chunked_kernels import Alternative
+from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.tiles.source import products
+from rkmate.graph.passes.tiles.tiled import Tiled
+
+aten = torch.ops.aten
+_library = torch.library.Library("rkmate", "FRAGMENT")
+_mm, _addmm = quickest(aten.mm.default), quickest(aten.addmm.default)
+
+LEAST = 16
+"""Rows, columns and what is summed up: of fewer, no library takes long."""
+
+
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``a @ b + bias``, as torch multiplies: a [n, k], b [k, m], bias [m]."""
+    result: torch.Tensor = _mm(a, b) if bias is None else _addmm(bias, a, b)
+    return result
+
+
+def _shape(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+for _overload, _function in {"matrix_product": product, "matrix_product.by_onednn": onednn.product}.items():
+    _library.define(f"{_overload}(Tensor a, Tensor b, Tensor? bias) -> Tensor")
+    _library.impl(_overload, _function, "CPU")
+    _library.impl(_overload, _shape, "Meta")
+PRODUCT = torch.ops.rkmate.matrix_product.default
+BY_ONEDNN = torch.ops.rkmate.matrix_product.by_onednn
+call_directly(PRODUCT, product)
+call_directly(BY_ONEDNN, onednn.product)
+
+
+@register_flop_formula(torch.ops.rkmate.matrix_product)
+def _flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * int(math.prod(a) * b[1])
+
+
+def name_products(work: Rewriting) -> None:
+    """Let products be the operator that has both kernels, where the caller asks for compiled ones."""
+    if not work.choices.fused or not onednn.is_available():
+        return
+    for node in work.graph.nodes:
+        if isinstance(node.target, Tiled):
+            node.target = _named_in_tiles(node.target)
+        else:
+            _name(node)
+
+
+def _name(node: fx.Node) -> None:
+    args: list[Any] = list(node.args)
+    if node.target is aten.mm.default:
+        args.append(None)
+    elif node.target is aten.addmm.default and not node.kwargs and args[0].meta["val"].dim() == 1:
+        args = [*args[1:], args[0]]
+    else:
+        return
+    if _is_large(node, *args[:2]):
+        node.target, node.args = PRODUCT, tuple(args)
+
+
+def _named_in_tiles(tiled: Tiled) -> Tiled:
+    """The same; products that are added where their sum stands stay what they are."""
+    made = tiled.with_parts(tiled.parts)
+    added = set(products(made).values())
+    for node in made.graph.nodes:
+        if node not in added:
+            _name(node)
+    return made
+
+
+def _is_large(node: fx.Node, a: fx.Node, b: fx.Node) -> bool:
+    values = [n.meta["val"] for n in (node, a, b)]
+    return all(v.dtype is torch.float32 and devices.of(v).cpu_kernels for v in values) \
+        and min(*values[0].shape, values[1].shape[1]) >= LEAST
+
+
+def both_libraries(node: fx.Node) -> tuple[Alternative, ...]:
+    """The other library."""
+    a: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return (Alternative(BY_ONEDNN, node.args, onednn.temporary_bytes(a)),)
+
+
+def by_onednn_in_tiles(tiled: Tiled) -> Tiled | None:
+    """A tiled computation whose products run by the other library; None where it has none."""
+    if all(n.target is not PRODUCT for n in tiled.graph.nodes):
+        return None
+    made = tiled.with_parts(tiled.parts)
+    for node in made.graph.nodes:
+        if node.target is PRODUCT:
+            node.target = BY_ONEDNN
+    return made
