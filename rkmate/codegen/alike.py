@@ -118,7 +118,7 @@ class Alike:
 
 
 def _says_all(node: fx.Node) -> bool:
-    """Whether the class of a block decides what an operation of it does, by which kernel ever."""
+    """Whether the class of a block decides what an operation of it does, by whichever kernel."""
     spaces = operator_namespaces(node)
     return node.target is PRODUCT or (bool(spaces) and spaces <= _PLAIN)
 

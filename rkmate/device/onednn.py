@@ -17,8 +17,6 @@ def is_available() -> bool:
 
 
 _linear = torch.ops.mkldnn._linear_pointwise.default._op if is_available() else None
-
-
 _STRIP = 64
 """Columns that are brought together for a thread."""
 

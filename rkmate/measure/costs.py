@@ -359,7 +359,7 @@ class _Runner:
             args = list(call.args)
             kwargs = call.keywords | ({} if way.keyword is None else {way.keyword: args[way.argument]})
             args[:2] = reversed(args[:2]) if way.swapped else args[:2]
-            call = functools.partial(way.target, *args, **kwargs)
+            call = functools.partial(quickest(way.target), *args, **kwargs)
         return call, key
 
     def _alternatives(self, i: int) -> dict[int, tuple[Callable[[], Any], Any]]:

@@ -16,11 +16,12 @@ from rkmate import device as devices
 from rkmate.device import onednn
 from rkmate.device.random_state import STATE_BYTES
 from rkmate.devices import GPU
-from rkmate.graph.passes import added_operators, products  # noqa: F401 - define operators of ours
+from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators of torch.ops.rkmate
 from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.graph.passes.embedding_sums import bytes_of_rows
 from rkmate.graph.passes.operators import part_bytes, rows_of
+from rkmate.graph.passes.products import BY_ONEDNN
 from rkmate.graph.passes.reduced_losses import torchs_operator
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.compiled_memory import bytes_of_group
@@ -153,7 +154,7 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten.embedding_dense_backward: lambda inputs, outputs: _copies(inputs),
     torch.ops.rkmate.add_embedding_rows: lambda inputs, outputs: bytes_of_rows(*inputs[1:3]),
     own.cross_entropy_backward: lambda inputs, outputs: _part(outputs[0], 0),
-    own.matrix_product.by_onednn: lambda inputs, outputs: onednn.temporary_bytes(inputs[0]),
+    BY_ONEDNN: lambda inputs, outputs: onednn.temporary_bytes(inputs[0]),
     own.batch_norm_by_groups: lambda inputs, outputs: outputs[1].nbytes,
     own.batch_norm_backward: lambda inputs, outputs: 4 * _part(outputs[0], 1),
     aten.add_: _promoted, own.add_convolution_gradient: _part_of_weight,

@@ -32,6 +32,7 @@ from tests.capturing import captured_once
 from tests.equality import assert_same_step, fresh_inputs, measured_peak, trace_step
 from tests.models import BANK, Sample
 from tests.random_modules import test_random_modules as random_modules
+from tests.threads import threads
 
 pytestmark = pytest.mark.xdist_group("clusters")        # they share what was compiled
 aten = torch.ops.aten
@@ -123,14 +124,10 @@ def test_another_number_of_threads_has_kernels_of_its_own() -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x + 1,)
 
-    threads = torch.get_num_threads()
     here = inductor.fused("float32[2]")(function)
     assert inductor.fused("float32[2]")(function) is here
-    try:
-        torch.set_num_threads(threads + 1)
+    with threads(torch.get_num_threads() + 1):
         assert inductor.fused("float32[2]")(function) is not here
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_another_default_type_has_kernels_of_its_own() -> None:
@@ -355,7 +352,7 @@ from pathlib import Path
 from torch import fx, nn
 from torch._dynamo.utils import counters
 import torch._inductor.codecache as codecache
-from rkmate.device import inductor, onednn
+from rkmate.device import inductor
 path, torchs_key = Path(sys.argv[1]), sys.argv[2]
 if torchs_key:
     codecache.torch_key = torchs_key.encode

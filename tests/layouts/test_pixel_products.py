@@ -20,6 +20,7 @@ from rkmate.support.progress import Progress
 from tests.equality import measured_peak
 from tests.layouts.test_channels_last import distance, step
 from tests.models import Sample
+from tests.threads import threads
 
 aten = torch.ops.aten
 COUNTED = Settings(costs="analytic", layouts="channels_last")
@@ -43,10 +44,8 @@ def images(dims: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with threads(2):
+        yield
 
 
 @pytest.mark.parametrize("dims", [2, 3])

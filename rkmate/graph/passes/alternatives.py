@@ -13,14 +13,14 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.chunked_kernels import Alternative, whole_batch_norm
-from rkmate.graph.passes.products import PRODUCT, both_libraries, by_onednn_in_tiles
+from rkmate.graph.passes.products import PRODUCT, by_onednn, by_onednn_in_tiles
 from rkmate.graph.passes.tiles.tiled import Tiled
 
 own = torch.ops.rkmate
 
 KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
     own.batch_norm_backward.default: whole_batch_norm,
-    PRODUCT: both_libraries,
+    PRODUCT: by_onednn,
 }
 """What names them, by operator. The parts of a plain cross entropy are as fast as torch's kernel."""
 FEWER = 4

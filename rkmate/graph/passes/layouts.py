@@ -62,7 +62,7 @@ def layouts_of_gradients(work: Rewriting) -> None:
             wanted = place[source].meta["val"]
             if source.kind == "param" and is_channels_last(node.meta["val"]) and wanted.is_contiguous():
                 work.grads[k] = source, inserted(work.graph, node.next, node, aten.clone.default, (node,),
-                                                  memory_format=torch.contiguous_format)
+                                                 memory_format=torch.contiguous_format)
 
 
 class _Turning:

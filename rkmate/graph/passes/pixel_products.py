@@ -95,6 +95,3 @@ class _Writer:
     def _image(self, pixels: fx.Node, like: torch.Tensor) -> fx.Node:
         last = self._call(aten.view.default, pixels, [like.shape[0], *like.shape[2:], like.shape[1]])
         return self._call(aten.permute.default, last, [0, like.dim() - 1, *range(1, like.dim() - 1)])
-
-
-__all__ = ["multiply_pixels"]

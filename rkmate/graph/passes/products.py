@@ -94,8 +94,8 @@ def _is_large(node: fx.Node, a: fx.Node, b: fx.Node) -> bool:
         and min(*values[0].shape, values[1].shape[1]) >= LEAST
 
 
-def both_libraries(node: fx.Node) -> tuple[Alternative, ...]:
-    """The other library."""
+def by_onednn(node: fx.Node) -> tuple[Alternative, ...]:
+    """A product by the other library."""
     a: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
     return (Alternative(BY_ONEDNN, node.args, onednn.temporary_bytes(a)),)
 

@@ -30,6 +30,7 @@ from rkmate.support.progress import Progress
 from tests.equality import measured_peak
 from tests.graph.passes.graphs import Made, aten, run, targets
 from tests.models import Sample
+from tests.threads import threads
 
 pytestmark = pytest.mark.skipif(not onednn.is_available(), reason="torch was built without oneDNN")
 COUNTED = Settings(costs="analytic", compile=True)
@@ -81,20 +82,16 @@ def test_both_libraries_multiply(sizes: tuple[int, int, int], first_turned: bool
     assert torch.allclose(other.double(), exact, rtol=0, atol=1e-6 * k + 1e-5)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize(("n", "k", "m"), [(512, 256, 1024), (98, 17, 4096), (300, 300, 300), (16, 6272, 64)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_memory_of_the_other_library(n: int, k: int, m: int, turned: bool, threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+def test_memory_of_the_other_library(n: int, k: int, m: int, turned: bool, number: int) -> None:
+    with threads(number):
         a, b = torch.randn(k, n).t() if turned else torch.randn(n, k), torch.randn(m, k).t()
         BY_ONEDNN(a, b, None)
         kept: list[torch.Tensor] = []
         peak = measure_peak(lambda: kept.append(BY_ONEDNN(a, b, None))).peak
         assert kept[0].nbytes <= peak <= kept[0].nbytes + onednn.temporary_bytes(a)
-    finally:
-        torch.set_num_threads(before)
 
 
 class Head(nn.Module):
