@@ -158,8 +158,8 @@ class _Runner:
             counted = self._counted[i]
             return Cost(counted.time * self._pace, counted.overhead, tuple(
                 Kernel(k.time * self._pace, k.overhead) for k in counted.alternatives))
-        return Cost(self.timings.fastest(self.keys[i]), self.overhead.get(i, 0), tuple(
-            Kernel(self.timings.fastest(self.keys[part]), self.overhead.get(part, 0))
+        return Cost(self.timings.seconds(self.keys[i]), self.overhead.get(i, 0), tuple(
+            Kernel(self.timings.seconds(self.keys[part]), self.overhead.get(part, 0))
             for part in self._others(i) if part in self.keys))
 
     @property
@@ -167,7 +167,7 @@ class _Runner:
         """What this machine takes for a second that is counted."""
         ran = [i for i in self.keys if i < len(self.cd.c)]
         counted = sum(self._counted[i].time for i in ran)
-        return sum(self.timings.fastest(self.keys[i]) for i in ran) / counted if counted else 1.0
+        return sum(self.timings.seconds(self.keys[i]) for i in ran) / counted if counted else 1.0
 
     @functools.cached_property
     def _counted(self) -> Costs:

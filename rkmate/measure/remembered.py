@@ -21,7 +21,7 @@ from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.settings import MeasureSettings
 from rkmate.support.json_store import read_json, write_json
 
-FORMAT = 5
+FORMAT = 6
 """Raised whenever what is measured changes: entries of another format count as unknown."""
 Numbers = tuple[Cost, ...]
 """Per C node of a block."""

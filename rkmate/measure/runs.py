@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -34,22 +35,28 @@ def runs_within(seconds: Mapping[K, float], allowance: float, most: int) -> dict
     return result
 
 
+def median(seconds: Iterable[float]) -> float:
+    """Of several runs: as a step finds an operation, neither undisturbed nor disturbed more than most. Of
+    two in the middle the faster one, so that one slow run of two does not count."""
+    return statistics.median_low(seconds)
+
+
 class Timings:
     """Seconds of operations, by what they are known by. Equal ones share their runs."""
 
     def __init__(self, device: Device, settings: MeasureSettings) -> None:
         self._device, self._settings = device, settings
         self._first: dict[Any, float] = {}
-        self._known: dict[Any, float] = {}
+        self._timed: dict[Any, list[float]] = {}
         self._runs: Mapping[Any, int] = {}
         self._spent = 0.0
         self._number = 0
-        self._timed: set[Any] = set()
+        self._done: set[Any] = set()
 
     def start_pass(self, number: int) -> None:
         """Each operation may be timed once more. `number`: from 0."""
         self._number = number
-        self._timed.clear()
+        self._done.clear()
 
     def share(self, step: float) -> None:
         """Decide how often each operation that was clocked is timed. `step`: seconds of all operations of a
@@ -58,13 +65,13 @@ class Timings:
         allowance = max(settings.least_seconds, settings.share * step - self._spent)
         self._runs = runs_within(self._first, allowance, settings.passes * settings.repeats)
 
-    def fastest(self, key: Any) -> float:
-        """Seconds of the fastest timed run, or of the clocked one where there is none."""
-        return self._known[key] if key in self._known else self._first[key]
+    def seconds(self, key: Any) -> float:
+        """Of an operation: the median of its timed runs, or the clocked one where there is none."""
+        return median(self._timed[key]) if key in self._timed else self._first[key]
 
     def wanted(self, key: Any) -> bool:
         """Whether an operation is still to be timed in this pass."""
-        return key not in self._timed and self._repeats(key) > 0
+        return key not in self._done and self._repeats(key) > 0
 
     def clock(self, call: Callable[[], Any], key: Any) -> Any:
         """Run an operation for another reason, with a clock as a first estimate; its result."""
@@ -88,8 +95,8 @@ class Timings:
                 before()
             seconds, result = self._device.timed(call)
             times.append(seconds)
-        self._known[key] = min(*times, self._known.get(key, times[0]))
-        self._timed.add(key)
+        self._timed.setdefault(key, []).extend(times)
+        self._done.add(key)
         return result
 
     def _repeats(self, key: Any) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """How long to measure. The fastest run of an operation counts: what else a machine does only adds."""
+    """How long to measure. The median run of an operation counts, as steps have slow and fast ones."""
 
     passes: int = 2
     """Times that the blocks are run, one after the other: what disturbs the machine for a second or two

@@ -2,7 +2,7 @@
 
 Between the measuring of one variant and of the next lie the compiling and the planning of one: a minute, in
 which a machine can change its speed by more than a layout gains. So both are measured before either is
-planned, and then both once more; of each operation the fastest run counts, as ever.
+planned, and then both once more; of each operation the median counts, as ever.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.caches import as_in_a_step, touched_bytes
 from rkmate.measure.costs import text_of_beginning
 from rkmate.measure.remembered import CostMemory, Numbers
+from rkmate.measure.runs import median
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.compiled import compile_all
 from rkmate.pipeline.prepare import Blocked, block, cost_memory, measured_costs
@@ -62,14 +63,14 @@ def _are_known(both: Sequence[Blocked], memory: CostMemory) -> bool:
 
 def _remember(blocked: Blocked, part: MeasureSettings, found: Sequence[CostMemory],
               memory: CostMemory) -> None:
-    """The fastest run of each operation. Where one had no room in a round, its block is left to be
+    """The median of each operation. Where one had no room in a round, its block is left to be
     measured."""
     where = _measured_on(blocked, blocked.traced.settings.measure)
     rounds = [_known(blocked, part, own) for own in found]
     for (text, _), runs in zip(_texts(blocked), zip(*rounds, strict=True), strict=True):
         whole = [costs for costs in runs if costs is not None]
         if len(whole) == len(runs):
-            memory.put(text, *where, tuple(map(_fastest, zip(*whole, strict=True))))
+            memory.put(text, *where, tuple(map(_median, zip(*whole, strict=True))))
 
 
 def _known(blocked: Blocked, settings: MeasureSettings, memory: CostMemory) -> list[Numbers | None]:
@@ -91,8 +92,8 @@ def _measured_on(blocked: Blocked, settings: MeasureSettings) -> tuple[Device, M
     return device, as_in_a_step(settings, device, touched_bytes(blocked.traced.capture.graph))
 
 
-def _fastest(runs: Sequence[Cost]) -> Cost:
-    """Of one operation in several rounds: the least seconds, and the most bytes."""
-    kernels = [(min(k.time for k in same), max(k.overhead for k in same)) for same in zip(
+def _median(runs: Sequence[Cost]) -> Cost:
+    """Of one operation in several rounds: the median of its seconds, and the most bytes."""
+    kernels = [(median(k.time for k in same), max(k.overhead for k in same)) for same in zip(
         *((Kernel(run.time, run.overhead), *run.alternatives) for run in runs), strict=True)]
     return Cost(*kernels[0], tuple(Kernel(*k) for k in kernels[1:]))

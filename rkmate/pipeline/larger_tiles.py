@@ -20,6 +20,9 @@ from rkmate.show.plan import Plan
 
 WORTH = 0.01
 """The share of a step that another search may gain at least, and that one computation's kernels do."""
+LARGER = 1.1
+"""A kernel that takes so many times the bytes of the one before is worth a search of its own. What takes
+about as much is the same tiles by another library, and every search can choose from those."""
 
 
 def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
@@ -38,7 +41,7 @@ def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
     if seconds is None and graph.link is not None:      # looking for copies may take as long as it is given
         seconds = spent + max(spent, prepared.settings.of_planner.offload_seconds)
     wide = tuple(i for i, c in enumerate(graph.c) if c.time - fastest(c) > WORTH * plan.step_seconds)
-    for level in range(max((len(graph.c[i].alternatives) for i in wide), default=0), 0, -1):
+    for level in range(max((len(_levels(graph.c[i])) for i in wide), default=0), 0, -1):
         worth = (1 - WORTH) * plan.step_seconds
         if seconds_to_gain(graph, plan.schedule) < plan.step_seconds - worth:
             break
@@ -72,14 +75,27 @@ def _least_bytes(prepared: Prepared, wide: Iterable[int]) -> int:
 
 
 def leaner_left_out(prepared: Prepared, wide: tuple[int, ...], level: int) -> Prepared:
-    """The same graph, some computations of which have but the kernels from `level` on."""
+    """The same graph, some computations of which have but the kernels from `level` on: from so many times
+    larger tiles."""
     costs = dict(prepared.costs)
     for i in wide:
-        costs[i] = _from(prepared.graph.c[i], level)
+        if _levels(prepared.graph.c[i]):
+            costs[i] = _from(prepared.graph.c[i], level)
     return with_operation_costs(prepared.blocked, [costs[i] for i in range(len(prepared.graph.c))],
                                 link=prepared.graph.link)
 
 
+def _levels(node: CNode) -> list[int]:
+    """Which of a computation's alternatives are the first with larger tiles, the leanest first."""
+    found, overhead = [], node.overhead
+    for n, other in enumerate(node.alternatives):
+        if other.overhead > LARGER * overhead:
+            found.append(n)
+            overhead = other.overhead
+    return found
+
+
 def _from(node: CNode, level: int) -> Cost:
-    own, *others = node.alternatives[min(level, len(node.alternatives)) - 1:]
+    levels = _levels(node)
+    own, *others = node.alternatives[levels[min(level, len(levels)) - 1]:]
     return Cost(own.time, own.overhead, tuple(others))

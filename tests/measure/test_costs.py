@@ -62,7 +62,7 @@ def test_what_disturbs_one_pass_is_not_counted(measured: Measure) -> None:
 
 
 def test_every_run_counts(measured: Measure) -> None:
-    times, device = measured(lambda n: 0.03125 if n % 3 else 0.015625, passes=2)
+    times, device = measured(lambda n: 0.03125 if n % 3 == 0 else 0.015625, passes=2)
     assert greatest(times) == 0.015625 and device.calls > 6
 
 

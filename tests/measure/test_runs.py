@@ -48,7 +48,7 @@ def _runs(monkeypatch: pytest.MonkeyPatch, seconds: float, step: float) -> list[
             while timings.wanted("op"):
                 timings.time(lambda: None, "op")
             counts.append(device.calls - before)
-        assert timings.fastest("op") == seconds
+        assert timings.seconds("op") == seconds
     return counts
 
 
@@ -57,3 +57,18 @@ def test_runs_are_dealt_out_to_the_passes(monkeypatch: pytest.MonkeyPatch) -> No
     assert _runs(monkeypatch, 1.0, 0.0) == [2, 1]
     assert _runs(monkeypatch, 10.0, 60.0) == [1, 0]         # and the first run, for its memory
     assert _runs(monkeypatch, 10.0, 10.0) == [0, 0]
+
+
+@pytest.mark.parametrize(("passes", "seconds", "counts"), [
+    (2, (3.0, 1.0, 9.0, 2.0, 8.0, 4.0), 3.0), (2, (1.0, 90.0), 1.0), (1, (5.0, 1.0, 2.0), 2.0),
+    (1, (7.0,), 7.0)])
+def test_the_median_of_all_passes_counts(passes: int, seconds: tuple[float, ...], counts: float) -> None:
+    settings = MeasureSettings(passes=passes, repeats=len(seconds) // passes, enough_seconds=1e9)
+    with FakeDevice(seconds=lambda n: seconds[n]) as device:
+        timings = Timings(device, settings)
+        timings.clock(lambda: None, "op")               # which counts only where nothing is timed
+        for number in range(passes):
+            timings.start_pass(number)
+            while timings.wanted("op"):
+                timings.time(lambda: None, "op")
+        assert timings.seconds("op") == counts

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import rkmate
-from rkmate.ir.cd import Cost
+from rkmate.ir.cd import Cost, Kernel
 from rkmate.ir.kernels import by_own_kernels
 from rkmate.ir.schedule import Compute
 from rkmate.pipeline import planning
+from rkmate.pipeline.larger_tiles import leaner_left_out
 from rkmate.pipeline.planning import make_curve, plan_prepared
 from rkmate.pipeline.prepare import Prepared, Traced, block, trace, with_operation_costs
 from rkmate.pipeline.settings import Settings
@@ -66,6 +67,20 @@ def test_something_is_computed_again_for_them() -> None:
     assert plan.step_seconds == pytest.approx(prepared.simulate(plan.schedule).seconds)
     assert plan.bound_seconds is not None and plan.bound_seconds <= plan.step_seconds
     assert "larger tiles" in plan.stage_seconds
+
+
+def test_another_library_is_no_larger_tile() -> None:
+    prepared = with_slow_tiles(4.0)
+    head, = (i for i, c in enumerate(prepared.graph.c) if c.alternatives)
+    own = prepared.costs[head]
+    others = own.alternatives
+    by_other = Kernel(0.9 * own.time, own.overhead + 64)
+    costs = [c for _, c in sorted(prepared.costs.items())]
+    costs[head] = own._replace(alternatives=(by_other, *others))
+    both = with_operation_costs(prepared.blocked, costs)
+    for level in range(1, len(others) + 1):
+        left = [leaner_left_out(each, (head,), level).costs[head] for each in (prepared, both)]
+        assert left[0] == left[1] and left[0].overhead == others[level - 1].overhead
 
 
 def test_not_where_no_time_is_left() -> None:
