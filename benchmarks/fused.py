@@ -49,9 +49,6 @@ NAMES = ("gpt", "gpt12", "resnet18", "resnet50", "regnet", "unet", "t5", "vit")
 CONVOLUTIONS = ("resnet18", "resnet50", "regnet", "unet")
 OWN_BARS = {"gpt": (0.42, 0.84), "resnet18": (0.6, 1.0), "regnet": (0.7, 0.8), "unet": (0.7, 0.8)}
 """Per model a part of eager's peak, and of its time, that compiled groups are to take there at most."""
-BEFORE = (" These rows were measured before planned modules kept pages; predicted times are parts of eager's "
-          "steps in turns, and count no adding.")
-"""Of rows that do not say how long eager's steps took while plans were made."""
 DEPTHS = ("inductor 1.0", "rkmate compile 1.0")
 """Of which `--depths` says how long they take to get ready."""
 
@@ -212,14 +209,14 @@ def write(turns: Turns, waits: Waits) -> None:
              "eager's, beside torch.compile's at its own budgets: [compiled groups](compile.md), and "
              "`layouts=\"auto\"` for networks of convolutions. Each method of a table was in a process of "
              "its own, and their steps took turns; times are medians. Parameters and their gradients stand, "
-             "and are not counted. Predicted times are of what was measured for planning, as a part of "
-             "eager's steps between plans, and count adding gradients to those that stand. Planned modules "
-             "keep [pages that stay](pages.md), which is their default; processes of other methods are as "
-             "the C library has them. Gradients' errors, against double precision, are the median of five "
-             "batches. Made by `python benchmarks/fused.py --turns FILE --waits FILE --write` on a CPU "
-             f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
+             "and are not counted. Predicted times are beside those of the same module's steps right "
+             "after it was planned, without a gradient that stands: a machine's speed moves from minute to "
+             "minute. Planned modules keep [pages that stay](pages.md), which is their default; processes of "
+             "other methods are as the C library has them, and wait for fresh pages (the median of a step's) "
+             "or do not, by what lies at the end of their heaps. Gradients' errors, against double "
+             "precision, are the median of five batches. Made by `python benchmarks/fused.py --turns FILE --waits FILE "
+             f"--write` on a CPU ({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in turns.values())
-    beside = {(row.model, row.threads) for row in turns.values() if row.eager_at_planning}
     sections = []
     for threads in sorted({threads for _, threads in kinds}):
         names = [name for name in NAMES if (name, threads) in kinds]
@@ -231,8 +228,8 @@ def write(turns: Turns, waits: Waits) -> None:
         names = list(dict.fromkeys(row.model for row in waits.values() if row.threads == threads))
         sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\nEach in processes of its "
                         f"own, with empty caches.\n\n{waits_table(names, threads, waits)}\n")
-    sections += [f"## {model}, {_threads(threads)}\n\n{MODELS[model].__doc__ or ''}"
-                 f"{'' if (model, threads) in beside else BEFORE}\n\n{table(model, threads, turns)}\n"
+    sections += [f"## {model}, {_threads(threads)}\n\n{MODELS[model].__doc__ or ''}\n\n"
+                 f"{table(model, threads, turns)}\n"
                  for threads in sorted({threads for _, threads in kinds})
                  for model in NAMES if (model, threads) in kinds]
     PAGE.write_text("\n".join([about, *sections]), encoding="utf-8")

@@ -26,10 +26,10 @@ class Turn:
     """How often each method's turn came."""
     predicted_peak: float | None = None
     predicted_seconds: float | None = None
-    eager_at_planning: float | None = None
-    """Seconds of eager's step while plans were made: a prediction is a part of that."""
-    adding_seconds: float | None = None
-    """Of adding gradients to those that stand, at that time: steps here do so, and no plan counts it."""
+    seconds_then: float | None = None
+    """Of its own step right after it was planned, which is what was predicted: no gradient stood before."""
+    pages: float | None = None
+    """Fresh ones that a step waits for, the median."""
     variant: str = ""
     error: float | None = None
     """Of all gradients together, relative to those in double precision: the median of several batches."""
@@ -50,10 +50,9 @@ class Turn:
 
     @property
     def predicted(self) -> float | None:
-        """The same as predicted."""
-        then = self.eager_at_planning or self.eager_seconds
-        return (self.predicted_seconds + (self.adding_seconds or 0.0)) / then \
-            if self.predicted_seconds and then else None
+        """The time that was predicted, as a part of its own right after planning."""
+        return self.predicted_seconds / self.seconds_then \
+            if self.predicted_seconds and self.seconds_then else None
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,14 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def _off(value: float | None) -> str:
+    return "" if value is None else f"{value - 1:+.1%}"
+
+
+def _count(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f} s"
 
@@ -123,17 +130,17 @@ def _errors(row: Turn) -> str:
 
 def table(model: str, threads: int, turns: Turns) -> str:
     """The Markdown table of a model."""
-    lines = ["| method | peak | time | predicted peak | predicted time | gradients' error | layout |",
-             "|---|--:|--:|--:|--:|--:|---|"]
+    lines = ["| method | peak | time | fresh pages | predicted peak | predicted time | gradients' error | "
+             "layout |", "|---|--:|--:|--:|--:|--:|--:|---|"]
     for row in turns.values():
         if (row.model, row.threads) != (model, threads):
             continue
         if row.failed:
-            lines.append(f"| {row.method} | {row.failed} | | | | | |")
+            lines.append(f"| {row.method} | {row.failed} | | | | | | |")
             continue
         lines.append(f"| {row.method} | {_part(row.peak)} | {_ratio(row.time)} | "
-                     f"{_part(row.predicted_peak)} | {_ratio(row.predicted)} | {_errors(row)} | "
-                     f"{row.variant} |")
+                     f"{_count(row.pages)} | {_part(row.predicted_peak)} | {_off(row.predicted)} | "
+                     f"{_errors(row)} | {row.variant} |")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import math
 import multiprocessing
+import resource
 import statistics
 import tempfile
 import time
@@ -32,8 +33,9 @@ import rkmate
 CONTEXT = multiprocessing.get_context("spawn")
 BATCHES = 5
 """On which gradients are compared."""
-STEPS_BETWEEN = 3
-"""Of eager's, before each plan is made: a machine's speed moves, and predictions are of that of then."""
+STEPS_THEN = 7
+"""Of a planned module, right after it was planned: a machine's speed moves, and predictions are of that of
+then."""
 LEAST_ROUNDS = 7
 SECONDS = 4
 """Of steps, for each method and on average, at least."""
@@ -129,10 +131,11 @@ class Worker:
             raise RuntimeError(f"{self.method}: {said}") from said
         return said
 
-    def step(self) -> float:
-        """Seconds of a step."""
+    def step(self) -> tuple[float, int]:
+        """Seconds of a step, and the fresh pages that it has waited for."""
         self.link.send("step")
-        return float(self.heard())
+        seconds, pages = self.heard()
+        return seconds, pages
 
     def ends(self) -> None:
         """Let it go."""
@@ -155,7 +158,9 @@ def _work(link: Connection, threads: int, made_case: Callable[[], Case], level: 
         del found
         link.send((peak, error))
         while link.recv() == "step":
-            link.send(step(forward, case.model))
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            seconds = step(forward, case.model)
+            link.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
     except Exception as error:
         link.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
@@ -166,19 +171,15 @@ def _reference(case: Case, exactness: Path) -> int:
     return peak_of(lambda: case.model(**case.kwargs).loss, case.model)
 
 
-class Additions:
-    """What autograd does with gradients where some stand: it adds them up, parameter by parameter."""
-
-    def __init__(self, case: Case) -> None:
-        self._pairs = [(torch.zeros_like(p), torch.ones_like(p)) for p in case.model.parameters()
-                       if p.requires_grad]
-
-    def step(self) -> float:
-        """Seconds of a step's."""
+def _seconds_then(forward: Forward, case: Case) -> float:
+    """Of a step in this process, where no gradient stands before it: the median."""
+    found = []
+    for _ in range(1 + STEPS_THEN):
+        case.model.zero_grad()
         start = time.perf_counter()
-        for standing, new in self._pairs:
-            standing += new
-        return time.perf_counter() - start
+        forward().backward()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
 
 
 def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callable[[], Case],
@@ -210,9 +211,6 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
         for method in others:
             start(method)
         hear(others)
-        then: list[float] = []
-        adding: list[float] = []
-        additions = Additions(made_case())
         plans: dict[str, Path] = {}
         for method in (method for method in methods if method not in others):
             budget = method
@@ -221,10 +219,9 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
                 assert theirs is not None
                 budget = method.removesuffix("inductor") + str(theirs.peak)
             path = Path(folder) / f"{len(plans)}.json"
-            then += [workers["eager"].step() for _ in range(STEPS_BETWEEN)]
-            adding += [additions.step() for _ in range(STEPS_BETWEEN)]
+            case = made_case()
             try:
-                _, plan = asked(budget, made_case(), level, path)
+                forward, plan = asked(budget, case, level, path)
             except rkmate.InfeasibleBudget as error:
                 why = f"infeasible: at least {error.minimum_bytes / level:.1%}"
                 rows[method] = replace(rows[method], failed=why)
@@ -232,19 +229,21 @@ def in_turns(model: str, threads: int, methods: Sequence[str], made_case: Callab
             assert plan is not None
             plans[method] = path
             rows[method] = replace(rows[method], predicted_peak=plan.peak_bytes / level,
-                                   predicted_seconds=plan.step_seconds, variant=plan.variant)
+                                   predicted_seconds=plan.step_seconds, variant=plan.variant,
+                                   seconds_then=_seconds_then(forward, case))
+            del forward, case
         for method, path in plans.items():
             start(method, path)
             hear([method])
-        taken: dict[str, list[float]] = {method: [] for method in workers}
+        taken: dict[str, list[tuple[float, int]]] = {method: [] for method in workers}
         begun, rounds = time.perf_counter(), 0
         while rounds < least_rounds or time.perf_counter() - begun < seconds * len(workers):
             for method, worker in workers.items():
                 taken[method].append(worker.step())
             rounds += 1
-    medians = {method: statistics.median(times) for method, times in taken.items()}
-    of_eager = {"eager_seconds": medians["eager"], "eager_error": rows["eager"].error, "rounds": rounds,
-                **({"eager_at_planning": statistics.median(then), "adding_seconds": statistics.median(adding)}
-                   if then else {})}
-    return {row.key: row if row.failed else replace(row, seconds=medians[row.method], **of_eager)
+    medians = {method: [statistics.median(each) for each in zip(*steps, strict=True)]
+               for method, steps in taken.items()}
+    of_eager = {"eager_seconds": medians["eager"][0], "eager_error": rows["eager"].error, "rounds": rounds}
+    return {row.key: row if row.failed else replace(row, **dict(zip(("seconds", "pages"), medians[row.method],
+                                                                    strict=True)), **of_eager)
             for row in rows.values()}
