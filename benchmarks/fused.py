@@ -214,8 +214,9 @@ def write(turns: Turns, waits: Waits) -> None:
              "minute. Planned modules keep [pages that stay](pages.md), which is their default; processes of "
              "other methods are as the C library has them, and wait for fresh pages (the median of a step's) "
              "or do not, by what lies at the end of their heaps. Gradients' errors, against double "
-             "precision, are the median of five batches. Made by `python benchmarks/fused.py --turns FILE --waits FILE "
-             f"--write` on a CPU ({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
+             "precision, are the median of five batches. Made by `python benchmarks/fused.py "
+             "--turns FILE --waits FILE --write` on a CPU "
+             f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in turns.values())
     sections = []
     for threads in sorted({threads for _, threads in kinds}):

@@ -214,7 +214,8 @@ def test_the_page_of_fused_says_what_holds(on_the_path: None, tmp_path: Path,
         "# Layouts and compiled groups, measured", "## In short, 2 threads",
         "## How long it takes to get ready, 1 thread", "## How long it takes to get ready, 2 threads",
         "## gpt, 2 threads"]
-    assert "| rkmate compile inductor | 50.0% | 0.60 | 1,234 |  | +25.0% |" in page and "| no compiler |" in page
+    assert "| rkmate compile inductor | 50.0% | 0.60 | 1,234 |  | +25.0% |" in page
+    assert "| no compiler |" in page
     tables = page.split("\n\n")
     assert all(len({line.count("|") for line in t.splitlines()}) == 1 for t in tables if t.startswith("|"))
 
