@@ -36,7 +36,7 @@ import peers
 import torch
 import transformers
 from beside import add_row, peak_of, read_rows, step
-from fused_rows import Bar, Ready, Turn, Turns, Waits, bars_table, table, waits_table
+from fused_rows import Bar, Ready, Turn, Turns, Waits, bars_table, predictions, table, waits_table
 from fused_turns import LEAST_ROUNDS, SECONDS, asked, in_turns
 from peers import DOCS, Case, Segmenter, gpt, images
 
@@ -155,8 +155,9 @@ def _process(arguments: Sequence[str], folder: str, threads: int) -> list[dict[s
     done = subprocess.run([sys.executable, __file__, *arguments, "--threads", str(threads)],
                           capture_output=True, text=True, check=False, env=env)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "Error" in line]
-        raise RuntimeError((said or ["no message"])[-1][:120])
+        lines = done.stderr.splitlines()
+        said = [line for line in lines if "Error" in line] or lines or [f"exit status {done.returncode}"]
+        raise RuntimeError(said[-1][:120])
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -214,9 +215,10 @@ def write(turns: Turns, waits: Waits) -> None:
              "minute. Planned modules keep [pages that stay](pages.md), which is their default; processes of "
              "other methods are as the C library has them, and wait for fresh pages (the median of a step's) "
              "or do not, by what lies at the end of their heaps. Gradients' errors, against double "
-             "precision, are the median of five batches. Made by `python benchmarks/fused.py "
+             "precision, are the median of several batches. Made by `python benchmarks/fused.py "
              "--turns FILE --waits FILE --write` on a CPU "
-             f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n")
+             f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n\n"
+             f"{predictions(turns)}\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in turns.values())
     sections = []
     for threads in sorted({threads for _, threads in kinds}):

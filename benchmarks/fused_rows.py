@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -142,6 +143,17 @@ def table(model: str, threads: int, turns: Turns) -> str:
                      f"{_count(row.pages)} | {_part(row.predicted_peak)} | {_off(row.predicted)} | "
                      f"{_errors(row)} | {row.variant} |")
     return "\n".join(lines)
+
+
+def predictions(turns: Turns) -> str:
+    """How well times were predicted, in a sentence."""
+    off = [row.predicted - 1 for row in turns.values() if row.predicted]
+    if not off:
+        return ""
+    within = [sum(abs(one) <= most for one in off) for most in (0.03, 0.05, 0.1)]
+    return (f"Of {len(off)} predicted times, {within[0]} are within 3% of what was measured right after, "
+            f"{within[1]} within 5% and {within[2]} within 10%; on average they are "
+            f"{statistics.fmean(off):+.1%} off.")
 
 
 def bars_table(models: Sequence[str], threads: int, turns: Turns, bars: Mapping[str, Sequence[Bar]]) -> str:

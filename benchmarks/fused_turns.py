@@ -31,7 +31,7 @@ from peers import Case, budgeted
 import rkmate
 
 CONTEXT = multiprocessing.get_context("spawn")
-BATCHES = 5
+BATCHES = 11
 """On which gradients are compared."""
 STEPS_THEN = 7
 """Of a planned module, right after it was planned: a machine's speed moves, and predictions are of that of

@@ -164,6 +164,17 @@ def test_predictions_are_beside_steps_of_their_time(on_the_path: None) -> None:
     assert replace(row, seconds_then=2.0, predicted_seconds=None).predicted is None
 
 
+def test_how_well_times_are_predicted_is_a_sentence(on_the_path: None) -> None:
+    from fused_rows import Turn, predictions
+
+    rows = [Turn("gpt", f"rkmate {k}", 1, predicted_seconds=predicted, seconds_then=1.0)
+            for k, predicted in enumerate((0.98, 1.04, 0.92, 1.5))]
+    said = predictions({row.key: row for row in (Turn("gpt", "eager", 1, seconds=1.0), *rows)})
+    assert said.startswith("Of 4 predicted times, 1 are within 3% of")
+    assert "2 within 5% and 3 within 10%" in said
+    assert said.endswith("+11.0% off.") and predictions({}) == ""
+
+
 def test_rows_of_fused_are_measured_in_order(on_the_path: None) -> None:
     import fused
 
