@@ -40,7 +40,8 @@ def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
     seconds, spent = prepared.settings.planning_seconds, plan.stage_seconds.get("search", 0.0)
     if seconds is None and graph.link is not None:      # looking for copies may take as long as it is given
         seconds = spent + max(spent, prepared.settings.of_planner.offload_seconds)
-    wide = tuple(i for i, c in enumerate(graph.c) if c.time - fastest(c) > WORTH * plan.step_seconds)
+    wide = tuple(i for i, c in enumerate(graph.c)
+                 if c.time - fastest(c) > WORTH * plan.step_seconds and _levels(c))
     for level in range(max((len(_levels(graph.c[i])) for i in wide), default=0), 0, -1):
         worth = (1 - WORTH) * plan.step_seconds
         if seconds_to_gain(graph, plan.schedule) < plan.step_seconds - worth:
@@ -76,11 +77,10 @@ def _least_bytes(prepared: Prepared, wide: Iterable[int]) -> int:
 
 def leaner_left_out(prepared: Prepared, wide: tuple[int, ...], level: int) -> Prepared:
     """The same graph, some computations of which have but the kernels from `level` on: from so many times
-    larger tiles."""
+    larger tiles. `wide`: computations that have such kernels."""
     costs = dict(prepared.costs)
     for i in wide:
-        if _levels(prepared.graph.c[i]):
-            costs[i] = _from(prepared.graph.c[i], level)
+        costs[i] = _from(prepared.graph.c[i], level)
     return with_operation_costs(prepared.blocked, [costs[i] for i in range(len(prepared.graph.c))],
                                 link=prepared.graph.link)
 

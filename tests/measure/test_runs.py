@@ -60,7 +60,7 @@ def test_runs_are_dealt_out_to_the_passes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("passes", "seconds", "counts"), [
-    (2, (3.0, 1.0, 9.0, 2.0, 8.0, 4.0), 3.0), (2, (1.0, 90.0), 1.0), (1, (5.0, 1.0, 2.0), 2.0),
+    (2, (9.0, 3.0, 8.0, 1.0, 2.0, 4.0), 3.0), (2, (1.0, 90.0), 1.0), (1, (5.0, 1.0, 2.0), 2.0),
     (1, (7.0,), 7.0)])
 def test_the_median_of_all_passes_counts(passes: int, seconds: tuple[float, ...], counts: float) -> None:
     settings = MeasureSettings(passes=passes, repeats=len(seconds) // passes, enough_seconds=1e9)
