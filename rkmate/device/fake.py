@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkmate.device.copy_engine import StepCopies
 from rkmate.device.copy_times import ends_by_threads
@@ -24,6 +22,8 @@ from rkmate.device.statistics import StatisticsMeter, measured
 from rkmate.devices import HOST
 from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.peak import Peak
+from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.tensors import TorchDispatchMode, storage_id
 
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ class _Counting(TorchDispatchMode):
         if not isinstance(tensor, torch.Tensor):
             return
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_id(storage)
         if address in self._watched:
             return
         size = self._device.storage_bytes(storage.nbytes()) if new else 0

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkmate.budget import parse_budget
 from rkmate.dtr.errors import RuntimeStateError
@@ -23,6 +22,7 @@ from rkmate.dtr.runtime.logging import LogWriter
 from rkmate.dtr.runtime.report import Report
 from rkmate.dtr.state import State
 from rkmate.errors import ArgumentError, RkmateError
+from rkmate.torch_seam.tensors import TorchDispatchMode
 
 _ACTIVE = threading.local()
 

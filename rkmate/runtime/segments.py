@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from rkmate import device as devices
-from rkmate.device.dispatch import below_autograd, below_views
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import Additions
 from rkmate.runtime.environment import Environment, RerunState
+from rkmate.torch_seam.schema import below_autograd, below_views
+from rkmate.torch_seam.tensors import base_of, keeps_graph
 
 _GONE = ("this forward has been through a backward already, and its activations are gone; run the forward "
          "again for each loss (retain_graph=True cannot keep them), or add the losses up, and take all "
@@ -82,7 +83,7 @@ class Call:
                     result = self.functions[number](self.env)
                 # A gradient has no bond to what it is a view of: autograd adds up the gradients of a shared
                 # parameter in the first one, but takes memory for a third where its storage is referred to.
-                result = [g if g is None or g._base is None else g.detach() for g in result]
+                result = [g if g is None or base_of(g) is None else g.detach() for g in result]
         except BaseException:
             if self.additions is not None:
                 self.additions.were_interrupted()
@@ -145,7 +146,7 @@ class Call:
     def let_go(self) -> None:
         """Forget the inputs once the backward is over: the loss may live on. Where the graph is to
         stay (retain_graph=True) they stay, as autograd's own saved tensors do."""
-        if self.next > self.last and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if self.next > self.last and not keeps_graph():
             self.rerun = None
 
 

@@ -3,9 +3,6 @@
 Python counts the changes of each dictionary. Attributes, submodules, parameters, buffers and hooks all stand
 in dictionaries: where their counts are the same, they hold the same objects. What can change in place is
 compared itself: the forms of tensors, and what classes have for a forward.
-
-Uses private names of torch (the count of a dictionary's changes, the forms of many tensors in one call);
-tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -17,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.guards import TensorGuards, dict_version
 
-from rkmate.graph.capture.global_hooks import global_backward_hooks, global_forward_hooks
 from rkmate.runtime.key_parts import identical
 from rkmate.runtime.snapshot import Snapshot
+from rkmate.torch_seam.compiler import TensorGuards, dict_version
+from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES
+from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSORS = ("_parameters", "_buffers")
+_TENSORS = (PARAMETERS, BUFFERS)
 _content = attrgetter("__dict__")
 _form = attrgetter("dtype", "device", "shape", "requires_grad")
 
@@ -41,7 +38,7 @@ class Walk:
         self._types = [*map(type, modules)]
         self._kinds = [*dict.fromkeys(self._types)]
         self._dicts = [*map(_content, modules)]
-        inside = [d[name] for d in self._dicts for name in (*HOOKS, *_TENSORS, "_modules")]
+        inside = [d[name] for d in self._dicts for name in (*HOOK_KINDS, *_TENSORS, SUBMODULES)]
         every = {id(d): d for d in (*self._dicts, *inside, *attributes.dicts)}.values()
         self._empty = [d for d in every if not d]
         self._filled = [d for d in every if d]

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
-from unittest import mock
 
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.opaque import OpaqueError, traced_as_one
 from rkmate.graph.capture.state import MISSING
 from rkmate.support.warn import warn
+from rkmate.torch_seam.trace import values_refused
 
 Opaque = Literal["auto"] | tuple[str, ...]
 """Names of submodules, or patterns of names; or those that a trace stumbles over."""
@@ -54,8 +53,7 @@ def with_opaque(model: nn.Module, opaque: Opaque, capture: Callable[[], T]) -> T
     names: tuple[str, ...] = ()
     while True:
         try:
-            with _chosen(names), mock.patch.multiple(ShapeEnv, allow_dynamic_output_shape_ops=False,
-                                                     allow_scalar_outputs=False):
+            with _chosen(names), values_refused():
                 found = capture()
             break
         except OpaqueError as error:

@@ -1,7 +1,5 @@
 """Models that have no static training step: what is refused before a trace, and what a failed
 trace means for the user.
-
-Uses private names of torch (the class of compiled modules); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -19,12 +17,18 @@ from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.global_hooks import global_backward_hooks, global_forward_hooks
-from rkmate.graph.capture.library_paths import is_observer, routed_by_loops, weight_made_by
 from rkmate.graph.capture.pieces import is_made_of_pieces
-from rkmate.graph.capture.structure import objects_in
 from rkmate.graph.capture.switches import way_out
 from rkmate.support.warn import PACKAGE, warn
+from rkmate.torch_seam.containers import objects_in
+from rkmate.torch_seam.modules import (
+    compiled_call,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    has_backward_hooks,
+)
+from rkmate.torch_seam.patches.libraries import is_observer, routed_by_loops, weight_made_by
+from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
@@ -48,10 +52,10 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         if hooks_outside and m is model:
             continue
         where = f"{type(model).__name__}{'.' + name if name else ''}"
-        if m._backward_hooks or m._backward_pre_hooks:
+        if has_backward_hooks(m):
             raise CaptureError(f"{where} has module backward hooks, which a planned step cannot run: "
                                "remove them, or hook the parameters or the module's outputs")
-        hooks = [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+        hooks = [h for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())
                  if weight_made_by(h) is None and not is_observer(h)]
         if hooks:
             warn(f"{where} has forward hooks: what they compute is part of the plan, what "
@@ -100,7 +104,7 @@ def _is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
     was compiled."""
     dynamo = sys.modules.get("torch._dynamo")
-    call = module._compiled_call_impl
+    call = compiled_call(module)
     return (call is not None and not getattr(call, "is_planned", False)) or (
         dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 

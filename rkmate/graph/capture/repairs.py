@@ -17,24 +17,29 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from rkmate.graph.capture.attention_elsewhere import attention_of_the_device
-from rkmate.graph.capture.autocast import backward_without_autocast
-from rkmate.graph.capture.backward_tags import tag_what_needs_the_loss
-from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
-from rkmate.graph.capture.buffers import new_buffers_as_writes
-from rkmate.graph.capture.checkpoints import regions_marked
-from rkmate.graph.capture.closed_over import closed_over_as_buffers, lost_tensors_refused
-from rkmate.graph.capture.cudnn_batch_norm import batch_norms_as_eager_chooses
-from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
-from rkmate.graph.capture.eager_kernels import as_eager_computes
-from rkmate.graph.capture.global_hooks import hooks_of_the_model_alone
 from rkmate.graph.capture.input_values import values_of_inputs
-from rkmate.graph.capture.layouts import as_kernels_return_them
-from rkmate.graph.capture.library_paths import paths, without_value_checks
-from rkmate.graph.capture.moves import standing_modules_stay
-from rkmate.graph.capture.nested import traced_node_by_node
 from rkmate.graph.capture.opaque_parts import opaque_parts
-from rkmate.graph.capture.recurrent import (
+from rkmate.torch_seam.patches.attention import attention_of_the_device
+from rkmate.torch_seam.patches.autograd import (
+    backward_without_autocast,
+    closed_over_as_buffers,
+    lost_tensors_refused,
+    regions_marked,
+    tag_what_needs_the_loss,
+    traced_node_by_node,
+)
+from rkmate.torch_seam.patches.cudnn_batch_norm import batch_norms_as_eager_chooses
+from rkmate.torch_seam.patches.custom_functions import kept_whole, run_as_they_are
+from rkmate.torch_seam.patches.layouts import as_kernels_return_them
+from rkmate.torch_seam.patches.libraries import paths, without_value_checks
+from rkmate.torch_seam.patches.modules import (
+    cumulative_averages_as_tensors,
+    hooks_of_the_model_alone,
+    new_buffers_as_writes,
+    standing_modules_stay,
+)
+from rkmate.torch_seam.patches.numerics import as_eager_computes
+from rkmate.torch_seam.patches.recurrent import (
     as_eager_runs_them,
     gates_as_eager_computes,
     make_recurrent_layers_whole,

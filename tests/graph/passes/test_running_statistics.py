@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from rkmate.device.fake import FakeDevice
-from rkmate.graph.capture import cudnn_batch_norm
+from rkmate.torch_seam.patches import cudnn_batch_norm
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 

@@ -4,9 +4,6 @@
 place of the function's own backward: a straight-through estimator would lose its gradient, a reversed
 gradient its sign. So each call is recorded as one operation, and runs as it is when the joint graph
 is traced from the exported program; its backward is then traced as autograd calls it.
-
-Uses private names of torch (the proxies of a trace, the code of `Function.apply`); tested with torch
-2.13.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.checkpoints import region
-from rkmate.graph.capture.structure import objects_in
+from rkmate.torch_seam.containers import objects_in
+from rkmate.torch_seam.patches.autograd import region
 
 
 @dataclass(frozen=True)
@@ -161,3 +158,4 @@ def _custom_function(call: _Call) -> Callable[..., Any]:
     def custom_function(*tensors: torch.Tensor) -> Any:
         return call.again(*tensors)
     return custom_function
+

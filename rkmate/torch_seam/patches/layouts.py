@@ -1,7 +1,6 @@
 """Layouts that torch's fake tensors get wrong: where a kernel returns other strides than a trace says.
 
-A trace decides by strides which copies are made, and in which order a later sum is taken. Uses private
-names of torch (the decompositions that fake tensors run, and what makes their views); tested with torch 2.13.
+A trace decides by strides which copies are made, and in which order a later sum is taken.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from unittest import mock
 import torch
 from torch import _refs
 from torch._decomp import decomposition_table
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate import device as devices
+from rkmate.torch_seam.tensors import FakeTensorMode, suggest_memory_format
 
 aten = torch.ops.aten
 Layout = Callable[..., torch.Tensor]
@@ -187,3 +185,4 @@ def as_kernels_return_them() -> Iterator[None]:
             yield
     finally:
         FakeTensorMode.cache_clear()
+
