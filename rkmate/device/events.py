@@ -8,18 +8,15 @@ autograd engine are.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from torch.autograd import profiler
-
 from rkmate.device.protocol import MeterError
 from rkmate.ir.peak import Peak
-from rkmate.torch_seam.memory import LOG_LEVEL, REMEMBERS_SIZES, allocations, core_variable, is_profiling
+from rkmate.torch_seam.memory import REMEMBERS_SIZES, allocations, core_variable, is_profiling, memory_events
 
 T = TypeVar("T")
 
@@ -103,10 +100,6 @@ class _Tracked:
 
 
 _measuring = threading.Lock()
-_QUIET = "99"
-"""A log level of the profiler's library above all that it prints."""
-_ERRORS_ONLY = 2
-"""The log level of torch's core library that leaves warnings out."""
 
 
 @contextmanager
@@ -119,32 +112,7 @@ def profiling() -> Iterator[Any]:
         if is_profiling():
             raise MeterError("a profiler is running: memory cannot be measured inside it. Measure "
                              "outside, or stop the profiler first")
-        session: Any = profiler.profile(use_cpu=True, profile_memory=True)
-        with _silence(), session:
+        with memory_events() as session:
             yield session
     finally:
         _measuring.release()
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Keep the profiler's notices off the standard error.
-
-    It announces each start and stop, and warns about each free of a block that it does not know.
-    The first is decided by the environment, which is read when the profiler starts.
-    """
-    level = core_variable(LOG_LEVEL, ctypes.c_int)
-    verbosity = level.value if level is not None else 0
-    announced = os.environ.get("KINETO_LOG_LEVEL")
-    if announced is None:
-        os.environ["KINETO_LOG_LEVEL"] = _QUIET
-    if level is not None:
-        level.value = max(verbosity, _ERRORS_ONLY)
-    try:
-        yield
-    finally:
-        if level is not None:
-            level.value = verbosity
-        if announced is None:
-            os.environ.pop("KINETO_LOG_LEVEL", None)
-

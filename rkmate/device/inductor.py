@@ -30,6 +30,7 @@ from rkmate.device.registry import common
 from rkmate.errors import CompilerError
 from rkmate.support.warn import warn
 from rkmate.torch_seam import compiler
+from rkmate.torch_seam.versions import GROUPS, is_off, release, why_off
 
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
                    r"(?: by \[(?P<strides>[\d, ]*)\])?")
@@ -130,6 +131,9 @@ def form_of(value: torch.Tensor) -> str:
 
 def check_compiler(device: torch.device) -> None:
     """Raise `CompilerError` where nothing can be compiled for a device: it names what to install."""
+    if is_off(GROUPS):
+        raise CompilerError(f"torch {release()} cannot compile groups ({why_off(GROUPS)}), as compile=True "
+                            "asks: install a release that rkmate was tested with, or say compile=False")
     if device.type == "cpu":
         named = environ.get("CXX")              # one program: inductor reads no options in it
         if named is not None and shutil.which(named) is None:

@@ -31,6 +31,7 @@ import torch
 from rkmate.support.cache_folder import cache_folder
 from rkmate.support.json_store import read_json, write_json
 from rkmate.torch_seam import compiler
+from rkmate.torch_seam.versions import KERNELS, is_off
 
 FORMAT = 1
 """Grows when the content of a file changes its meaning."""
@@ -59,6 +60,8 @@ def _instructions() -> str:
 
 def kept(key: str) -> Call | None:
     """A group that was kept; None where there is none, or a part of it is missing or broken."""
+    if is_off(KERNELS):
+        return None
     folder = _folder()
     content = read_json(folder / f"{key}.json")
     try:
@@ -74,7 +77,7 @@ def kept(key: str) -> Call | None:
 def keep(key: str, call: Any) -> bool:
     """Keep what the compiler has made of a group, for other processes. False where it needs more than
     kernels, or cannot be written."""
-    if not inspect.ismethod(call):
+    if is_off(KERNELS) or not inspect.ismethod(call):
         return False
     try:
         source = textwrap.dedent(inspect.getsource(call.__func__))

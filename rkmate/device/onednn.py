@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from rkmate.torch_seam.compiler import onednn_product
+from rkmate.torch_seam.versions import ONEDNN, is_off
 
 
 def is_available() -> bool:
     """Whether torch was built with oneDNN, and lets it multiply single precision."""
-    return _linear is not None
+    return _linear is not None and not is_off(ONEDNN)
 
 
 _linear = onednn_product()

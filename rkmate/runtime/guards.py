@@ -22,8 +22,10 @@ from rkmate.runtime.key_parts import Part, Same, by_content
 from rkmate.runtime.snapshot import Equivalents, Snapshot, attributes_of, before, snapshot
 from rkmate.runtime.unchanged import Walk, forwards
 from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES
+from rkmate.torch_seam.patches.features import GUARDS
 from rkmate.torch_seam.patches.libraries import is_observer
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
+from rkmate.torch_seam.versions import is_off
 
 _REMEMBERED = 4
 """Sets of submodules whose attributes are known by name."""
@@ -147,7 +149,7 @@ class ModuleReader:
             p for p in places if isinstance(p, torch.device))
         self._latest = ModuleGuards(FlagGuards(same, latest.flags.flags.or_new(tuple(flags))),
                                     attributes.read(hooks), place, kinds)
-        self._walk = Walk(modules, attributes.latest)
+        self._walk = None if is_off(GUARDS) else Walk(modules, attributes.latest)
         return self._latest
 
     def _attributes_of(self, parts: Same) -> _AttributeReader:

@@ -76,7 +76,7 @@ class Walk:
         return [*map(_form, tensors)], [*map(torch.Tensor.stride, tensors)]
 
 
-def _quick_forms(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
+def _quick_forms(tensors: Sequence[torch.Tensor]) -> Any:
     """Compares types, dtypes, devices, sizes, strides, and whether a gradient is taken; None where torch
     cannot (nested tensors)."""
     try:

@@ -9,8 +9,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards as TensorGuards
-from torch._C._dynamo.guards import dict_version as dict_version
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+"""Compares types, devices, sizes and strides of many tensors in one call; None where torch lacks it."""
+dict_version: Any = getattr(_guards, "dict_version", None)
+"""Return how often a dictionary has changed; None where torch lacks it."""
 
 Form = tuple[torch.dtype, str, Sequence[int], Sequence[int]]
 """Type, device, shape and strides of a tensor."""
@@ -74,15 +78,14 @@ def settings_key() -> str:
 
 def names_in_generated_code() -> dict[str, Any]:
     """Return what the Python around compiled kernels may name beside the kernels."""
-    guards: Any = torch._C._dynamo.guards
-    return {"assert_size_stride": guards.assert_size_stride, "reinterpret_tensor": guards._reinterpret_tensor,
-            "empty_strided_cpu": guards._empty_strided_cpu}
+    return {"assert_size_stride": _guards.assert_size_stride,
+            "reinterpret_tensor": _guards._reinterpret_tensor,
+            "empty_strided_cpu": _guards._empty_strided_cpu}
 
 
 def environment_of_kernels() -> dict[str, str]:
     """Return the variables that a compiled kernel's library reads from the environment when it is loaded."""
-    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-    return {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR": str(address)}
+    return {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR": str(_guards._torchinductor_pyobject_tensor_data_ptr)}
 
 
 def onednn_product() -> Callable[..., torch.Tensor] | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +14,10 @@ import torch
 from torch.autograd import profiler
 
 _Variable = TypeVar("_Variable", ctypes.c_bool, ctypes.c_int)
+_QUIET = "99"
+"""A log level of the profiler's library above all that it prints."""
+_ERRORS_ONLY = 2
+"""The log level of torch's core library that leaves warnings out."""
 
 
 class Allocation(NamedTuple):
@@ -47,6 +53,38 @@ def allocations(results: Any, kind: str, index: int | None) -> list[Allocation]:
             found.append(Allocation(node.start_time_ns, fields.ptr, fields.alloc_size))
     found.sort(key=lambda change: change.ns)
     return found
+
+
+@contextmanager
+def memory_events() -> Iterator[Any]:
+    """Run a profiler that records each allocation and free. Its results (``kineto_results``) can be read
+    afterwards."""
+    session: Any = profiler.profile(use_cpu=True, profile_memory=True)
+    with _silence(), session:
+        yield session
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep the profiler's notices off the standard error.
+
+    It announces each start and stop, and warns about each free of a block that it does not know.
+    The first is decided by the environment, which is read when the profiler starts.
+    """
+    level = core_variable(LOG_LEVEL, ctypes.c_int)
+    verbosity = level.value if level is not None else 0
+    announced = os.environ.get("KINETO_LOG_LEVEL")
+    if announced is None:
+        os.environ["KINETO_LOG_LEVEL"] = _QUIET
+    if level is not None:
+        level.value = max(verbosity, _ERRORS_ONLY)
+    try:
+        yield
+    finally:
+        if level is not None:
+            level.value = verbosity
+        if announced is None:
+            os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
 def core_variable(name: str, kind: type[_Variable]) -> _Variable | None:

@@ -7,6 +7,7 @@ on the way is in the table of `repairs`.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -38,8 +39,10 @@ from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
+from rkmate.torch_seam.patches.features import INNER, check_once
 from rkmate.torch_seam.tensors import storage_id
 from rkmate.torch_seam.trace import Role, export_joint, load, quiet, role_of
+from rkmate.torch_seam.versions import is_off
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", "grad"]
 
@@ -114,7 +117,8 @@ class _Flat(nn.Module):
         begin(tensors)
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
-        with repaired("forward", self.model), noting_inner_gradients(self.found.note_gradient):
+        with repaired("forward", self.model), contextlib.nullcontext() if is_off(INNER) else \
+                noting_inner_gradients(self.found.note_gradient):
             out = self.model(*args, **kwargs)
         for name, ids in self._inputs.held_by_objects(args, kwargs).items():
             if ids != before[name]:
@@ -146,6 +150,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     the objects that it holds (a configuration, which a library completes in the first forward) are as a
     forward leaves them.
     """
+    check_once()
     return with_opaque(model, opaque, lambda: _whole(model, args, kwargs))
 
 

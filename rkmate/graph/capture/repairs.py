@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from rkmate.graph.capture.input_values import values_of_inputs
 from rkmate.graph.capture.opaque_parts import opaque_parts
+from rkmate.torch_seam.patches import features
 from rkmate.torch_seam.patches.attention import attention_of_the_device
 from rkmate.torch_seam.patches.autograd import (
     backward_without_autocast,
@@ -44,6 +45,7 @@ from rkmate.torch_seam.patches.recurrent import (
     gates_as_eager_computes,
     make_recurrent_layers_whole,
 )
+from rkmate.torch_seam.versions import is_off
 
 Phase = Literal["trace", "forward", "export", "exported", "joint", "simplify", "emission"]
 
@@ -81,6 +83,8 @@ class Pass:
     torch_versions: tuple[str, ...] = SEEN
     """Versions of torch that it was seen needed on, oldest first. Empty: no version does without, as
     torch is not what it makes up for."""
+    feature: str = ""
+    """The feature of the seam (`features`) that it needs, without which it is left out. Empty: none."""
 
     @property
     def place(self) -> str:
@@ -107,36 +111,36 @@ REPAIRS = (
          "A trace takes the forward's autocast state for the backward's, too, and casts the gradients of "
          "what the forward computes in float32 (attention with dropout). Eager mode's backward is called "
          "after the autocast region.",
-         _of_any_model(backward_without_autocast)),
+         _of_any_model(backward_without_autocast), feature=features.AUTOCAST),
     Pass("cumulative batch norms", "trace",
          "With `momentum=None` a batch norm reads its number of batches back from a buffer, which no "
          "static graph can: the factor stays a tensor.",
-         cumulative_averages_as_tensors),
+         cumulative_averages_as_tensors, feature=features.AVERAGES),
     Pass("eager kernels", "trace",
          "Torch decomposes some operations while it traces (resampling, shrinking, margin losses, "
          "dropout) and rounds otherwise than their kernels; the gradients of products choose "
          "their formula by values, which a trace has not.",
-         _of_any_model(as_eager_computes)),
+         _of_any_model(as_eager_computes), feature=features.NUMERICS),
     Pass("gates of a GRU", "trace",
          "Torch's decomposition makes each gate a tensor of its own. Eager mode's are parts of one, "
          "which kernels go over row by row: other elements fall to the scalar version, which rounds "
          "otherwise.",
-         _of_any_model(gates_as_eager_computes)),
+         _of_any_model(gates_as_eager_computes), feature=features.GATES),
     Pass("layouts", "trace",
          "Some kernels return other strides than fake tensors say. Strides decide which copies are "
          "made, and in which order a later sum is taken.",
-         _of_any_model(as_kernels_return_them)),
+         _of_any_model(as_kernels_return_them), feature=features.LAYOUTS),
     Pass("attention of a device that is not here", "trace",
          "Torch asks the device that is there which kernel attention takes. A plan that is made for another "
          "one traces the kernel which that one takes, with what it keeps for its backward.",
          _of_any_model(attention_of_the_device)),
     Pass("value checks", "trace",
          "Distributions check the values of their arguments by default, and a trace has none.",
-         _of_any_model(without_value_checks)),
+         _of_any_model(without_value_checks), feature=features.CHECKS),
     Pass("moves to where a module is", "trace",
          "A module that is moved gets its parameters anew, which a trace cannot follow; most such calls in a "
          "forward (a router's, to its type) move nothing.",
-         _of_any_model(standing_modules_stay)),
+         _of_any_model(standing_modules_stay), feature=features.MOVES),
     Pass("hooks around every module", "trace",
          "They run around the modules that a trace puts around the model, too: what they compute would be "
          "in the plan more than once.",
@@ -170,7 +174,7 @@ REPAIRS = (
     Pass("checkpointed regions", "export",
          "What is computed again is the plan's business, and a trace runs through `torch.utils.checkpoint`. "
          "Operations carry the number of their region, so that a plan can say what checkpointing would take.",
-         _one_way(regions_marked), ()),
+         _one_way(regions_marked), (), features.REGIONS),
     Pass("calls of custom functions", "exported",
          "The recorded calls are calls of their functions again, so that the joint trace sees their "
          "backward as autograd calls it.",
@@ -204,7 +208,7 @@ REPAIRS = (
 
 
 def _of(phase: Phase) -> Iterator[Pass]:
-    return (p for p in REPAIRS if p.phase == phase)
+    return (p for p in REPAIRS if p.phase == phase and not is_off(p.feature))
 
 
 @contextmanager

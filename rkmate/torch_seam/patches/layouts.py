@@ -12,9 +12,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import _refs
-from torch._decomp import decomposition_table
-from torch._subclasses.fake_impls import op_implementations_dict
 
 from rkmate import device as devices
 from rkmate.torch_seam.tensors import FakeTensorMode, suggest_memory_format
@@ -174,6 +171,10 @@ _OF_IMAGES: dict[Any, Callable[..., Any]] = {
 @contextmanager
 def as_kernels_return_them() -> Iterator[None]:
     """While a module is captured."""
+    from torch import _refs
+    from torch._decomp import decomposition_table
+    from torch._subclasses.fake_impls import op_implementations_dict
+
     on_cpu, on_gpus = {**_EVERYWHERE, **_ON_CPU}, {**_EVERYWHERE, **_ON_GPUS}
     changed = {op: _as_the_kernel(decomposition_table[op], on_cpu.get(op), on_gpus.get(op))
                for op in {**on_cpu, **on_gpus} if op in decomposition_table}

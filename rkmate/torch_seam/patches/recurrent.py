@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._decomp import decompositions
 from torch.nn import functional as F
 
 from rkmate import device as devices
@@ -200,6 +199,8 @@ def _cell(x: torch.Tensor, hidden: torch.Tensor, w_in: torch.Tensor, w: torch.Te
 @contextmanager
 def gates_as_eager_computes() -> Iterator[None]:
     """While a module is captured: GRUs on the CPU are decomposed to eager mode's arithmetic."""
+    from torch._decomp import decompositions
+
     def on_cpu(name: str, cell: Callable[..., torch.Tensor]) -> Any:
         original = getattr(decompositions, name)
 
