@@ -106,7 +106,7 @@ def _operators() -> None:
     aten = torch.ops.aten
     add, add_ = aten.add.Tensor, aten.add_.Tensor
     one = torch.ones(2, requires_grad=True)
-    assert isinstance(add, schema.OpOverload) and schema.HigherOrderOperator
+    assert isinstance(add, schema.OpOverload) and isinstance(schema.HigherOrderOperator, type)
     assert (schema.operator_name(add), schema.overload_name(add)) == ("add", "Tensor")
     assert schema.schema_of(add_).is_mutable and schema.schema_of(add_).returns[0].alias_info.is_write
     assert [a.name for a in schema.schema_of(add).arguments][:2] == ["self", "other"]
@@ -203,11 +203,11 @@ def _autograd() -> None:
 
     class Asks(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def, override]
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
             return x.clone()
 
         @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
             seen.append((tensors.will_accumulate(leaf), tensors.keeps_graph()))
             return grad
 

@@ -113,7 +113,7 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
                         registered[id(t)] = recorder.enter(form_of(t))
                         if t.requires_grad:
                             leaves.append(registered[id(t)])
-                    registry[name] = registered[id(t)]  # type: ignore[assignment]
+                    registry[name] = registered[id(t)]
         recorder.real = frozenset(registered)
         flat = flat_module(model, inputs, state)
         with recorder:

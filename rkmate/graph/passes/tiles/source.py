@@ -150,6 +150,6 @@ def _statement(step: Step) -> list[str]:
     if not hasattr(target, "namespace"):       # one of several results
         return [f"{node.name} = {argument(args[0])}[{args[1]}]"]
     words = [argument(a) for a in args] + [f"{k}={argument(v)}" for k, v in kwargs.items()]
-    call = f"{target.namespace}.{operator_name(target)}.{overload_name(target)}"  # type: ignore[union-attr]
+    call = f"{target.namespace}.{operator_name(target)}.{overload_name(target)}"
     return [f"{node.name} = {call}({', '.join(words)})"]
 
