@@ -24,6 +24,7 @@ from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
 from rkmate.graph.capture.buffers import new_buffers_as_writes
 from rkmate.graph.capture.checkpoints import regions_marked
 from rkmate.graph.capture.closed_over import closed_over_as_buffers, lost_tensors_refused
+from rkmate.graph.capture.collectives import collectives_refused, refuse_in_joint
 from rkmate.graph.capture.cudnn_batch_norm import batch_norms_as_eager_chooses
 from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
 from rkmate.graph.capture.eager_kernels import as_eager_computes
@@ -140,6 +141,10 @@ REPAIRS = (
          "A submodule whose inner shapes depend on values has no static graph: a call of one that was chosen "
          "(`Settings.opaque`) is one operation, which runs again in the backward.",
          opaque_parts, ()),
+    Pass("collectives", "trace",
+         "Ranks that run their collectives at moments of different plans hang or compute wrong values. Where "
+         "there are several ranks, a forward that communicates is refused when the trace reaches that.",
+         collectives_refused, ()),
     Pass("new buffers", "forward",
          "A trace sees what is written to a tensor, not which tensor a buffer is afterwards: a buffer "
          "that the forward makes anew becomes a write.",
@@ -194,6 +199,10 @@ REPAIRS = (
          "Nodes that come out of a nested graph have lost the tag that says that they belong to the "
          "backward.",
          tag_what_needs_the_loss),
+    Pass("collectives that were traced", "joint",
+         "A second look, at the graph itself: no operation that communicates gets into a plan, however a "
+         "version of torch has traced it.",
+         refuse_in_joint, ()),
 )
 """In the order in which they work; contexts of one phase are entered in it."""
 

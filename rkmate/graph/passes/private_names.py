@@ -26,6 +26,8 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
                    "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"),
     "checkpoints.py": ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",),
     "closed_over.py": ("torch.utils._python_dispatch._disable_current_modes",),
+    "collectives.py": ("torch._subclasses.fake_tensor.FakeTensorMode",
+                       "torch.distributed.distributed_c10d._resolve_process_group"),
     "cudnn_batch_norm.py": ("torch._C._BatchNormBackend.Cudnn",
                             "torch._C._get_cudnn_batch_norm_reserve_space_size",
                             "torch._C._select_batch_norm_backend",
