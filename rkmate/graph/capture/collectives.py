@@ -15,8 +15,10 @@ Uses private names of torch (the mode of fake tensors, process groups by name); 
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +76,33 @@ def _size_of(group: Any) -> int | None:
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     return group.size() if isinstance(group, dist.ProcessGroup) else group if isinstance(group, int) else None
+
+
+_callers: weakref.WeakKeyDictionary[type, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""Custom functions, and the module that has called each one last."""
+
+
+def note_caller(function: type[torch.autograd.Function]) -> None:
+    """Remember the module that calls a custom function: its backward is traced apart from the forward."""
+    frame = sys._getframe(1) if several_ranks() else None
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            _callers[function] = weakref.ref(module)
+            return
+        frame = frame.f_back
+
+
+def _caller(model: nn.Module, error: Exception) -> str:
+    """The submodule that has called the custom function whose backward an error came through."""
+    trace, found = error.__traceback__, ""
+    while trace is not None:
+        for context in trace.tb_frame.f_locals.values():
+            function = getattr(type(context), "_forward_cls", None)
+            if function in _callers:
+                found = next((n for n, m in model.named_modules() if m is _callers[function]()), found)
+        trace = trace.tb_next
+    return found
 
 
 class _Refusing(TorchDispatchMode):
@@ -161,7 +190,7 @@ def _function_reached(error: Exception) -> str:
 
 def _explained(model: nn.Module, operation: str, error: Exception) -> CollectiveError:
     """The refusal of an operation that a trace has stopped at."""
-    name = at_fault(model, error)
+    name = at_fault(model, error) or _caller(model, error)
     return CollectiveError(_text(type(model).__name__, _outside(model, name), place_of(error, None),
                                  operation, _parts(model, name)))
 

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.checkpoints import region
+from rkmate.graph.capture.collectives import note_caller
 from rkmate.graph.capture.structure import objects_in
 
 
@@ -139,6 +140,7 @@ def _recorded(mode: Any, plain: Callable[..., Any], cls: type[torch.autograd.Fun
                 f"the custom autograd function {cls.__name__} takes a {type(value).__name__} that may "
                 "hold tensors beside those that it is called with, and a captured step would not see "
                 "their gradients: pass the tensors themselves, or use rkmate.dtr")
+    note_caller(cls)
     proxies = [mode.tracer.unwrap_proxy(args[i]) for i in places]
     with proxy_tensor.disable_proxy_modes_tracing():
         result = plain(cls, *args, **kwargs)
