@@ -7,7 +7,7 @@ import builtins
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,9 +15,11 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
+from torch import distributed as dist
 from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as D
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rkmate.torch_seam import nodes
@@ -104,6 +106,30 @@ def values_refused() -> Iterator[None]:
     """Let a trace fail where an operation's result depends on values, in number or in shape."""
     with mock.patch.multiple(ShapeEnv, allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False):
         yield
+
+
+@contextmanager
+def fake_operations_seen(look: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+    """Call `look` with each operation on fake tensors, its arguments and its keywords, in all threads."""
+    plain = FakeTensorMode.dispatch
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        look(func, args, kwargs)
+        return plain(mode, func, types, args, kwargs or {})
+
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatch):
+        yield
+
+
+def several_ranks() -> bool:
+    """Return whether this process is one of several ranks of an initialised process group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def process_group(name: str) -> Any:
+    """Return the process group that functional collectives know under a name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+    return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
 
 
 # -- what a trace prints -----------------------------------------------------------------------

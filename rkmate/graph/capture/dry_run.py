@@ -24,6 +24,7 @@ from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.graph.capture import meta_kernels
 from rkmate.graph.capture.capture import flat_module
+from rkmate.graph.capture.collectives import communicates
 from rkmate.graph.capture.meta_kernels import TensorForm as TensorForm
 from rkmate.graph.capture.meta_kernels import form_of as form_of
 from rkmate.graph.capture.meta_kernels import like
@@ -235,6 +236,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if communicates(func, args, kwargs):
+            raise _Refused(f"{func} communicates")
         name, writes = self._known(func)
         words: list[Any] = [name]
         key: list[Any] = [id(func)]

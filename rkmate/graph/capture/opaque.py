@@ -22,11 +22,13 @@ from torch.func import functional_call
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState, set_state, unchanged_random_state
 from rkmate.errors import CaptureError
+from rkmate.graph.capture.collectives import without_collectives
 from rkmate.graph.capture.meta_kernels import TensorForm, form_of
 from rkmate.graph.capture.state import MISSING, PythonState
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.tensors import version_of, without_modes, without_torch_function
+from rkmate.torch_seam.trace import several_ranks
 
 _library = torch.library.Library("rkmate", "FRAGMENT")
 # Whether it draws random numbers depends on values, too: so it always counts as drawing.
@@ -112,7 +114,10 @@ class OpaqueCall:
                 given = [*(_made(t, make) for t in tensors[:self.inputs.count]),
                          *(t.detach().clone() for t in tensors[self.inputs.count:])]
                 before = PythonState(module)
-                found.append(tuple(form_of(t.detach()) for t in self.run(given)))
+                with without_collectives():
+                    found.append(tuple(form_of(t.detach()) for t in self.run(given)))
+                    if several_ranks():
+                        self._try_backward(given)
                 assigned = before.assigned()
                 before.restore()
                 if any(tensors_in(a.new) for a in assigned):
@@ -121,6 +126,16 @@ class OpaqueCall:
             raise OpaqueError(self.name, f"the shapes of its results {_DEPEND}")
         self.forms[at] = found[0]
         self.state_bytes = random_state(found[0][0].device).numel()
+
+    def _try_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Run a backward, as a custom function may communicate in that alone."""
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
+            results = [t for t in self.run(leaves) if t.requires_grad]
+            learning = [t for t in leaves if t.requires_grad]
+            if results and learning:
+                torch.autograd.grad(results, learning, [torch.ones_like(t) for t in results],
+                                    allow_unused=True)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The operation: the results, and the state of the generators before."""

@@ -33,6 +33,8 @@ from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forw
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _HERE = str(PACKAGE) + os.sep
+_DEPRECATING = ("typing_extensions.py", "warnings.py")
+"""Wrappers around functions of torch that are deprecated."""
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _RECURRENT = str(Path(torch.nn.modules.rnn.__file__))
 
@@ -135,7 +137,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return ArgumentError(f"the sample inputs do not fit {type(model).__name__}.forward: {mismatch}")
     text = str(error).strip()
     reason = text.split("\n")[0] or type(error).__name__
-    place = _place(error, program)
+    place = place_of(error, program)
     data_dependent = is_data_dependent(error)
     if data_dependent and _through(error, _DISTRIBUTIONS):
         reason = "a distribution with validate_args=True checks its arguments' values, which a trace has not"
@@ -184,7 +186,7 @@ def _opaque(model: nn.Module, place: str) -> str:
     return ""
 
 
-def _place(error: Exception, program: nn.Module | None) -> str:
+def place_of(error: Exception, program: nn.Module | None) -> str:
     """The innermost line of the user's source that took part."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
     if frames:
@@ -199,10 +201,25 @@ def _place(error: Exception, program: nn.Module | None) -> str:
     return ""
 
 
+def at_fault(model: nn.Module, error: BaseException) -> str:
+    """The innermost submodule whose code took part in an error, or in its cause; empty where none did."""
+    names = {id(m): n for n, m in model.named_modules()}
+    found = ""
+    causes: BaseException | None = error
+    while causes is not None:
+        trace = causes.__traceback__
+        while trace is not None:
+            name = names.get(id(trace.tb_frame.f_locals.get("self")))
+            found = name or found
+            trace = trace.tb_next
+        causes = causes.__cause__ or (None if causes.__suppress_context__ else causes.__context__)
+    return found
+
+
 def _through(error: Exception, place: str) -> bool:
     """Whether an error came through a file, or a folder of files."""
     return any(f.filename.startswith(place) for f in traceback.extract_tb(error.__traceback__))
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith(("<", _TORCH, _HERE))
+    return not filename.startswith(("<", _TORCH, _HERE)) and Path(filename).name not in _DEPRECATING

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
+from rkmate.graph.capture.collectives import collectives_refused, refuse_in_joint
 from rkmate.graph.capture.input_values import values_of_inputs
 from rkmate.graph.capture.opaque_parts import opaque_parts
 from rkmate.torch_seam.patches import features
@@ -149,6 +150,10 @@ REPAIRS = (
          "A submodule whose inner shapes depend on values has no static graph: a call of one that was chosen "
          "(`Settings.opaque`) is one operation, which runs again in the backward.",
          opaque_parts, ()),
+    Pass("collectives", "trace",
+         "Ranks that run their collectives at moments of different plans hang or compute wrong values. Where "
+         "there are several ranks, a forward that communicates is refused when the trace reaches that.",
+         collectives_refused, ()),
     Pass("new buffers", "forward",
          "A trace sees what is written to a tensor, not which tensor a buffer is afterwards: a buffer "
          "that the forward makes anew becomes a write.",
@@ -203,6 +208,10 @@ REPAIRS = (
          "Nodes that come out of a nested graph have lost the tag that says that they belong to the "
          "backward.",
          tag_what_needs_the_loss),
+    Pass("collectives that were traced", "joint",
+         "A second look, at the graph itself: no operation that communicates gets into a plan, however a "
+         "version of torch has traced it.",
+         refuse_in_joint, ()),
 )
 """In the order in which they work; contexts of one phase are entered in it."""
 
