@@ -1,8 +1,8 @@
 """Write docs/versions.md: the whole test suite with every supported release of torch.
 
 ``python docs/make_versions.py`` makes one environment after the other in ``.venv-versions``, with the
-constraints of ``constraints.txt`` for everything but torch, and runs the tests in it. Name releases to run only
-these; the rows of the others stay as they are.
+constraints of ``constraints.txt`` for everything but torch, and runs the tests in it. Name releases to run
+only these; the rows of the others stay as they are.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PAGE = ROOT / "docs" / "versions.md"
 FOLDER = ROOT / ".venv-versions"
 _HEAD = """# Releases of torch
 
-Made by `make versions` (`docs/make_versions.py`): the whole test suite with each release, in an environment of its
-own, with the other dependencies of `constraints.txt`. *Features off* are those whose self test fails
-(`rkmate/torch_seam/versions.py`, `rkmate/torch_seam/patches/features.py`): rkmate warns, or says in the error, what
-is lost.
+Made by `make versions` (`docs/make_versions.py`): the whole test suite with each release, in an environment
+of its own, with the other dependencies of `constraints.txt`. *Features off* are those whose self test fails
+(`rkmate/torch_seam/versions.py`, `rkmate/torch_seam/patches/features.py`): rkmate warns, or says in the
+error, what is lost.
 
 With a release that is not listed, rkmate runs these self tests before it does anything else. What passes is
-used, what fails is turned off with a warning, and if nothing works without it, `rkmate.TorchVersionError` names
-the releases to install.
+used, what fails is turned off with a warning, and if nothing works without it, `rkmate.TorchVersionError`
+names the releases to install.
 
 | torch | passed | failed | skipped | features off |
 |---|--:|--:|--:|---|
