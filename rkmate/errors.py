@@ -11,6 +11,11 @@ class ArgumentError(RkmateError, ValueError):
     """An argument of a public function is wrong: the message names it and what it should be."""
 
 
+class UnknownOption(ArgumentError, TypeError):
+    """A public function was called with a keyword that is none of its options: the message names the nearest
+    one."""
+
+
 class CaptureError(RkmateError):
     """The model cannot be captured as one graph: the message names the operation and the line."""
 

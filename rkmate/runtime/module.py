@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Mapping
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from rkmate.graph.capture.gradient_places import refuse_data_parallelism
 from rkmate.graph.capture.modes import inside_fake_mode, inside_transform
 from rkmate.graph.capture.structure import tensors_in
 from rkmate.pipeline.loss_inside import traceable
+from rkmate.pipeline.settings import NewShape as NewShape
 from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
@@ -28,7 +29,6 @@ from rkmate.stand_in import StandIn
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.warn import warn
 
-NewShape = Literal["plan", "original", "error"]
 logger = logging.getLogger("rkmate")
 _MOST_UNPLANNED = 256
 """Signatures that are remembered as such that cannot be planned."""

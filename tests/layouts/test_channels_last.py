@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,8 +172,8 @@ def test_budgets_hold_and_rounding_is_no_worse() -> None:
 def test_gradients_in_place() -> None:
     torch.manual_seed(0)
     model, x = BETWEEN["transposed"]().double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    module = rkmate.wrap(copy.deepcopy(model), (x.clone().requires_grad_(),), budget=1.0, settings=COUNTED,
-                         gradients="in_place", progress=False)
+    module = rkmate.wrap(copy.deepcopy(model), (x.clone().requires_grad_(),), budget=1.0,
+                         settings=replace(COUNTED, gradients="in_place"), progress=False)
     for a, b in zip(step(model, x), step(module, x), strict=True):
         assert a.stride() == b.stride() and distance(a, b) < 1e-10
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,8 +149,8 @@ def test_same_step(name: str) -> None:
 
     def wrapped(budget: Any) -> rkmate.PlannedModule:
         # Analytic costs know of no temporary memory: the peak is held by measured ones.
-        return rkmate.wrap(planned.model, planned.args, budget=budget, planner=name, progress=False,
-                           costs="measured", settings=QUICK)
+        return rkmate.wrap(planned.model, planned.args, budget=budget,
+                           settings=replace(QUICK, planner=name, costs="measured"), progress=False)
 
     with captured_once():
         try:

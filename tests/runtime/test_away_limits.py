@@ -89,7 +89,7 @@ def two_calls(module: nn.Module) -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_several_calls_share_what_may_be_away(most: dict[int, int], tmp_path: Path) -> None:
-    module = rkmate.wrap(tower(), (X,), budget=0.7, calls=2, offload=tmp_path, offload_bytes=24 * MIB,
+    module = rkmate.wrap(tower(), (X,), budget=0.7, calls=2, offload=rkmate.Offload(tmp_path, 24 * MIB),
                          settings=settings(), progress=False)
     sent, twin = away_of(module.plan), tower()
     two_calls(module)
