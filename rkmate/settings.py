@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """The options of every call that plans a model. An option that is left out, or None, is what `settings`
-    say."""
+    """The options of every call that plans a model: what depends on the model and on how it is trained. An
+    option that is left out, or None, is what `settings` say.
+
+    What is decided once for a project, or by few (how costs are found, the planner, gradients in place, what
+    a planned module does with new shapes), is a field of `rkmate.Settings`, and no option. So `rkmate.wrap`
+    names twelve parameters: the model, its sample inputs, a budget or a plan, the loss, and these five.
+    """
 
     calls: int | None
     """How many times the module is called before the backward (siamese networks, contrastive losses). Once by

@@ -20,6 +20,8 @@ def options_of(*, offload_bytes: int | str | None = None, **named: Any) -> dict[
     run = {k: named.pop(k) for k in _RUN & set(named)}
     more = {k: named.pop(k) for k in _SETTINGS & set(named)}
     settings = named.pop("settings", None) or rkmate.Settings()
+    if isinstance(settings.planner, rkmate.PlannerSettings) and isinstance(more.get("planner"), str):
+        more["planner"] = replace(settings.planner, name=more["planner"])
     settings = replace(settings, **{k: v for k, v in more.items() if v is not None})
     settings = replace(settings, run=replace(settings.run, **{k: v for k, v in run.items() if v is not None}))
     return named if settings == rkmate.Settings() else {**named, "settings": settings}

@@ -72,8 +72,8 @@ def test_rows_are_what_plan_returns(whole: rkmate.Comparison) -> None:
         if row.status == "ok" and row.method in ("rockmate", *SAME_CANDIDATES):
             with captured_once("residual"):
                 plan = rkmate.plan(sample.model, sample.args, budget=budget,
-                                   settings=replace(NO_CLOCK, planner=row.method, costs="analytic"),
-                                   progress=False)
+                                   progress=False, **options_of(settings=NO_CLOCK, planner=row.method,
+                                                                costs="analytic"))
             assert plan.peak_bytes == row.peak_bytes
             assert plan.step_seconds / plan.baseline_seconds == pytest.approx(row.time_ratio)
     kept = {r.method: r for r in whole.at(whole.budgets[0])}["save-all"]

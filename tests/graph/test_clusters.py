@@ -364,7 +364,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Tanh(), nn.Linear(16, 8))
 x = torch.randn(4, 8)
 how = {"plan": rkmate.Plan.load(path)} if path.exists() else {"budget": 1.0}
-wrapped = rkmate.wrap(model, (x,), compile=True, costs="analytic", progress=False, **how)
+wrapped = rkmate.wrap(model, (x,), compile=True, progress=False, **how,
+                      settings=rkmate.Settings(costs="analytic"))
 wrapped(x).sum().backward()
 wrapped.plan.save(path)
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"],

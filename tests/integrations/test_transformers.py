@@ -267,7 +267,8 @@ def train(budget):
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0))
     data = [{"input_ids": (i := torch.randint(0, 50, (16,))), "labels": i} for _ in range(16)]
-    made = [rkmate.integrations.BudgetCallback(0.8, planner="rotor", costs="analytic", progress=False)]
+    made = [rkmate.integrations.BudgetCallback(0.8, progress=False, settings=rkmate.Settings(
+        planner="rotor", costs="analytic"))]
     trainer = transformers.Trainer(model, transformers.TrainingArguments(
         output_dir=sys.argv[1], max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True, save_strategy="no"),

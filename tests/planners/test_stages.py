@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from rkmate.rotor import replay
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample, weighted_mean
+from tests.options import options_of
 from tests.planners.prepared import QUICK, solved_of
 
 
@@ -150,7 +150,7 @@ def test_same_step(name: str) -> None:
     def wrapped(budget: Any) -> rkmate.PlannedModule:
         # Analytic costs know of no temporary memory: the peak is held by measured ones.
         return rkmate.wrap(planned.model, planned.args, budget=budget,
-                           settings=replace(QUICK, planner=name, costs="measured"), progress=False)
+                           progress=False, **options_of(settings=QUICK, planner=name, costs="measured"))
 
     with captured_once():
         try:
