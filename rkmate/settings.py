@@ -215,7 +215,7 @@ def _unknown(keyword: str, name: str, own: tuple[str, ...], of_settings: list[st
     places = {**{field: f"settings=rkmate.Settings({field}=...)" for field in of_settings},
               **{old: moved.place for old, moved in MOVED.items()},
               **{option: f"{option}=" for option in (*own, *OPTIONS)}}
-    near = difflib.get_close_matches(keyword, sorted(set(places) - never), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(keyword, sorted(set(places) - never), n=1)
     hint = f"did you mean {places[near[0]]}? It" if near else "it"
     return (f"{name} takes no {keyword!r}: {hint} takes {', '.join((*own, *OPTIONS))}; everything else is in "
             "settings=rkmate.Settings(...)")
