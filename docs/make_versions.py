@@ -55,8 +55,8 @@ def row(release: str) -> str:
     """Run the suite with a release, and return its row of the table."""
     python = environment(release)
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    tests = subprocess.run([python, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "-q", "tests"], cwd=ROOT,
-                           env=one_thread, capture_output=True, text=True, check=False)
+    tests = subprocess.run([python, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "-q", "tests"],
+                           cwd=ROOT, env=one_thread, capture_output=True, text=True, check=False)
     print(tests.stdout[-3000:])
     counts = {kind.rstrip("s") if kind.startswith("error") else kind: int(n)
               for n, kind in _COUNT.findall(tests.stdout.splitlines()[-1])}

@@ -5,14 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rkmate.cli.arguments import (
-    add_compile,
-    add_gradients,
-    add_offload,
-    budget_of,
-    compile_of,
-    offload_options,
-)
+from rkmate.cli.arguments import add_options, budget_of, planning_options
 from rkmate.cli.targets import load_target
 
 
@@ -31,12 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw it (.svg, .png, .pdf)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda")
-    parser.add_argument("--analytic", action="store_true",
-                        help="estimate the operations' times instead of measuring them")
-    add_gradients(parser)
-    add_compile(parser)
-    add_offload(parser)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
     result = compare(target.model, target.args, target.kwargs, budgets=budgets,
                      planners=args.planners, measure=args.measure,
                      time_limit=TIME_LIMIT if args.time_limit is None else args.time_limit,
-                     progress=not args.quiet, costs="analytic" if args.analytic else "measured",
-                     gradients=args.gradients, compile=compile_of(args), **offload_options(args))
+                     **planning_options(args))
     if args.plot:
         Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
         result.plot(args.plot)

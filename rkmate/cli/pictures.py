@@ -75,7 +75,7 @@ def _read_or_make(args: argparse.Namespace, source: bool) -> tuple[Plan, Target 
     if args.budget is None:
         raise ArgumentError("give a --budget, or the file of a saved plan as TARGET")
     target = load_target(args.target, args.device)
-    common = {"budget": budget_of(args.budget), **planning_options(args)}
+    budget, options = budget_of(args.budget), planning_options(args)
     if source:
-        return rkmate.wrap(target.model, target.args, target.kwargs, **common).plan, target
-    return rkmate.plan(target.model, target.args, target.kwargs, **common), target
+        return rkmate.wrap(target.model, target.args, target.kwargs, budget=budget, **options).plan, target
+    return rkmate.plan(target.model, target.args, target.kwargs, budget=budget, **options), target

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from rkmate import device as devices
+from rkmate.api import wrap
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.step import measure_step
-from rkmate.pipeline.settings import Trains
+from rkmate.pipeline.settings import RunSettings, Trains
 from rkmate.pipeline.trained_outputs import chosen_outputs
-from rkmate.public import wrap
 from rkmate.show.plan import Plan
 
 MODEL, PLAN, JOB, RESULT, ERROR = "model.pt", "plan.json", "job.json", "result.json", "error.txt"
@@ -56,7 +57,7 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
     trained: nn.Module = model
     if job["kind"] == "plan":
         trained = wrap(model, args, kwargs, plan=Plan.load(folder / PLAN), progress=False,
-                       verify=False, settings=settings)
+                       settings=replace(settings, run=RunSettings(verify=False)))
         planned = trained
         step = step_of(lambda: planned(*args, **kwargs))
     elif job["kind"] == "checkpoint":

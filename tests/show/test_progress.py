@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Terminal(io.StringIO):
 
 def plan(model: Tower, ids: torch.Tensor, costs: str = "analytic", progress: bool = True,
          settings: Settings | None = None) -> rkmate.Plan:
-    return rkmate.plan(model, (ids,), budget=0.6, progress=progress, costs=costs, settings=settings)
+    return rkmate.plan(model, (ids,), budget=0.6, progress=progress, settings=replace(settings, costs=costs))
 
 
 def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
