@@ -18,8 +18,7 @@ from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.prepare import Blocked, Prepared, block, with_operation_costs
 from rkmate.pipeline.smallest import is_quick, lean_problem
 from rkmate.pipeline.variants import Variant, others
-from rkmate.planners.protocol import Planner
-from rkmate.planners.smallest import smallest_budget
+from rkmate.planners.protocol import Planner, smallest_budget
 from rkmate.support.gc_pause import gc_pause
 
 LONG = 10.0

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from rkmate.ir.link import Link
 from rkmate.ir.schedule import CopyIn, CopyOut, Leave, save_all
 from rkmate.ir.simulate import simulate
-from rkmate.planners.offload import Offloaded, _judged, _without_each, offload
-from rkmate.planners.offload_gaps import gaps_of
-from rkmate.planners.offload_place import Placement
+from rkmate.planners.offload import Offloaded, Placement, _judged, _without_each, gaps_of, offload
 from rkmate.planners.protocol import Problem, whole_step
-from rkmate.planners.send_all import send_all
 from tests.ir.graphs import line
 from tests.planners.links import linked, sent
 from tests.planners.problems import problem_of, problems, stack, training_graph
+from tests.planners.send_all import send_all
 
 FAST = Link(1e6, 1e6)
 

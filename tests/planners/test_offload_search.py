@@ -13,7 +13,7 @@ from rkmate.ir.cd import CDGraph
 from rkmate.ir.link import Link
 from rkmate.planners import offload_search
 from rkmate.planners.default import Default
-from rkmate.planners.offload_gaps import gaps_of
+from rkmate.planners.offload import gaps_of
 from rkmate.planners.offload_search import Offloading, _sent, _smallest_of, without_link
 from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in, infeasible, whole_step
 from rkmate.planners.save_set import SaveSet
