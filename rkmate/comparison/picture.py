@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rkmate.show import styles
-from rkmate.show.looks import look_of
 from rkmate.show.plots import BESIDE, figure, save, styled
+from rkmate.show.styles import look_of
 
 _MIB = float(1 << 20)
 _TOP = 100

@@ -22,7 +22,7 @@ from rkmate.comparison.time_left import seconds_left
 from rkmate.errors import ArgumentError, MissingExtra
 from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
-from rkmate.show.looks import LOOKS, OTHER, look_of
+from rkmate.show.styles import LOOKS, OTHER, look_of
 from tests.capturing import captured_once
 from tests.clocks import NO_CLOCK
 from tests.compare.models import residual
