@@ -1,4 +1,4 @@
-"""A plan: what is computed when, what it costs, and how it was found."""
+"""A plan: what is computed when, what it costs, how it was found, and what it was made for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,42 @@ from typing import Any, TypeVar
 
 from rkmate.errors import GraphError, PlanError
 from rkmate.ir.cd import Cost, read_cost
-from rkmate.ir.origin import Origin, read_origin
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
 from rkmate.ir.summary import GraphSummary, read_summary
 from rkmate.support.json_store import write_json
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model, the sample inputs, the device and the versions that a plan was made with: for people."""
+
+    model: str
+    """Name of the model's class."""
+    parameters: int
+    """How many numbers its parameters have; one that two modules share counts once."""
+    trained: int
+    """How many numbers its trained parameters have."""
+    inputs: tuple[tuple[str, str], ...]
+    """(name, ``float32[8, 128]``) of each tensor among the sample inputs."""
+    device: str
+    """``cpu``, ``cuda:0``."""
+    versions: tuple[tuple[str, str], ...]
+    """(name, version): rkmate, torch, python."""
+
+    def content(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {**vars(self), "inputs": [list(i) for i in self.inputs],
+                "versions": [list(v) for v in self.versions]}
+
+
+def read_origin(content: Mapping[str, Any] | None) -> Origin | None:
+    """The opposite of `Origin.content`; None of None. Raises `KeyError`, `TypeError` or `ValueError`."""
+    if content is None:
+        return None
+    return Origin(str(content["model"]), int(content["parameters"]), int(content["trained"]),
+                  tuple((str(n), str(s)) for n, s in content["inputs"]), str(content["device"]),
+                  tuple((str(n), str(v)) for n, v in content["versions"]))
+
 
 _FORMAT = 4
 _KERNEL = "kernel"

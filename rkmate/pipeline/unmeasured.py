@@ -10,7 +10,7 @@ from __future__ import annotations
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.errors import InfeasibleBudget
-from rkmate.ir.least_memory import least_memory
+from rkmate.ir.gradients import least_memory
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs
 from rkmate.measure.unmeasured import with_ample_temporaries, with_likely_temporaries, without_temporaries

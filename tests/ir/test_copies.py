@@ -13,10 +13,9 @@ from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.link import Clocks, Link, read_link
 from rkmate.ir.plan import PlanData, _read_step, _step
 from rkmate.ir.reserved import reserved_bytes
-from rkmate.ir.residency import Residency
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
 from rkmate.ir.several_calls import peak_of_calls
-from rkmate.ir.simulate import simulate
+from rkmate.ir.simulate import Residency, simulate
 from rkmate.ir.summary import GraphSummary
 
 LINK = Link(10.0, 20.0)
