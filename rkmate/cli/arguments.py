@@ -53,13 +53,13 @@ def add_offload(parser: argparse.ArgumentParser) -> None:
 
 
 def offload_options(args: argparse.Namespace) -> dict[str, Any]:
-    """As `rkmate.wrap` takes them."""
+    """Return where to send data, as keyword arguments of `rkmate.wrap`."""
     most = args.offload_bytes
     return {"offload": args.offload, "offload_bytes": None if most is None else budget_of(most)}
 
 
 def compile_of(args: argparse.Namespace) -> bool | Literal["auto"]:
-    """As `rkmate.wrap` takes it."""
+    """Return whether to compile, as `rkmate.wrap` takes it."""
     return "auto" if args.compile == "auto" else args.compile == "yes"
 
 

@@ -26,7 +26,7 @@ from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in,
 from rkmate.planners.registry import PLANNERS, planner
 from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
-from tests.compare.models import residual
+from tests.comparison.models import residual
 from tests.models import BANK
 from tests.planners.prepared import QUICK, solved_of
 from tests.planners.problems import stack

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rkmate
-from rkmate.cli.plan import as_json
+from rkmate.cli.commands import as_json
 from rkmate.ir.schedule import CopyOut
 from rkmate.ir.simulate import simulate
 from rkmate.show import report
