@@ -1,4 +1,4 @@
-"""The commands on a model, which load torch when they run: ``plan``, ``curve``, ``draw``, ``report``, ``compare``."""
+"""The commands on a model: plan, curve, draw, report, compare. Torch is loaded when they run, not before."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rkmate import device as devices
 from rkmate.dtr.errors import BudgetExceeded, ThrashingError
 from rkmate.dtr.runtime.report import Report
-from rkmate.dtr.session import Session
-from rkmate.dtr.state import State
+from rkmate.dtr.session import Session, State
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.stand_in import StandIn
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from rkmate.dtr.node import Node
+from rkmate.dtr.pool import Node
 
 
 class Buffer(Node):
