@@ -13,8 +13,7 @@ from typing import Any
 from rkmate import __version__
 from rkmate.cli import commands, simulate
 from rkmate.cli.arguments import check_files
-from rkmate.cli.demos import DEMOS
-from rkmate.cli.targets import TargetError
+from rkmate.cli.targets import DEMOS, TargetError
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, PlanError, RkmateError
 
 _EXIT: tuple[tuple[type[BaseException], int], ...] = (

@@ -34,7 +34,7 @@ class Origin:
     """(name, version): rkmate, torch, python."""
 
     def content(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the content as JSON takes it."""
         return {**vars(self), "inputs": [list(i) for i in self.inputs],
                 "versions": [list(v) for v in self.versions]}
 
@@ -191,7 +191,7 @@ class PlanData:
             "note": self.note, "variant": self.variant,
             "fingerprint": self.fingerprint,
             "blocks": [vars(b) for b in self.blocks], "runs": [vars(r) for r in self.runs],
-            "steps": [_step(s) for s in self.schedule.steps],
+            "steps": [step_content(s) for s in self.schedule.steps],
             "costs": [c.row() for c in self.costs], "nodes": dict(self.nodes),
             "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
             "source": self.source, "origin": None if self.origin is None else self.origin.content(),
@@ -203,7 +203,7 @@ class PlanData:
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
-    steps = tuple(_read_step(s) for s in content["steps"])
+    steps = tuple(read_step(s) for s in content["steps"])
     costs = tuple(read_cost(c) for c in content["costs"])
     return dict(  # noqa: C408 - the arguments of a plan
         planner=str(content["planner"]), budget_bytes=int(content["budget_bytes"]),
@@ -226,9 +226,10 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         nodes=dict(content["nodes"]), origin=read_origin(content.get("origin")))
 
 
-def _step(step: Step) -> int | str:
-    """``3``: compute node 3, ``"3 kernel 1"`` by the first of its other kernels; ``-4``: free storage 3;
-    ``"loss"``; ``"out 3"``, ``"leave 3"``, ``"in 3"``: copy storage 3 away, free it then, copy it back."""
+def step_content(step: Step) -> int | str:
+    """Return a step as JSON. ``3``: compute node 3, ``"3 kernel 1"`` by the first of its other kernels;
+    ``-4``: free storage 3; ``"loss"``; ``"out 3"``, ``"leave 3"``, ``"in 3"``: copy storage 3 away, free it
+    then, copy it back."""
     if isinstance(step, Compute):
         return f"{step.c} {_KERNEL} {step.kernel}" if step.kernel else step.c
     if isinstance(step, Loss):
@@ -238,7 +239,8 @@ def _step(step: Step) -> int | str:
     return f"{step.kind} {step.d}"
 
 
-def _read_step(value: Any) -> Step:
+def read_step(value: Any) -> Step:
+    """Read a step that `step_content` wrote, or an older version did. Raises `ValueError` or `TypeError`."""
     if value == "loss":
         return Loss()
     if isinstance(value, str) and value.partition(" ")[0] in _COPIES:

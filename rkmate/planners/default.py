@@ -59,7 +59,7 @@ class Entry:
     cases: frozenset[Case]
     """When it is asked."""
     seconds: float = math.inf
-    """Its share of the time, where it can stop early."""
+    """The strategy's share of the time, where it can stop early."""
     done_by: float = math.inf
     """Seconds after which it and those before it should be done; it has `LEAST_SECONDS` anyway."""
     gap: float | None = None

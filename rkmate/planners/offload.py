@@ -347,7 +347,7 @@ def offload(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Collecti
     link = graph.link
     assert link is not None
     if int(gaps.memory.max(initial=0)) <= budget:
-        return _judged(graph, schedule, budget, pinned, reserve_at_loss)
+        return judged_within(graph, schedule, budget, pinned, reserve_at_loss)
     limit = budget - link.buffer_bytes
     if gaps.least > limit:
         return None
@@ -371,17 +371,19 @@ def offload(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Collecti
         return None
     waits, placement = best
     if waits:
-        waits = _without_each(placement, limit, waits, until)
-    found = _judged(graph, with_copies(placement), budget, pinned, reserve_at_loss)
+        waits = without_each(placement, limit, waits, until)
+    found = judged_within(graph, with_copies(placement), budget, pinned, reserve_at_loss)
     _give_room(placement, limit)
-    easy = _judged(graph, with_copies(placement), budget, pinned, reserve_at_loss)
+    easy = judged_within(graph, with_copies(placement), budget, pinned, reserve_at_loss)
     if found is None or (easy is not None and easy.simulation.seconds <= found.simulation.seconds):
         found = easy
     return found
 
 
-def _judged(graph: CDGraph, schedule: Schedule, budget: int, pinned: Collection[int],
-            reserve_at_loss: int) -> Offloaded | None:
+def judged_within(graph: CDGraph, schedule: Schedule, budget: int, pinned: Collection[int],
+                  reserve_at_loss: int) -> Offloaded | None:
+    """Simulate a schedule; return None if it needs more memory than the budget, or more room at the other end
+    of the link than there is."""
     result = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss)
     most = None if graph.link is None else graph.link.most_bytes
     fits = result.peak <= budget and (most is None or result.away <= most)
@@ -464,7 +466,7 @@ def _drop_needless(placement: Placement, limit: int) -> None:
         placement.changed()
 
 
-def _without_each(placement: Placement, limit: int, waits: float, until: float) -> float:
+def without_each(placement: Placement, limit: int, waits: float, until: float) -> float:
     """Leave out single gaps while less is waited for without them, and there is time. Returns the waits that
     are left."""
     chosen = np.flatnonzero(placement.chosen)

@@ -171,7 +171,7 @@ class Offloading:
         plain = self.smallest_plan(without_link(problem))
         found = [plain, *(c for base in (whole_step(problem), plain) if (c := problem.once(
             ("smallest with copies", base.schedule, self.seconds),
-            partial(_smallest_of, problem, base, self.seconds))) is not None)]
+            partial(smallest_with_copies, problem, base, self.seconds))) is not None)]
         return min(found, key=lambda c: (c.peak, c.seconds))
 
 
@@ -309,7 +309,7 @@ def _halfway(until: float) -> float:
     return (time.perf_counter() + until) / 2
 
 
-def _smallest_of(problem: Problem, base: Candidate, seconds: float) -> Candidate | None:
+def smallest_with_copies(problem: Problem, base: Candidate, seconds: float) -> Candidate | None:
     """The smallest peak that copies make of a schedule, however long they take. `seconds`: of looking for it;
     each try has half of what is left."""
     until = time.perf_counter() + seconds

@@ -97,7 +97,7 @@ class Planner(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in the registry."""
+        """The planner's name in the registry."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """The fastest schedule that the planner knows within `budget` bytes.
@@ -113,7 +113,7 @@ class Composed(Planner, Protocol):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Names of those that it asks."""
+        """Names of the planners that it asks."""
 
     def further(self, problem: Problem, budget: int, *, time_limit: float | None = None,
                 known: Sequence[Candidate] = ()) -> Outcome:
