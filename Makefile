@@ -26,6 +26,10 @@ PLAN_ONE := import torch, rkmate; \
 	wrapped(torch.randn(256, 64)).sum().backward(); \
 	print(wrapped.plan)
 
+# One training script for each library that people train with, plain and within a budget: transformers, peft, trl,
+# accelerate, Lightning, diffusers.
+TOOLS := tests/integrations/test_examples.py tests/integrations/test_transformers.py::test_examples
+
 .PHONY: demo test slow gpu lint wheel newest bench clean help
 
 help:
@@ -35,7 +39,7 @@ help:
 	@echo "make gpu     the tests and benchmarks that need a CUDA device"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build the wheel, install it in an empty environment, import all of it"
-	@echo "make newest  install without the constraints, plan and train one model"
+	@echo "make newest  install the newest of all dependencies but torch; plan one model, train with each library"
 	@echo "make bench   the benchmarks"
 	@echo "make clean   remove what the others made, the environment included"
 
@@ -71,10 +75,11 @@ newest:
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
-	.venv-newest/bin/python -m pip install --quiet --no-compile --upgrade --upgrade-strategy eager . \
-		"$$(grep '^torch==' constraints.txt)"
+	.venv-newest/bin/python -m pip install --quiet --no-compile --upgrade --upgrade-strategy eager \
+		".[test]" "$$(grep '^torch==' constraints.txt)"
 	.venv-newest/bin/python -m pip list --format freeze
 	cd .venv-newest && bin/python -c "$(PLAN_ONE)"
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n $(WORKERS) -m "slow or not slow" $(TOOLS)
 	rm -rf .venv-newest
 
 bench: $(VENV)/.installed-bench

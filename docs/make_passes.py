@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rkmate.graph.capture.repairs import PHASES, SEEN, Pass
-from rkmate.graph.passes import private_names
 from rkmate.graph.passes.table import PASSES
 
 PAGE = Path(__file__).parent / "passes.md"
@@ -39,23 +38,11 @@ def passes_text() -> str:
         parts += [f"## {_HEADINGS[phase]} (`{phase}`)\n", f"{convention}\n",
                   _table(("pass", "why", "in", "torch"),
                          [_row(p) for p in PASSES if p.phase == phase])]
-    parts += [
-        "## Private names of torch\n",
-        "A capture cannot do without them. They stand in "
-        f"{', '.join(f'`{f}`' for f in private_names.FOLDERS)}, and a few elsewhere, with the reason; a test "
-        f"holds the package against this list, made for torch {private_names.SEEN_IN}.\n",
-        _table(("file", "names"), [
-            *((f"graph/capture/{file}", _code(names)) for file, names in private_names.IN_CAPTURE.items()),
-            *((file, f"{_code(names)}: {why}") for file, (names, why) in private_names.ELSEWHERE.items())])]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _row(each: Pass) -> tuple[str, ...]:
     return each.name, each.why, f"`{each.place}`: `{each.run.__name__}`", ", ".join(each.torch_versions)
-
-
-def _code(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -14,7 +14,7 @@ _PLACES = {
         "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
         "DeviceMemoryError",
         "GraphError", "InfeasibleBudget", "MissingExtra", "OffloadError", "PlanError", "PlanningTimeout",
-        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError"),
+        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError", "TorchVersionError"),
     "rkmate.graph.blocks.cut": ("CutSettings",),
     "rkmate.ilp.settings": ("OptionSettings",),
     "rkmate.measure.settings": ("MeasureSettings",),
@@ -54,6 +54,7 @@ if typing.TYPE_CHECKING:
     from rkmate.errors import RkmateWarning as RkmateWarning
     from rkmate.errors import ScheduleError as ScheduleError
     from rkmate.errors import SolverError as SolverError
+    from rkmate.errors import TorchVersionError as TorchVersionError
     from rkmate.graph.blocks.cut import CutSettings as CutSettings
     from rkmate.ilp.settings import OptionSettings as OptionSettings
     from rkmate.measure.settings import MeasureSettings as MeasureSettings
@@ -77,7 +78,16 @@ if typing.TYPE_CHECKING:
     from rkmate.show.plan import Plan as Plan
 
 
-__getattr__ = _lazy_names(__name__, _PLACES, ("devices", "dtr", "integrations"))
+def _explain(error: Exception) -> Exception | None:
+    """Return the error that names the torch to install, where one that nobody has tested may be the cause."""
+    import sys
+    versions = sys.modules.get("rkmate.torch_seam.versions")
+    if versions is None or versions.was_seen() or isinstance(error, versions.TorchVersionError):
+        return None
+    return versions.refusal(f"{type(error).__name__}: {error}")     # type: ignore[no-any-return]
+
+
+__getattr__ = _lazy_names(__name__, _PLACES, ("devices", "dtr", "integrations"), _explain)
 
 
 def __dir__() -> list[str]:

@@ -68,6 +68,10 @@ class MissingExtra(RkmateError, ImportError):
     """An optional package is not installed: the message names the extra that brings it."""
 
 
+class TorchVersionError(RkmateError, ImportError):
+    """The installed torch lacks what rkmate needs: the message names it, and the releases to install."""
+
+
 class CompilerError(RkmateError):
     """Groups of operations cannot be compiled: the message names what to install, or what the compiler
     said."""

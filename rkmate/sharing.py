@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (),
                              costs=costs, trains=trains, planning_seconds=planning_seconds, offload=offload,
                              offload_bytes=offload_bytes, settings=settings)
         except RkmateError as error:
-            result[0] = error
+            result[0] = _sendable(error)
         except BaseException as error:
             # The others wait: they hear of it before it goes on.
             result[0] = f"{type(error).__name__}: {error}"
@@ -61,3 +62,17 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (),
     if isinstance(found, RkmateError):
         raise found
     raise RkmateError(f"the first process could not plan: {found}")
+
+
+def _sendable(error: RkmateError) -> RkmateError:
+    """The error, or the nearest of its classes with its message, as the other processes can read it."""
+    for kind in type(error).__mro__:
+        if not issubclass(kind, RkmateError):
+            continue
+        try:
+            sent = error if kind is type(error) else kind(str(error))
+            pickle.loads(pickle.dumps(sent))
+        except Exception:       # its class takes other arguments than its message
+            continue
+        return sent
+    return RkmateError(str(error))

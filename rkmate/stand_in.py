@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import nn
 
+from rkmate.torch_seam.modules import SHARED, apply_to_tensors
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_SHARED = frozenset((
-    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"))
-"""What a module and its stand-in have in common, as the same objects."""
 
 
 class StandIn(nn.Module):
@@ -33,7 +31,7 @@ class StandIn(nn.Module):
         training = model.training
         nn.Module.__init__(self)                # sets the train flag, which is the original's
         model.training = training
-        self.__dict__.update({k: v for k, v in model.__dict__.items() if k in _SHARED})
+        self.__dict__.update({k: v for k, v in model.__dict__.items() if k in SHARED})
 
     def _set_up(self, *made_with: Any) -> None:
         """Make the subclass's own fields from what `_made_with` returned."""
@@ -46,7 +44,7 @@ class StandIn(nn.Module):
     def _added(self) -> dict[str, Any]:
         """What concerns this module alone: its hooks, and what libraries have put on it."""
         return {k: v for k, v in self.__dict__.items()
-                if k != "_original" and k not in _SHARED and k not in self._FIELDS}
+                if k != "_original" and k not in SHARED and k not in self._FIELDS}
 
     @property
     def original(self) -> nn.Module:
@@ -68,7 +66,7 @@ class StandIn(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._original._apply(fn, recurse)
+        apply_to_tensors(self._original, fn, recurse)
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -29,6 +29,7 @@ class Room:
 
 
 _BASE = ("errors", "support", "ir")
+_SEAM = ("torch_seam", "torch_seam/patches")
 _GRAPH = ("graph/capture", "graph/passes", "graph/blocks")
 
 HOUSE: tuple[Room, ...] = (
@@ -38,23 +39,26 @@ HOUSE: tuple[Room, ...] = (
     Room("ir", "the values between stages: graph, schedule and simulator, options and chain, plan data",
          ("errors", "support"), torch=False),
     Room("devices", "published figures of GPUs, to plan for one that is not here", ("errors",), torch=False),
-    Room("device", "what differs from device to device, as a type", (*_BASE, "devices")),
-    Room("stand_in", "a module that stands in the place of another", ("errors",)),
+    Room("torch_seam", "everything that is not torch's documented API, by subject", ("errors", "support")),
+    Room("device", "what differs from device to device, as a type", (*_BASE, "devices", "torch_seam")),
+    Room("stand_in", "a module that stands in the place of another", ("errors", "torch_seam")),
+    Room("torch_seam/patches", "replacements of torch's and libraries' functions while a model is captured",
+         (*_BASE, "devices", "torch_seam", "device")),
     Room("graph/capture", "a module as one graph of forward and backward; what is refused",
-         (*_BASE, "devices", "device")),
+         (*_BASE, "devices", "device", *_SEAM)),
     Room("graph/passes", "rewritings of the captured graph, in one ordered table",
-         (*_BASE, "device", *_GRAPH[:1])),
+         (*_BASE, "device", *_SEAM, *_GRAPH[:1])),
     Room("graph/blocks", "the graph of computations and data, cut into blocks, equal ones found",
-         (*_BASE, "device", *_GRAPH[:2])),
+         (*_BASE, "device", *_SEAM, *_GRAPH[:2])),
     Room("measure", "time and memory of each operation, of a call, of a step",
-         (*_BASE, "devices", "device", *_GRAPH)),
+         (*_BASE, "devices", "device", *_SEAM, *_GRAPH)),
     Room("ilp", "options of one block: integer programs and a heuristic", _BASE, torch=False),
     Room("rotor", "dynamic programs over the chain of blocks", _BASE, torch=False),
     Room("planners", "every way to find a schedule, behind one protocol", (*_BASE, "ilp", "rotor"),
          torch=False),
     Room("show", "a plan in words, pictures and pages", _BASE, torch=False),
     Room("pipeline", "the order of the stages, from a module to a plan"),
-    Room("codegen", "a schedule as Python source", (*_BASE, "device", *_GRAPH)),
+    Room("codegen", "a schedule as Python source", (*_BASE, "device", *_SEAM, *_GRAPH)),
     Room("runtime", "a wrapped module at work: guards, cache of plans, autograd segments"),
     Room("public", "the public calls `wrap`, `plan`, `tradeoff`"),
     Room("integrations", "budgets inside of the libraries that people train with"),
@@ -62,7 +66,7 @@ HOUSE: tuple[Room, ...] = (
     Room("sharing", "one plan for all processes of a group", ("errors", "pipeline", "public", "show")),
     Room("compile", 'the backend of `torch.compile(backend="rkmate")`', ("errors", "runtime", "public")),
     Room("dtr", "dynamic rematerialization, without a plan: a path of its own",
-         ("errors", "budget", "support", "devices", "device", "stand_in", "measure")),
+         ("errors", "budget", "support", "devices", "torch_seam", "device", "stand_in", "measure")),
     Room("__init__", "the public names, loaded on first use"),
     Room("cli", "the command `rkmate`"),
 )

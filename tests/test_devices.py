@@ -16,9 +16,9 @@ from rkmate import device as devices
 from rkmate.cli.main import main as run
 from rkmate.device.elsewhere import Elsewhere, planning_for
 from rkmate.devices import A100, GPU, H100, H200, NAMES, T4, called, known
-from rkmate.graph.capture.attention_elsewhere import kernel_of
 from rkmate.measure.reductions_on_gpus import reduction_bytes
 from rkmate.support.planning_lock import PlanningLock, capture_lock, planning_lock
+from rkmate.torch_seam.patches.attention import kernel_of
 from tests.clocks import NO_CLOCK
 
 pytestmark = pytest.mark.xdist_group("devices elsewhere")      # they share plans

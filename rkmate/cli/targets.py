@@ -131,9 +131,9 @@ def _factory(name: str) -> Callable[[], Any]:
 
 def _moved(model: Any, args: Any, kwargs: Any, device: str) -> tuple[Any, Any, Any]:
     import torch
-    from torch.utils import _pytree as pytree
 
     from rkmate import device as devices
+    from rkmate.torch_seam.containers import pytree
 
     try:
         where = torch.device(device)

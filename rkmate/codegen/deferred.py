@@ -12,6 +12,7 @@ from rkmate.graph.blocks.lower import lower
 from rkmate.graph.passes.deferred import Deferred
 from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.joint import Joint
+from rkmate.torch_seam.nodes import VALUE
 
 
 def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Function:
@@ -28,8 +29,8 @@ def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Fu
     for i, node in enumerate(program.operation):
         naming.used.clear()
         call = expressions.call(node)
-        several = isinstance(node.meta["val"], (tuple, list))
-        makes: list[str | None] = [None] * (len(node.meta["val"]) if several else 1)
+        several = isinstance(node.meta[VALUE], (tuple, list))
+        makes: list[str | None] = [None] * (len(node.meta[VALUE]) if several else 1)
         for j in cd.c[i].outputs:
             makes[program.position[j] or 0] = naming.local[j]
         body.append(Run(call, tuple(naming.used), tuple(makes), several))

@@ -10,11 +10,11 @@ from rkmate.codegen.from_schedule import Segment, listing_of
 from rkmate.codegen.printer import print_listing
 from rkmate.codegen.slices import Call, Copy, Function, Run
 from rkmate.graph.blocks.partition import Partition
-from rkmate.graph.capture.direct import read_directly
-from rkmate.graph.capture.operations import OpOverload
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
 from rkmate.support.gc_pause import gc_pause
+from rkmate.torch_seam.schema import OpOverload
+from rkmate.torch_seam.tensors import read_directly
 
 _TORCH = frozenset(("aten", "prims"))
 _OWN = frozenset(("rkmate",))

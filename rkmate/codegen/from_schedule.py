@@ -34,6 +34,7 @@ from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.functions import OwnFunction
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.schedule import Compute, Schedule, kernel_of
+from rkmate.torch_seam.nodes import VALUE
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class _Maker:
             call = expressions.call_in_place(node, do.donor)
         else:
             call = expressions.call(node)
-        results = node.meta["val"]
+        results = node.meta[VALUE]
         several = isinstance(results, (tuple, list))
         makes: list[str | None] = [None] * (len(results) if several else 1)
         for j in do.keeps:

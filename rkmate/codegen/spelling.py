@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkmate.codegen.slices import Look
 from rkmate.graph.blocks.expressions import Expressions, Naming
 from rkmate.graph.blocks.lower import Program
-from rkmate.graph.capture.operations import OpOverload
 from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.view_methods import view_method
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import OpOverload, operator_name
+from rkmate.torch_seam.tensors import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ def spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    name = target._opname
+    name = operator_name(target)
     own: list[tuple[str, Callable[..., Any] | None]] = []
     if target.namespace == "aten" and args and isinstance(args[0], torch.Tensor) and name not in _BIAS_FIRST \
             and not name.startswith("_"):
@@ -103,7 +104,7 @@ def _spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 def _kind(value: Any) -> Any:
     """What the choice among a function's overloads can depend on."""
     if isinstance(value, fx.Node):
-        value = value.meta["val"]
+        value = value.meta[VALUE]
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dim() == 0, value.dtype
     if isinstance(value, (list, tuple)):
@@ -123,7 +124,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _values(argument: Any) -> Any:
     """An argument of a node with tensors without contents in the place of nodes."""
-    return fx.map_arg(argument, lambda n: n.meta["val"])
+    return fx.map_arg(argument, lambda n: n.meta[VALUE])
 
 
 class Spelled(Expressions):
@@ -160,8 +161,8 @@ class Spelled(Expressions):
         parts = [self._argument(a) for a in args]
         parts += [f"{k}={self._argument(v)}" for k, v in kwargs.items()]
         if how == "method":
-            return f"{parts[0]}.{target._opname}({', '.join(parts[1:])})"
-        return f"torch.{target._opname}({', '.join(parts)})"
+            return f"{parts[0]}.{operator_name(target)}({', '.join(parts[1:])})"
+        return f"torch.{operator_name(target)}({', '.join(parts)})"
 
 
 class Views:
@@ -210,7 +211,7 @@ class Views:
             outside, naming.used = naming.used, {}
             text, reads = write(), tuple(naming.used)
             naming.used = outside
-            word = view_method(node) or getattr(node.target, "_opname", "part")
+            word = view_method(node) or operator_name(node.target, "part")
             where = self._program.storage[node]
             owner = naming.value(where, read=False) if isinstance(where, int) else naming.sources[where]
             name = naming.table.fresh(f"{owner}_{word}")

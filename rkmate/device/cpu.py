@@ -22,6 +22,7 @@ from rkmate.device.kept_pages import give_back_free_pages
 from rkmate.devices import HOST
 from rkmate.errors import ArgumentError
 from rkmate.ir.peak import Peak
+from rkmate.torch_seam.memory import uses_onednn
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Cpu:
     def key(self) -> str:
         mkldnn: Any = torch.backends.mkldnn
         return (f"cpu {_processor()} {torch.backends.cpu.get_cpu_capability()} "
-                f"{torch.backends.mkldnn.is_available()} {torch._C._get_mkldnn_enabled()} "
+                f"{torch.backends.mkldnn.is_available()} {uses_onednn()} "
                 f"{mkldnn.matmul.fp32_precision} {mkldnn.conv.fp32_precision}")
 
     def storage_bytes(self, size: int) -> int:

@@ -16,6 +16,7 @@ from rkmate.devices import A100, GPU, Rates, called
 from rkmate.errors import ArgumentError
 from rkmate.ir.allocator import ROUNDING, CachingAllocator, Held, Segment
 from rkmate.ir.peak import Peak
+from rkmate.torch_seam import memory
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ class Cuda:
                            - torch.cuda.memory_allocated(device))
 
     def allocator(self) -> CachingAllocator:
-        snapshot: Any = torch.cuda.memory._snapshot(self.torch_device)
+        snapshot = memory.allocator_snapshot()
         index = self._index()
         return CachingAllocator(
             expandable=snapshot["allocator_settings"]["expandable_segments"],
@@ -144,7 +145,7 @@ class Cuda:
     def _between_events(self, call: Callable[[], T], runs: int) -> tuple[float, T]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self._index()):
-            torch.cuda._sleep(QUEUE_CYCLES)
+            memory.keep_busy(QUEUE_CYCLES)
             start.record()
             for _ in range(runs - 1):
                 call()

@@ -3,28 +3,20 @@
 What does not come from torch's allocator (scratch memory of math libraries, NumPy, Python) is not
 seen, and neither is what a thread allocates that the call starts by itself; the threads of the
 autograd engine are.
-
-Private names of torch are used here, in versions 2.11 to 2.13: the tree of the profiler's events,
-the flag by which the CPU allocator remembers sizes, and its log level.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-
-import torch
-from torch.autograd import profiler
 
 from rkmate.device.protocol import MeterError
 from rkmate.ir.peak import Peak
+from rkmate.torch_seam.memory import REMEMBERS_SIZES, allocations, core_variable, is_profiling, memory_events
 
 T = TypeVar("T")
 
@@ -60,23 +52,10 @@ def measure_peak(fn: Callable[[], T], kind: str, index: int | None = None, *,
 
 def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:
     """A device's allocations and frees, in order of time."""
-    allocation = torch._C._profiler._EventType.Allocation
-    found: list[tuple[int, int, int]] = []
-    todo = list(results.experimental_event_tree())
-    while todo:
-        node = todo.pop()
-        todo.extend(node.children)
-        if node.tag != allocation:
-            continue
-        fields = node.extra_fields
-        where = fields.device
-        if (where.type, index if index is None else where.index) == (kind, index):
-            found.append((node.start_time_ns, fields.ptr, fields.alloc_size))
-    found.sort(key=lambda change: change[0])
     sizes_known = _Tracked.depth > 0 or kind != "cpu"
     inside: set[int] = set()
     result: list[Change] = []
-    for ns, address, size in found:
+    for ns, address, size in allocations(results, kind, index):
         if size > 0:
             inside.add(address)
         elif address in inside:
@@ -99,7 +78,7 @@ def tracking() -> Iterator[None]:
     Raises:
         MeterError: this build of torch does not have the flag.
     """
-    flag = _c10_variable("FLAGS_caffe2_report_cpu_memory_usage", ctypes.c_bool)
+    flag = core_variable(REMEMBERS_SIZES, ctypes.c_bool)
     if flag is None:
         raise MeterError("this build of torch cannot remember the sizes of CPU blocks")
     with _Tracked.lock:
@@ -121,10 +100,6 @@ class _Tracked:
 
 
 _measuring = threading.Lock()
-_QUIET = "99"
-"""A log level of the profiler's library above all that it prints."""
-_ERRORS_ONLY = 2
-"""The log level of torch's core library that leaves warnings out."""
 
 
 @contextmanager
@@ -134,47 +109,10 @@ def profiling() -> Iterator[Any]:
         raise MeterError("memory is being measured already: measurements cannot be nested, and one "
                          "thread at a time can measure")
     try:
-        if profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
+        if is_profiling():
             raise MeterError("a profiler is running: memory cannot be measured inside it. Measure "
                              "outside, or stop the profiler first")
-        session: Any = profiler.profile(use_cpu=True, profile_memory=True)
-        with _silence(), session:
+        with memory_events() as session:
             yield session
     finally:
         _measuring.release()
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Keep the profiler's notices off the standard error.
-
-    It announces each start and stop, and warns about each free of a block that it does not know.
-    The first is decided by the environment, which is read when the profiler starts.
-    """
-    level = _c10_variable("FLAGS_caffe2_log_level", ctypes.c_int)
-    verbosity = level.value if level is not None else 0
-    announced = os.environ.get("KINETO_LOG_LEVEL")
-    if announced is None:
-        os.environ["KINETO_LOG_LEVEL"] = _QUIET
-    if level is not None:
-        level.value = max(verbosity, _ERRORS_ONLY)
-    try:
-        yield
-    finally:
-        if level is not None:
-            level.value = verbosity
-        if announced is None:
-            os.environ.pop("KINETO_LOG_LEVEL", None)
-
-
-_Variable = TypeVar("_Variable", ctypes.c_bool, ctypes.c_int)
-
-
-def _c10_variable(name: str, kind: type[_Variable]) -> _Variable | None:
-    """A global variable of torch's core library; None where the build has no such symbol."""
-    file = {"win32": "c10.dll", "darwin": "libc10.dylib"}.get(sys.platform, "libc10.so")
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / file))
-        return kind.in_dll(library, name)
-    except (OSError, ValueError):
-        return None

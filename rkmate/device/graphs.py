@@ -3,8 +3,6 @@
 What is recorded does not run. Its memory comes from a pool of its own and stays reserved for the next replay,
 and addresses are fixed. Random operations read the state of their generator anew at each replay; those that
 draw the same numbers twice have generators of their own, two with one seed.
-
-Uses private names of torch (how many refer to a storage); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -92,7 +90,3 @@ def can_record(device: torch.device) -> bool:
     """Whether work on a device can be recorded."""
     return isinstance(registry.of(device), Cuda)
 
-
-def users(tensor: torch.Tensor) -> int:
-    """How many refer to a tensor's storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

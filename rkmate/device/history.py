@@ -2,9 +2,6 @@
 
 The statistics of the allocator have one peak, and it is the user's; the history can be read without touching
 it, and knows the bytes that were asked for, where the statistics know the blocks that were handed out.
-
-Private names of torch are used here, in versions 2.11 to 2.13: the recording of the history, whether it is
-on, and the text that the allocator puts beside its entries.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ import torch
 
 from rkmate.device.protocol import MeterError
 from rkmate.ir.peak import Peak
+from rkmate.torch_seam import memory
 
 T = TypeVar("T")
 Entry = Mapping[str, Any]
@@ -67,28 +65,23 @@ class History:
         if not _measuring.acquire(blocking=False):
             raise MeterError("memory is being measured already: measurements cannot be nested, and one "
                              "thread at a time can measure")
-        memory: Any = torch.cuda.memory
         torch.cuda.init()
-        theirs = torch._C._cuda_isHistoryEnabled()
+        theirs = memory.is_recording_history()
         try:
             if not theirs:
-                memory._record_memory_history(context=None, stacks="python")
+                memory.record_history(True)
             start = f"rkmate start {next(_numbers)}"
             self.mark(start)
             yield
-            self.entries = since(memory._snapshot()["device_traces"][self._device], start)
+            self.entries = since(memory.history(self._device), start)
         finally:
             if not theirs:
-                memory._record_memory_history(enabled=None)
+                memory.record_history(False)
             _measuring.release()
 
     def mark(self, text: str) -> None:
         """Put an entry with a text into the history."""
-        memory: Any = torch.cuda.memory
-        before = memory._get_memory_metadata()
-        memory._set_memory_metadata(text)
-        torch.empty(1, device=torch.device("cuda", self._device))
-        memory._set_memory_metadata(before)
+        memory.mark_history(self._device, text)
 
 
 def measure_peak(fn: Callable[[], T], device: int, size_of: Callable[[int], int], *,

@@ -4,8 +4,6 @@ A group is a Python function of tensors of known forms, which calls operators; w
 depend on where it comes from, so that equal groups are compiled once in a process, and found on disk by the
 next one (`kernel_files`; what is not kept there, in inductor's own cache. Another version of torch uses
 neither).
-
-Uses private names of torch (inductor's inner compiler); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ import sys
 import threading
 import time
 import types
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from os import environ
 from typing import Any
 
@@ -31,6 +29,8 @@ from rkmate.device.random_state import unchanged_random_state
 from rkmate.device.registry import common
 from rkmate.errors import CompilerError
 from rkmate.support.warn import warn
+from rkmate.torch_seam import compiler
+from rkmate.torch_seam.versions import GROUPS, is_off, release, why_off
 
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
                    r"(?: by \[(?P<strides>[\d, ]*)\])?")
@@ -131,6 +131,9 @@ def form_of(value: torch.Tensor) -> str:
 
 def check_compiler(device: torch.device) -> None:
     """Raise `CompilerError` where nothing can be compiled for a device: it names what to install."""
+    if is_off(GROUPS):
+        raise CompilerError(f"torch {release()} cannot compile groups ({why_off(GROUPS)}), as compile=True "
+                            "asks: install a release that rkmate was tested with, or say compile=False")
     if device.type == "cpu":
         named = environ.get("CXX")              # one program: inductor reads no options in it
         if named is not None and shutil.which(named) is None:
@@ -143,8 +146,7 @@ def check_compiler(device: torch.device) -> None:
                 "Fedora: `dnf install gcc-c++`; conda: `conda install gxx`; macOS: `xcode-select "
                 '--install`), or say compile="auto" or compile=False')
         return
-    from torch.utils._triton import has_triton
-    if not has_triton():
+    if not compiler.has_triton():
         raise CompilerError(f"no Triton, which compile=True needs on {device.type}: install it (`pip install "
                             'triton`), or say compile="auto" or compile=False')
 
@@ -205,38 +207,17 @@ def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> kernel_file
 
 
 def _made(function: Callable[..., Any], forms: Sequence[str], device: Device) -> kernel_files.Call:
-    wanted = [_read(form) for form in forms]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch._guards import TracingContext, tracing
-        from torch._inductor.compile_fx import compile_fx_inner
-        from torch._inductor.decomposition import select_decomp_table
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.proxy_tensor import make_fx
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-        from torch.utils._python_dispatch import _disable_current_modes
+    @contextmanager
+    def undisturbed() -> Iterator[None]:
+        with unchanged_random_state(device), torch.autocast(device.autocast_kind, enabled=False):
+            yield
+
     try:
-        with _disable_current_modes(), torch.no_grad(), unchanged_random_state(device), \
-                torch.autocast(device.autocast_kind, enabled=False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            mode = FakeTensorMode(shape_env=ShapeEnv())
-            with mode:
-                inputs = [torch.empty_strided(shape, strides, dtype=dtype, device=d)
-                          for dtype, d, shape, strides in wanted]
-            with mode:                             # scalars of decompositions, too, are fake
-                plain = function(*inputs)
-                module = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
-            end = module.graph.output_node()
-            # In the layouts that eager mode has, which the plan reckons with.
-            end.meta["user_visible_output_idxs"] = list(range(len(plain)))
-            end.meta["original_output_strides"] = [tuple(v.stride()) for v in plain]
-            with tracing(TracingContext(mode)):
-                made: Any = compile_fx_inner(module, inputs, is_inference=True)
+        return compiler.compile_function(function, [_read(form) for form in forms], undisturbed)
     except Exception as error:
         name = getattr(function, "__name__", "a group of operations")
         raise CompilerError(f"{name} cannot be compiled: {type(error).__name__}: {str(error)[:400]}. "
                             "compile=False runs its operations one by one") from error
-    return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
 
 
 __all__ = ["Fused", "check_compiler", "form_of", "fused", "version"]

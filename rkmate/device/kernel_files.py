@@ -30,6 +30,8 @@ import torch
 
 from rkmate.support.cache_folder import cache_folder
 from rkmate.support.json_store import read_json, write_json
+from rkmate.torch_seam import compiler
+from rkmate.torch_seam.versions import KERNELS, is_off
 
 FORMAT = 1
 """Grows when the content of a file changes its meaning."""
@@ -39,11 +41,9 @@ Call = Callable[[list[torch.Tensor]], Any]
 def key_of(text: object, device: str) -> str:
     """The name of a group's file: all that its kernels depend on. `text`: what the group computes; `device`:
     the device's key."""
-    import torch._inductor.config as settings
-
     content = [FORMAT, repr(text), device, _instructions(), torch.__version__, torch.version.git_version,
                sys.implementation.cache_tag, sysconfig.get_config_var("SOABI"), os.environ.get("CXX"),
-               settings.get_hash().hex()]
+               compiler.settings_key()]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -60,6 +60,8 @@ def _instructions() -> str:
 
 def kept(key: str) -> Call | None:
     """A group that was kept; None where there is none, or a part of it is missing or broken."""
+    if is_off(KERNELS):
+        return None
     folder = _folder()
     content = read_json(folder / f"{key}.json")
     try:
@@ -75,7 +77,7 @@ def kept(key: str) -> Call | None:
 def keep(key: str, call: Any) -> bool:
     """Keep what the compiler has made of a group, for other processes. False where it needs more than
     kernels, or cannot be written."""
-    if not inspect.ismethod(call):
+    if is_off(KERNELS) or not inspect.ismethod(call):
         return False
     try:
         source = textwrap.dedent(inspect.getsource(call.__func__))
@@ -114,11 +116,9 @@ def _folder() -> Path:
 @functools.cache
 def _names() -> dict[str, Any]:
     """What a generated function may name beside its kernels."""
-    guards: Any = torch._C._dynamo.guards
     return {"torch": torch, "aten": torch.ops.aten, "math": math, "inf": math.inf, "nan": math.nan,
             "device": torch.device, "empty_strided": torch.empty_strided,
-            "assert_size_stride": guards.assert_size_stride, "reinterpret_tensor": guards._reinterpret_tensor,
-            "empty_strided_cpu": guards._empty_strided_cpu}
+            **compiler.names_in_generated_code()}
 
 
 def _copied(library: Path, folder: Path) -> str:
@@ -140,8 +140,7 @@ def _kernel(path: Path) -> Any:
     if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem:
         raise ImportError(f"{path} is broken")
     # As torch's compiler hands it to the libraries that it loads.
-    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
-        torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)  # type: ignore[attr-defined]
+    os.environ.update(compiler.environment_of_kernels())
     spec = importlib.util.spec_from_file_location(f"rkmate_kernels.{path.stem}.kernel", path)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)

@@ -2,21 +2,22 @@
 
 Torch multiplies matrices of single precision by another one, MKL where it was built with it. Which is faster
 depends on the processor, the shapes and the number of threads.
-
-Uses a private name of torch (what the compiler of torch calls for linear layers); tested with torch 2.13.
 """
 
 from __future__ import annotations
 
 import torch
 
+from rkmate.torch_seam.compiler import onednn_product
+from rkmate.torch_seam.versions import ONEDNN, is_off
+
 
 def is_available() -> bool:
     """Whether torch was built with oneDNN, and lets it multiply single precision."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return _linear is not None and not is_off(ONEDNN)
 
 
-_linear = torch.ops.mkldnn._linear_pointwise.default._op if is_available() else None
+_linear = onednn_product()
 _STRIP = 64
 """Columns that are brought together for a thread."""
 

@@ -2,8 +2,6 @@
 
 The text names an operator in full (``aten.mm.default``). Compiled, each operator is looked up once, where the
 text is loaded, and called without the method of Python around it. What a decorator reads stays as it is.
-
-Uses a private name of torch (what an overload calls); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -13,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from rkmate.torch_seam.schema import OpOverload, native_call
 
 _directly: dict[OpOverload, Callable[..., Any]] = {}
 """Operators that are written in Python, and what they call."""
@@ -55,4 +54,4 @@ def quickest(function: Any) -> Any:
     """What an operator calls, where it is one: the function itself takes less time than its call."""
     if not isinstance(function, OpOverload):
         return function
-    return _directly.get(function, function._op)
+    return _directly.get(function, native_call(function))

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkmate import device as devices
 from rkmate.budget import parse_budget
@@ -24,6 +23,7 @@ from rkmate.dtr.runtime.engine import Engine
 from rkmate.dtr.runtime.logging import LogWriter
 from rkmate.dtr.runtime.report import Report
 from rkmate.errors import ArgumentError, RkmateError
+from rkmate.torch_seam.tensors import TorchDispatchMode
 
 _ACTIVE = threading.local()
 

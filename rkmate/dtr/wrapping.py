@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rkmate import device as devices
 from rkmate.dtr.errors import BudgetExceeded, ThrashingError
@@ -15,6 +13,8 @@ from rkmate.dtr.runtime.report import Report
 from rkmate.dtr.session import Session, State
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.stand_in import StandIn
+from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks, will_accumulate
 
 
 class DynamicModule(StandIn):
@@ -47,7 +47,7 @@ class DynamicModule(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward; inside the budget when gradients are wanted."""
         model = self._original
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         places = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
         tensors = [leaves[i] for i in places]
         names, parameters = [], []
@@ -94,14 +94,14 @@ class _Batch:
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, fresh, strict=False):
             leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, self.structure)
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         state = dict(zip(self.names, fresh[len(inputs) :], strict=True))
         kept = State(model)
         self.session.__enter__()
         try:
             with torch.enable_grad():
                 result = torch.func.functional_call(model, state, args, kwargs)
-            values, self.shape = tree_flatten(result)
+            values, self.shape = pytree.tree_flatten(result)
             engine = self.session.engine
             for value in values:
                 if isinstance(value, torch.Tensor):
@@ -122,7 +122,7 @@ class _Batch:
         given = iter(results)
         values = [next(given) if isinstance(v, torch.Tensor) else v for v in self.plain]
         self.plain = []
-        return tree_unflatten(values, self.shape)
+        return pytree.tree_unflatten(values, self.shape)
 
     def back(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
         """The backward: gradients of the inputs and the parameters."""
@@ -167,12 +167,8 @@ def _may_add_to_gradient(parameter: torch.Tensor) -> bool:
     to see what is added."""
     if not (parameter.is_leaf and parameter.requires_grad) or parameter.grad is None:
         return False
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:            # torch.autograd.grad was asked for this parameter's gradient
-        return False
+    return not has_gradient_hooks(parameter) and not has_accumulation_hooks(parameter) \
+        and will_accumulate(parameter)
 
 
 class _Boundary(torch.autograd.Function):

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from rkmate.ilp.evaluate_option import evaluate_option, without_waste
 from rkmate.ilp.eviction import candidates
 from rkmate.ilp.heuristic import keep_nothing, recompute_missing
-from rkmate.ilp.highs import Status
+from rkmate.ilp.highs import Highs, Status
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
 from rkmate.ilp.pareto_front import ParetoFront, peak, seconds, undominated
 from rkmate.ilp.settings import OptionSettings
-from rkmate.ilp.solver import Solver, make_solver
 from rkmate.ilp.stages import BlockStages, split_stages
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Option
@@ -71,7 +70,7 @@ class _BlockProgram:
         self.stages: BlockStages = split_stages(graph)
         self.save_all = evaluate_option(graph, graph.backward)
         self.model = BlockModel(self.stages, peak(self.save_all), eager=settings.eager)
-        self.solver: Solver = make_solver(settings.solver, self.model, stop)
+        self.highs = Highs(self.model.program, stop)
 
     def solve(self, m_peak: int, m_save: int, *, time_limit: float | None = None,
               start: Option | None = None) -> BlockSolution:
@@ -79,9 +78,11 @@ class _BlockProgram:
         if m_peak < model.lowest_peak or m_save < 0:
             # The program leaves out the rows that hold at every budget from the floor up.
             return BlockSolution(Status.INFEASIBLE, None, float("inf"))
-        answer = self.solver.solve(
-            model.budget(m_peak), model.budget(m_save), gap=self.settings.gap,
-            time_limit=self.settings.time_limit if time_limit is None else time_limit,
+        self.highs.fix("M_peak", float(model.budget(m_peak)))
+        self.highs.fix("M_save", float(model.budget(m_save)))
+        answer = self.highs.solve(
+            self.settings.time_limit if time_limit is None else time_limit,
+            absolute_gap=max(self.settings.gap * TIME_SCALE, 1e-6),
             start=model.values(start.backward) if start is not None else None)
         if answer.status is Status.INFEASIBLE:
             return BlockSolution(answer.status, None, float("inf"))

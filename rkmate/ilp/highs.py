@@ -1,8 +1,7 @@
 """HiGHS behind a small face: a program in, a status, values and a bound out.
 
-The program, PuLP's or `Rows`, is handed over once; `solve` may be called again after bounds of a
-variable changed. The words, options and status codes of HiGHS stay in this file, and nothing else
-imports it.
+The program is handed over once; `solve` may be called again after bounds of a variable changed. The words,
+options and status codes of HiGHS stay in this file and in `rows`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
-import pulp
 
-from rkmate.errors import ArgumentError, SolverError
+from rkmate.errors import SolverError
 from rkmate.ilp.rows import Rows
 from rkmate.support.side_process import run_on_the_side
 
@@ -72,29 +70,22 @@ def status_of(name: str, *, found: bool) -> Status:
 class Highs:
     """A program inside HiGHS, on one thread, so that several can be solved side by side."""
 
-    def __init__(self, program: pulp.LpProblem | Rows, stop: threading.Event | None = None) -> None:
+    def __init__(self, program: Rows, stop: threading.Event | None = None) -> None:
         """`stop`: ends a solve early when somebody sets it, as if its time were over."""
-        adapter = pulp.HiGHS(msg=False, threads=1)
-        if not adapter.available():
-            raise ArgumentError("solver is 'HiGHS', but highspy cannot be imported; install highspy")
-        if isinstance(program, Rows):
-            empty = pulp.LpProblem()
-            adapter.createAndConfigureSolver(empty)
-            self._highs: Any = empty.solverModel
-            program.handed_over(self._highs)
-            self._index = program.columns
-        else:
-            adapter.createAndConfigureSolver(program)
-            adapter.buildSolverModel(program)
-            self._highs = program.solverModel
-            self._index = {v.name: v.index for v in program.variables()}
+        import highspy
+
+        self._highs: Any = highspy.Highs()
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("threads", 1)
+        program.handed_over(self._highs)
+        self._index = program.columns
         self._stop = stop
         self._interrupted = False
         self._highs.cbMipInterrupt.subscribe(self._may_stop)
         self._relaxed = False
 
     def fix(self, name: str, value: float) -> None:
-        """Set both bounds of a variable; one that no row names is not there, and is left alone."""
+        """Set both bounds of a variable. A name that the program does not have is ignored."""
         if name in self._index:
             self._highs.changeColBounds(self._index[name], value, value)
 

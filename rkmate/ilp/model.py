@@ -12,18 +12,17 @@ Variables (the paper's names where it has them):
   be continuous, and neither *create* nor *delete* is needed: a node that recomputes d replaces a
   carried copy, hence ``S[t, d] + R[t, producer(d)] <= 1`` loses nothing, and what is alive at a
   step is what a later step of the stage, or a later stage, reads.
-- ``M_peak`` and ``M_save`` are variables that each solve fixes.
+- ``M_peak`` and ``M_save`` are variables that each solve fixes. A program has ``M_peak`` only if some row
+  bounds memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
 
-import pulp
-
+from rkmate.ilp.rows import Rows, Term
 from rkmate.ilp.stages import BlockStages
 from rkmate.ir.cd import CDGraph
 
@@ -39,9 +38,6 @@ most this many of it: nothing is rounded, and what fits exactly is found."""
 UNITS = 20_000
 """Otherwise in this fraction of the save-all peak."""
 
-_Terms = list[tuple[Any, float]]
-
-
 def _unit(graph: CDGraph, save_all_peak: int) -> int:
     divisor = math.gcd(*(d.size for d in graph.d), *(c.overhead for c in graph.c)) or 1
     return divisor if save_all_peak <= EXACT_UNITS * divisor else max(1, save_all_peak // UNITS)
@@ -50,23 +46,19 @@ def _unit(graph: CDGraph, save_all_peak: int) -> int:
 class BlockModel:
     """The program of one block. Only the two budgets change between solves."""
 
-    def __init__(self, stages: BlockStages, save_all_peak: int, *, eager: bool = True,
-                 name: str = "rk_checkmate") -> None:
+    def __init__(self, stages: BlockStages, save_all_peak: int, *, eager: bool = True) -> None:
         """`save_all_peak`: bytes that the block needs when nothing is recomputed."""
         self.stages = stages
         self.graph: CDGraph = stages.graph
         self.unit = _unit(self.graph, save_all_peak)
         """Bytes per unit of memory. Sizes round up, budgets round down."""
         self.base_seconds = sum(c.time for c in self.graph.c)
-        self.problem = pulp.LpProblem(name, pulp.LpMinimize)
-        self.m_peak = self._variable("M_peak", None)
-        self.m_save = self._variable("M_save", None)
-        self.S: dict[tuple[int, int], Any] = {}
-        self.R: dict[tuple[int, int], Any] = {}
-        self.A: dict[tuple[int, int, int], Any] = {}
+        self.program = Rows()
+        self.S: dict[tuple[int, int], int] = {}
+        self.R: dict[tuple[int, int], int] = {}
+        self.A: dict[tuple[int, int, int], int] = {}
         self._floor = self._units(stages.floor)
         self._variables()
-        self._objective()
         self._feasibility()
         if not eager:
             self._only_for_this_stage()
@@ -104,36 +96,29 @@ class BlockModel:
         assert i is not None
         return i
 
-    def _variable(self, name: str, upper: float | None,
-                  category: str = pulp.LpContinuous) -> Any:
-        # PuLP 4 makes variables through their problem; older versions only by themselves.
-        if hasattr(self.problem, "add_variable"):
-            return self.problem.add_variable(name, 0, upper, category)
-        return pulp.LpVariable(name, 0, upper, category)
+    @cached_property
+    def _m_peak(self) -> int:
+        return self.program.column("M_peak", 0)
 
-    def _add(self, terms: _Terms, sense: int, right: float, name: str) -> None:
-        """Add a constraint: the sum of the terms <sense> right."""
-        self.problem.addConstraint(
-            pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, right))
+    def _at_most(self, most: float, terms: Iterable[Term]) -> None:
+        self.program.weighted(-math.inf, terms, most)
 
     def _variables(self) -> None:
+        """S and R, with the time of what runs again and, to break ties, what is saved as their costs."""
+        total = sum(self._size(j) for stage in self.stages.stages[:1] for j in stage.carried
+                    if j not in self.stages.outputs)
         for t, stage in enumerate(self.stages.stages):
             for j in stage.carried:
-                self.S[t, j] = self._variable(f"S_{t}_{j}", 1, pulp.LpInteger)
+                saved = t == 0 and j not in self.stages.outputs and total
+                cost = TIE * self._size(j) / total if saved else 0.0
+                self.S[t, j] = self.program.column(f"S_{t}_{j}", 0, 1, cost, integer=True)
             for f in stage.recomputable:
-                self.R[t, f] = self._variable(f"R_{t}_{f}", 1, pulp.LpInteger)
+                self.R[t, f] = self.program.column(f"R_{t}_{f}", 0, 1, self.cost(f), integer=True)
 
     def cost(self, f: int) -> float:
         """What one recomputation of f costs in the objective."""
         scale = TIME_SCALE / self.base_seconds if self.base_seconds > 0 else 0.0
         return self.graph.c[f].time * scale + RECOMPUTE
-
-    def _objective(self) -> None:
-        terms: _Terms = [(r, self.cost(f)) for (_, f), r in self.R.items()]
-        saved = self._saved_terms()
-        total = sum(w for _, w in saved)
-        terms += [(s, TIE * w / total) for s, w in saved if total]
-        self.problem.setObjective(pulp.LpAffineExpression(terms))
 
     def _feasibility(self) -> None:
         stages = self.stages.stages
@@ -143,46 +128,37 @@ class BlockModel:
                 i = self._producer(j)
                 # Needed by the stage's backward node: there, one way or the other. Elsewhere at
                 # most one way: a recomputation replaces what was carried.
-                sense = pulp.LpConstraintEQ if j in need else pulp.LpConstraintLE
-                self._add([(self.S[t, j], 1), (self.R[t, i], 1)], sense, 1, f"present_{t}_{j}")
+                least = 1 if j in need else -math.inf
+                self.program.weighted(least, [(self.S[t, j], 1), (self.R[t, i], 1)], 1)
                 if t + 1 < len(stages) and (t + 1, j) in self.S:
                     # S[t+1, e] <= S[t, e] + R[t, t']
-                    self._add([(self.S[t + 1, j], 1), (self.S[t, j], -1), (self.R[t, i], -1)],
-                              pulp.LpConstraintLE, 0, f"retain_{t}_{j}")
+                    self._at_most(0, [(self.S[t + 1, j], 1), (self.S[t, j], -1), (self.R[t, i], -1)])
             for f in stage.recomputable:
                 for j in dict.fromkeys(self.graph.c[f].inputs):
                     if j not in self.stages.free:
                         # R[t, t'] <= R[t, t''] + S[t, e]
                         i = self._producer(j)
-                        self._add([(self.R[t, f], 1), (self.R[t, i], -1), (self.S[t, j], -1)],
-                                  pulp.LpConstraintLE, 0, f"depend_{t}_{f}_{j}")
-
-    def _uses(self, t: int, f: int) -> _Terms | None:
-        """What reads the outputs of f within stage t; None when its backward node does."""
-        terms: _Terms = []
-        for j in self.graph.c[f].outputs:
-            if j in self.stages.stages[t].need:
-                return None
-            terms += [(self.R[t, u], -1.0) for u in self._readers[j] if (t, u) in self.R]
-        return terms
+                        self._at_most(0, [(self.R[t, f], 1), (self.R[t, i], -1), (self.S[t, j], -1)])
 
     def _only_for_this_stage(self) -> None:
+        """A node runs again only if its stage's backward node, or another run in the stage, reads it."""
         for t, f in self.R:
-            uses = self._uses(t, f)
-            if uses is not None:
-                self._add([(self.R[t, f], 1), *uses], pulp.LpConstraintLE, 0, f"lazy_{t}_{f}")
+            outputs = self.graph.c[f].outputs
+            if not any(j in self.stages.stages[t].need for j in outputs):
+                uses = dict.fromkeys(self.R[t, u] for j in outputs for u in self._readers[j]
+                                     if (t, u) in self.R)
+                self._at_most(0, [(self.R[t, f], 1), *((u, -1) for u in uses)])
 
-    def _alive(self, t: int, j: int, k: int) -> Any:
-        """Variable (or 1, or None for never) for: d is alive when step k of stage t is about to
-        run, given that it was made or carried before."""
-        if j in self.stages.stages[t].need:
-            return 1
+    def _alive(self, t: int, j: int, k: int) -> int | None:
+        """Return the variable for: d is alive when step k of stage t is about to run, given that it was made
+        or carried before. None: never. For data that the stage's backward node does not read."""
+        assert j not in self.stages.stages[t].need
         for u in self._readers[j]:
             if u >= k and (t, u) in self.R:
                 return self._alive_at_reader(t, j, u)
         return self.S.get((t + 1, j))
 
-    def _alive_at_reader(self, t: int, j: int, u: int) -> Any:
+    def _alive_at_reader(self, t: int, j: int, u: int) -> int:
         if (t, j, u) in self.A:
             return self.A[t, j, u]
         later = self._alive(t, j, u + 1)
@@ -190,10 +166,9 @@ class BlockModel:
             # The last reader decides alone.
             self.A[t, j, u] = self.R[t, u]
             return self.R[t, u]
-        alive = self._variable(f"A_{t}_{j}_{u}", 1)
-        self.A[t, j, u] = alive
-        self._add([(alive, 1), (self.R[t, u], -1)], pulp.LpConstraintGE, 0, f"alive_{t}_{j}_{u}")
-        self._add([(alive, 1), (later, -1)], pulp.LpConstraintGE, 0, f"later_{t}_{j}_{u}")
+        alive = self.A[t, j, u] = self.program.column(f"A_{t}_{j}_{u}", 0, 1)
+        self.program.weighted(0, [(alive, 1), (self.R[t, u], -1)])
+        self.program.weighted(0, [(alive, 1), (later, -1)])
         return alive
 
     def _memory(self, t: int) -> None:
@@ -205,30 +180,31 @@ class BlockModel:
         stage = self.stages.stages[t]
         unit = self._units
         carried = [(self.S[t, j], float(self._size(j))) for j in stage.carried]
-        self._peak(carried, unit(stage.idle), f"idle_{t}")
+        self._peak(carried, unit(stage.idle))
         for k in stage.recomputable:
             node = self.graph.c[k]
             fixed = unit(stage.before)
-            terms: _Terms = []
+            terms: list[Term] = []
             donors = self._donors_of(t, k)
             donor = donors[0] if len(donors) == 1 else None
             for j in stage.carried:
                 if self._producer(j) >= k:
                     terms.append((self.S[t, j], float(self._size(j))))
                     continue
+                if j in stage.need:
+                    fixed += self._size(j)
+                    continue
                 # Where the output takes the place of an input, that input counts only if it lives
                 # on beside it.
                 alive = self._alive(t, j, k + 1 if j == donor else k)
-                if isinstance(alive, int):
-                    fixed += self._size(j)
-                elif alive is not None:
+                if alive is not None:
                     terms.append((alive, float(self._size(j))))
             own = sum(self._size(j) for j in node.outputs) + unit(node.overhead)
             terms.append((self.R[t, k], float(own)))
             if len(donors) > 1:
                 alive_after = [self._alive(t, j, k + 1) for j in donors]
                 terms.append(self._taken(f"{t}_{k}", donors, alive_after, self.R[t, k]))
-            self._peak(terms, fixed, f"peak_{t}_{k}")
+            self._peak(terms, fixed)
         terms = []
         fixed = unit(stage.during)
         donor = stage.donors[0] if len(stage.donors) == 1 else None
@@ -240,7 +216,7 @@ class BlockModel:
         if len(stage.donors) > 1:
             alive_after = [self.S.get((t + 1, j)) for j in stage.donors]
             terms.append(self._taken(f"{t}_backward", stage.donors, alive_after))
-        self._peak(terms, fixed, f"peak_{t}_backward")
+        self._peak(terms, fixed)
 
     def _donors_of(self, t: int, k: int) -> tuple[int, ...]:
         """The inputs whose place the output of k takes when they die in step k of stage t."""
@@ -248,33 +224,33 @@ class BlockModel:
         return tuple(j for j in self.graph.c[k].donors
                      if j not in self.stages.free and j not in need)
 
-    def _taken(self, name: str, donors: Sequence[int], alive_after: Sequence[Any],
-               runs: Any = None) -> tuple[Any, float]:
+    def _taken(self, name: str, donors: Sequence[int], alive_after: Sequence[int | None],
+               runs: int | None = None) -> Term:
         """The term for an output that takes the place of one of several inputs: that of any that
         dies. Only upper bounds act on the variable, so it may be continuous."""
-        taken = self._variable(f"T_{name}", 1)
+        taken = self.program.column(f"T_{name}", 0, 1)
         if runs is not None:
-            self._add([(taken, 1), (runs, -1)], pulp.LpConstraintLE, 0, f"taken_{name}")
-        self._add([(taken, 1), *((a, 1) for a in alive_after if a is not None)],
-                  pulp.LpConstraintLE, len(donors), f"dies_{name}")
+            self._at_most(0, [(taken, 1), (runs, -1)])
+        alive = [a for a in dict.fromkeys(alive_after) if a is not None]
+        self._at_most(len(donors), [(taken, 1), *((a, 1) for a in alive)])
         return taken, -float(min(self._size(j) for j in donors))
 
-    def _peak(self, terms: _Terms, fixed: int, name: str) -> None:
-        merged: dict[Any, float] = {}
+    def _peak(self, terms: Iterable[Term], fixed: int) -> None:
+        merged: dict[int, float] = {}
         for variable, weight in terms:
             merged[variable] = merged.get(variable, 0.0) + weight
         self._floor = max(self._floor, fixed + int(sum(w for w in merged.values() if w < 0)))
         if fixed + sum(w for w in merged.values() if w > 0) <= self.budget(self.stages.floor):
             return   # holds at every budget that can be met at all
-        self._add([*merged.items(), (self.m_peak, -1)], pulp.LpConstraintLE, -fixed, name)
+        self._at_most(-fixed, [*merged.items(), (self._m_peak, -1)])
 
-    def _saved_terms(self) -> _Terms:
+    def _saved_terms(self) -> list[Term]:
         return [(s, float(self._size(j))) for (t, j), s in self.S.items()
                 if t == 0 and j not in self.stages.outputs]
 
     def _saved(self) -> None:
         """M_save at the loss, and M_peak during the forward with all that in memory."""
-        self._add([*self._saved_terms(), (self.m_save, -1)], pulp.LpConstraintLE, 0, "save")
+        self._at_most(0, [*self._saved_terms(), (self.program.column("M_save", 0), -1)])
         for i, (base, dead) in enumerate(zip(self.stages.forward_base, self.stages.forward_dead,
                                              strict=True)):
             last = i + 1 == len(self.stages.forward_base)
@@ -288,7 +264,7 @@ class BlockModel:
                         f"forward_{i}", donors[i], [self.S.get((0, j)) for j in donors[i]],
                         self.S[0, out] if out not in self.stages.outputs and not any(
                             r < self.graph.loss for r in self.graph.readers[out]) else None))
-                self._peak(terms, self._units(base), f"forward_{i}")
+                self._peak(terms, self._units(base))
 
     # -- in and out --------------------------------------------------------------------------
 

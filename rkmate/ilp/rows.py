@@ -1,4 +1,4 @@
-"""A program to minimize, as arrays."""
+"""An integer program to minimize, as the arrays that HiGHS takes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import numpy as np
 
 from rkmate.errors import SolverError
 
+Term = tuple[int, float]
+"""A variable, by its number, and its weight."""
+
 
 class Rows:
-    """A program to minimize, as the arrays that HiGHS takes: for large ones, whose writing in PuLP takes
-    as long as solving them."""
+    """A program to minimize: variables with bounds and costs, and rows that bound weighted sums of them.
+
+    Arrays, because writing a large program as expressions takes as long as solving it.
+    """
 
     def __init__(self) -> None:
         self.columns: dict[str, int] = {}
@@ -26,6 +31,7 @@ class Rows:
         self._index: list[int] = []
         self._value: list[float] = []
         self._least: list[float] = []
+        self._most: list[float] = []
 
     def column(self, name: str, lower: float, upper: float = math.inf, cost: float = 0.0, *,
                integer: bool = False) -> int:
@@ -45,20 +51,23 @@ class Rows:
                 self._value.append(sign)
         self._end_row(least)
 
-    def weighted(self, least: float, terms: Iterable[tuple[int, float]]) -> None:
-        """The weighted sum of some variables: no less than a number."""
+    def weighted(self, least: float, terms: Iterable[Term], most: float = math.inf) -> None:
+        """Bound the weighted sum of some variables, each named once: no less than `least`, no more than
+        `most`."""
         for k, weight in terms:
-            self._index.append(k)
-            self._value.append(weight)
-        self._end_row(least)
+            if weight:
+                self._index.append(k)
+                self._value.append(weight)
+        self._end_row(least, most)
 
-    def _end_row(self, least: float) -> None:
+    def _end_row(self, least: float, most: float = math.inf) -> None:
         self._start.append(len(self._index))
         self._least.append(least)
+        self._most.append(most)
 
     def handed_over(self, highs: Any) -> None:
-        """Make this the program of a solver, its variables in the order of their names, as PuLP has them:
-        which of several solutions is found, and how soon, depends on the order."""
+        """Make this the program of a solver, its variables in the order of their names: which of several
+        solutions is found, and how soon, depends on the order."""
         import highspy
 
         names = sorted(self.columns)
@@ -72,7 +81,7 @@ class Rows:
         program.col_cost_ = np.array(self._cost)[old]
         program.col_lower_, program.col_upper_ = np.array(self._lower)[old], np.array(self._upper)[old]
         program.row_lower_ = np.array(self._least)
-        program.row_upper_ = np.full(len(self._least), math.inf)
+        program.row_upper_ = np.array(self._most)
         program.integrality_ = [kinds.kInteger if self._integer[k] else kinds.kContinuous for k in old]
         matrix = program.a_matrix_
         matrix.format_ = highspy.MatrixFormat.kRowwise

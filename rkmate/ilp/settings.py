@@ -26,8 +26,6 @@ class OptionSettings:
     gap: float = 1e-3
     """A solution counts as optimal when it is proven within this fraction of the block's own time
     (forward and backward, nothing recomputed)."""
-    solver: str = "HiGHS"
-    """A PuLP solver by its PuLP name. HiGHS is the default; others are driven through PuLP."""
     eager: bool = True
     """Let a stage recompute what only a later stage reads. The optimum is never worse, the program
     is somewhat larger."""

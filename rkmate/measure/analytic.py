@@ -21,6 +21,7 @@ from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.cd import Cost, Kernel
 from rkmate.measure.temporaries import bytes_of, temporary_bytes
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
@@ -48,12 +49,12 @@ def _seconds(node: fx.Node) -> float:
 
 def bytes_moved(node: fx.Node) -> int:
     """Bytes of all that an operation reads and makes."""
-    return sum(_bytes(n.meta["val"]) for n in node.all_input_nodes) + _bytes(node.meta["val"])
+    return sum(_bytes(n.meta[VALUE]) for n in node.all_input_nodes) + _bytes(node.meta[VALUE])
 
 
 def _rates(node: fx.Node) -> Rates:
     """Of the device that an operation runs on."""
-    return devices.common(_tensors([n.meta["val"] for n in (node, *node.all_input_nodes)])).rates
+    return devices.common(_tensors([n.meta[VALUE] for n in (node, *node.all_input_nodes)])).rates
 
 
 def _seconds_of_tiles(tiled: Tiled) -> float:
@@ -68,10 +69,10 @@ def _seconds_of_arithmetic(node: fx.Node, rates: Rates) -> float:
     packet = getattr(node.target, "overloadpacket", None)
     count = flop_registry.get(packet)
     if count is None:
-        return _numel(node.meta["val"]) / rates.flops_per_second
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    flops = float(count(*args, **kwargs, out_val=node.meta["val"]))
-    dtype = str(_tensors([n.meta["val"] for n in node.all_input_nodes])[0].dtype).removeprefix("torch.")
+        return _numel(node.meta[VALUE]) / rates.flops_per_second
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
+    flops = float(count(*args, **kwargs, out_val=node.meta[VALUE]))
+    dtype = str(_tensors([n.meta[VALUE] for n in node.all_input_nodes])[0].dtype).removeprefix("torch.")
     return flops / rates.of_products(dtype, tf32=_may_be_tf32(packet))
 
 

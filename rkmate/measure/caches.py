@@ -17,6 +17,7 @@ from rkmate.device import Device
 from rkmate.graph.capture.operations import is_view
 from rkmate.ir.cd import CDGraph
 from rkmate.measure.settings import MeasureSettings
+from rkmate.torch_seam.nodes import VALUE
 
 BEFORE = 3
 """What so many computations before one have made is still in the caches."""
@@ -51,5 +52,5 @@ class Caches:
 
 def touched_bytes(graph: fx.Graph) -> int:
     """Bytes of all that a graph's operations make: what goes through the caches in a step."""
-    values = [n.meta.get("val") for n in graph.nodes if n.op == "call_function" and not is_view(n)]
+    values = [n.meta.get(VALUE) for n in graph.nodes if n.op == "call_function" and not is_view(n)]
     return sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided)

@@ -11,6 +11,7 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.ir.cd import Cost
+from rkmate.torch_seam.nodes import VALUE
 
 
 def with_memory_of_groups(operations: Sequence[fx.Node], costs: Mapping[int, Cost]) -> dict[int, Cost]:
@@ -30,7 +31,7 @@ def bytes_of_group(group: Cluster) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _bytes(group: Cluster, threads: int) -> int:
-    like = [n.meta["val"] for n in group.graph.nodes if n.op == "placeholder"]
+    like = [n.meta[VALUE] for n in group.graph.nodes if n.op == "placeholder"]
     device = devices.common(like)
     if device.elsewhere is not None:
         return 0

@@ -33,6 +33,8 @@ from rkmate.measure.remembered import CostMemory
 from rkmate.measure.runs import Timings, copied_forms, signature
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import temporary_bytes
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import OpOverload
 
 LONG = 1e-3
 """Seconds, counted: an operation that takes this long is not run again only for what it makes."""
@@ -230,12 +232,12 @@ class _Runner:
         return made is None or self.partition.block_of[made] != HOISTED
 
     def _chooses(self, j: int) -> bool:
-        return chooses(self.program.owner[j].meta["val"])
+        return chooses(self.program.owner[j].meta[VALUE])
 
     def _held(self, j: int) -> torch.Tensor:
         """The value of a D node, made up where it is not there."""
         if j not in self.values:
-            value = made_up(self.program.owner[j].meta["val"], self.cd.d[j].kind)
+            value = made_up(self.program.owner[j].meta[VALUE], self.cd.d[j].kind)
             self.values[j] = as_made(value, self.made[j]) if j in self.made else value
         return self.values[j]
 
@@ -274,7 +276,7 @@ class _Runner:
                 return self.places[where] if where in self.places else self.sources[where]
         elif not is_view(node):
             return self._held(where)
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             return self._call(node.args[0])[node.args[1]]
         return self._call(node)
 

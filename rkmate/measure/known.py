@@ -17,6 +17,7 @@ from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
 from rkmate.graph.capture.operations import is_view
 from rkmate.ir.cd import Cost
+from rkmate.torch_seam.nodes import VALUE
 
 
 class KnownOperations:
@@ -51,7 +52,7 @@ def form_of(node: fx.Node) -> Hashable:
 def _frozen(value: Any) -> Hashable:
     if isinstance(value, fx.Node):
         seen = form_of(value) if value.op == "call_function" and is_view(value) else None
-        return _frozen(value.meta.get("val")), seen
+        return _frozen(value.meta.get(VALUE)), seen
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, (list, tuple)):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from rkmate.graph.capture.eager_kernels import LONGEST_AT_ZERO
 from rkmate.ir.cd import DKind
+from rkmate.torch_seam.patches.numerics import LONGEST_AT_ZERO
 
 _DRAWN = 2**18
 """So many numbers are drawn, and then repeated: drawing takes longer than writing."""

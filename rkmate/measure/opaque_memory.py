@@ -11,6 +11,7 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of, random_state
+from rkmate.torch_seam.nodes import VALUE
 
 _known: dict[Any, int] = {}
 
@@ -24,7 +25,7 @@ def opaque_bytes(node: fx.Node) -> int | None:
     if node.target not in (FORWARD, BACKWARD):
         return None
     key = str(node.args[0])
-    forms = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in node.all_input_nodes]
+    forms = [(tuple(n.meta[VALUE].shape), n.meta[VALUE].dtype) for n in node.all_input_nodes]
     at = (node.target, kind_of(key), tuple(forms), repr(node.args[3:5]))
     if at not in _known:
         _known[at] = _peak(node, torch.zeros)
@@ -35,7 +36,7 @@ def opaque_bytes(node: fx.Node) -> int | None:
 
 def _peak(node: fx.Node, integers: Any) -> int:
     def made(n: fx.Node) -> torch.Tensor:
-        like = n.meta["val"]
+        like = n.meta[VALUE]
         if like.dtype is torch.uint8 and node.target is BACKWARD and n is node.args[5]:
             return random_state(like.device)
         make = torch.ones if like.is_floating_point() else integers
@@ -45,7 +46,7 @@ def _peak(node: fx.Node, integers: Any) -> int:
     target: Any = node.target
     args: Any = fx.node.map_arg(node.args, made)
     device = devices.common(args[1])
-    results = node.meta["val"]
+    results = node.meta[VALUE]
     with torch.no_grad(), unchanged_random_state(device):
         peak = device.measure_peak(lambda: target(*args), timeline=False).peak
     kept: int = sum(t.nbytes for t in results)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rkmate.device import Device
 from rkmate.measure.settings import MeasureSettings
+from rkmate.torch_seam.containers import pytree
 
 K = TypeVar("K", bound=Hashable)
 

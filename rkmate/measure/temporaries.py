@@ -27,6 +27,7 @@ from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.compiled_memory import bytes_of_group
 from rkmate.measure.opaque_memory import opaque_bytes
 from rkmate.measure.reductions_on_gpus import reduction_bytes
+from rkmate.torch_seam.nodes import VALUE
 
 Tensors = Sequence[torch.Tensor]
 aten, own = torch.ops.aten, torch.ops.rkmate
@@ -40,8 +41,8 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     """
     if isinstance(node.target, Tiled):
         return tile_bytes(node.target)
-    inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta["val"], torch.Tensor)]
-    outputs = _tensors(node.meta["val"])
+    inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta[VALUE], torch.Tensor)]
+    outputs = _tensors(node.meta[VALUE])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
         gpu = devices.common((*inputs, *outputs)).elsewhere
         return 0 if gpu is None else _on_gpu(gpu, node, inputs)

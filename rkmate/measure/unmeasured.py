@@ -9,6 +9,7 @@ from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.cd import Cost
 from rkmate.measure.analytic import bytes_moved
 from rkmate.measure.costs import Costs
+from rkmate.torch_seam.schema import operator_name
 
 AMPLE = 4
 """No kernel that works on rows or numbers takes more temporary memory than so many copies of all that it
@@ -41,5 +42,5 @@ def _each(partition: Partition, counted: Costs) -> list[tuple[fx.Node, Cost]]:
 
 
 def _has_scratch(node: fx.Node) -> bool:
-    name = str(getattr(node.target, "_opname", ""))
+    name = str(operator_name(node.target, ""))
     return any(word in name for word in _SCRATCH)

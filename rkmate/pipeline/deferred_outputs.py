@@ -13,6 +13,7 @@ from rkmate.graph.passes.joint import Joint
 from rkmate.ir.plan import PlanData
 from rkmate.pipeline.prepare import Blocked, Traced
 from rkmate.show.amounts import size
+from rkmate.torch_seam.nodes import VALUE
 
 
 def name_of(result: Structure, number: int) -> str:
@@ -39,7 +40,7 @@ def note_of(blocked: Blocked) -> str:
 
 def bytes_of(joint: Joint) -> int:
     """What the deferred outputs take once they are read."""
-    return sum(storage_bytes(d.result.meta["val"]) for d in joint.deferred)
+    return sum(storage_bytes(d.result.meta[VALUE]) for d in joint.deferred)
 
 
 def undeferred(traced: Traced) -> Traced:

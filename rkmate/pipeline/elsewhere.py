@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rkmate.device.elsewhere import planning_for
 from rkmate.devices import GPU, checked
@@ -18,6 +17,7 @@ from rkmate.errors import ArgumentError
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import capture_lock, planning_lock
+from rkmate.torch_seam.containers import pytree
 
 _P = TypeVar("_P", bound=Plan)
 

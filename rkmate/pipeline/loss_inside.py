@@ -13,6 +13,7 @@ from rkmate.errors import ArgumentError
 from rkmate.graph.capture.capture import Capture
 from rkmate.pipeline.settings import Trains
 from rkmate.stand_in import StandIn
+from rkmate.torch_seam.modules import SUBMODULES, apply_to_tensors, submodules_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,7 +75,7 @@ class WithLoss(StandIn):
         self.__dict__["_whole"] = ModelAndLoss(model, fn, outputs)
 
     def _set_up(self) -> None:
-        self.__dict__["_modules"] = _Submodules(self)
+        self.__dict__[SUBMODULES] = _Submodules(self)
 
     def _made_with(self) -> tuple[Any, ...]:
         return ()
@@ -93,11 +94,11 @@ class WithLoss(StandIn):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._whole._apply(fn, recurse)
+        apply_to_tensors(self._whole, fn, recurse)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == self._whole.key and KEY in self._whole._modules:
+        if name == self._whole.key and KEY in submodules_of(self._whole):
             setattr(self._whole, KEY, value)
         else:
             super().__setattr__(name, value)
@@ -248,10 +249,10 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
         self._module = module
 
     def _all(self) -> dict[str, nn.Module | None]:
-        found = dict(self._module._original._modules)
+        found = dict(submodules_of(self._module.original))
         whole = self._module.__dict__.get("_whole")       # none yet in a copy that is being made
-        if whole is not None and KEY in whole._modules:
-            found[whole.key] = whole._modules[KEY]
+        if whole is not None and KEY in submodules_of(whole):
+            found[whole.key] = submodules_of(whole)[KEY]
         return found
 
     def __getitem__(self, name: str) -> nn.Module | None:
@@ -264,10 +265,10 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
         return len(self._all())
 
     def __setitem__(self, name: str, module: nn.Module | None) -> None:
-        self._module._original._modules[name] = module
+        submodules_of(self._module.original)[name] = module
 
     def __delitem__(self, name: str) -> None:
-        del self._module._original._modules[name]
+        del submodules_of(self._module.original)[name]
 
     def copy(self) -> dict[str, nn.Module | None]:
         """A plain dictionary."""

@@ -25,8 +25,6 @@ from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, capture
-from rkmate.graph.capture.checkpoints import region_of
-from rkmate.graph.capture.direct import read_directly
 from rkmate.graph.capture.elsewhere import as_there
 from rkmate.graph.capture.gradient_places import refuse_gradients_in_place
 from rkmate.graph.capture.pieces import tensor_called
@@ -58,6 +56,9 @@ from rkmate.pipeline.variants import Concerned, Variant, first
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.progress import Progress
+from rkmate.torch_seam.modules import submodules_of
+from rkmate.torch_seam.patches.autograd import region_of
+from rkmate.torch_seam.tensors import read_directly
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,7 +360,7 @@ def _reserve_at_loss(graph: CDGraph) -> int:
 def _children(model: nn.Module) -> frozenset[str]:
     """Names of what an `nn.Sequential` calls one after the other."""
     plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    return frozenset(model._modules) if plain else frozenset()
+    return frozenset(submodules_of(model)) if plain else frozenset()
 
 
 def cut_children(program: Program, children: frozenset[str]) -> Stages | None:

@@ -8,12 +8,14 @@ import torch
 from torch import fx
 
 from rkmate.graph.blocks.infos import Modules
-from rkmate.graph.capture.direct import read_directly
 from rkmate.graph.passes.simplify import is_backward
 from rkmate.ir.cd import HOISTED
 from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
 from rkmate.pipeline.origin import shape_of
 from rkmate.pipeline.prepare import Prepared
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import operator_name
+from rkmate.torch_seam.tensors import read_directly
 
 
 @read_directly()
@@ -26,7 +28,7 @@ def summarise(prepared: Prepared) -> GraphSummary:
                     c.outputs, c.time, c.overhead, c.random, i in program.constant,
                     c.donors, c.alternatives, c.decides, c.adds)
         for i, (c, node) in enumerate(zip(graph.c, program.operation, strict=True)))
-    storages = tuple(Storage(d.name, d.size, d.kind, _shape(owner.meta.get("val")))
+    storages = tuple(Storage(d.name, d.size, d.kind, _shape(owner.meta.get(VALUE)))
                      for d, owner in zip(graph.d, program.owner, strict=True))
     made = GraphSummary(
         computations, storages, graph.loss, graph.outputs, graph.output_grads, graph.input_grads,
@@ -64,7 +66,7 @@ def _captured(prepared: Prepared, module_of: Modules) -> tuple[Captured, ...]:
 
 def _operation(node: fx.Node) -> str:
     target: Any = node.target
-    return str(getattr(target, "_opname", getattr(target, "__name__", target))).lstrip("_")
+    return operator_name(target, str(getattr(target, "__name__", target))).lstrip("_")
 
 
 def _shape(value: Any) -> str:

@@ -10,6 +10,7 @@ from rkmate.errors import ArgumentError
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.structure import Structure
 from rkmate.pipeline.settings import Trains
+from rkmate.torch_seam.nodes import VALUE
 
 _BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "cross_attentions", "mems",
                 "encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions",
@@ -76,7 +77,7 @@ def _by_form(captured: Capture) -> tuple[bool, ...]:
     it returns ``log_probs``, by these: trl's trainers compute their losses from them (1.16). Where this
     guess is wrong, the first backward says so, and the plan follows.
     """
-    meta: list[Any] = [n.meta["val"] if n is not None else None for n in captured.outputs]
+    meta: list[Any] = [n.meta[VALUE] if n is not None else None for n in captured.outputs]
     able = captured.differentiable
     scored = captured.result.index_of("log_probs")
     if scored is not None and able[scored]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -70,11 +69,8 @@ class Checkmate:
 
     def __init__(self, graph: CDGraph, recompute: Recompute = "any", pinned: Iterable[int] = (),
                  reserve_at_loss: int = 0) -> None:
-        with warnings.catch_warnings():
-            # PuLP 3.3 announces a new way to make variables that its older versions lack.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.model = CheckmateModel(graph, recompute, pinned, reserve_at_loss)
-            self.highs = Highs(self.model.program)
+        self.model = CheckmateModel(graph, recompute, pinned, reserve_at_loss)
+        self.highs = Highs(self.model.program)
 
     def solve(self, budget: int, *, time_limit: float = TIME_LIMIT, gap: float = 0.0,
               known: Schedule | None = None) -> CheckmateSolution:

@@ -12,11 +12,12 @@ the stage's start) to where it is read, and may be 0 elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
 
-import pulp
-
+from rkmate.ilp.rows import Rows
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Schedule
@@ -41,6 +42,19 @@ def rerunnable(graph: CDGraph, recompute: Recompute) -> list[list[int]]:
     return result
 
 
+class Variable(NamedTuple):
+    """A variable of the program."""
+
+    name: str
+    column: int
+
+
+Value = Variable | int
+"""A variable, or what it would be where nothing is to be decided: 0 or 1."""
+Term = tuple[float, Value]
+"""A weight, and what it multiplies."""
+
+
 class CheckmateModel:
     """The program; the budget is a variable with equal bounds, so one model serves all budgets."""
 
@@ -55,22 +69,16 @@ class CheckmateModel:
         self.second = (self.base_seconds or 1.0) / UNITS
         self.byte = max(1.0, sum(d.size for d in graph.d) / UNITS)
         self.rerunnable = rerunnable(graph, recompute)
-        self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
-        self.R: dict[tuple[int, int], pulp.LpVariable] = {
-            (t, i): pulp.LpVariable(f"R_{t}_{i}", cat="Binary")
-            for t in range(n) for i in self.rerunnable[t]}
-        self._rows = 0
-        # (1a) time of everything that runs again.
-        self.program.setObjective(pulp.LpAffineExpression(
-            [(r, graph.c[i].time / self.second) for (_, i), r in self.R.items()]))
-        top = sum(d.size for d in graph.d) * 2 + sum(c.overhead for c in graph.c)
-        self.budget = pulp.LpVariable("budget", 0, top / self.byte + 1)
+        self.program = Rows()
+        # (1a) the objective: time of everything that runs again.
+        self.R = {(t, i): self._variable(f"R_{t}_{i}", cost=graph.c[i].time / self.second, integer=True)
+                  for t in range(n) for i in self.rerunnable[t]}
         self._fixed = self._gradients()
         self._free = [made is not None and made < graph.loss and j not in self.pinned
                       and j not in graph.inputs for j, made in enumerate(graph.producer)]
-        self._now: dict[int, pulp.LpVariable | int] = {}      # retention of each value, so far
-        self._used = pulp.LpAffineExpression()                # U of the paper, so far
-        self.S: list[dict[int, pulp.LpVariable]] = []
+        self._now: dict[int, Value] = {}      # retention of each value, so far
+        self._used: Value = 0                 # U of the paper, so far
+        self.S: list[dict[int, Variable]] = []
         """For each stage, which values are there at its start, as variables."""
         self._last_use = self._last_uses()
         for t in range(n):
@@ -114,42 +122,48 @@ class CheckmateModel:
                     result[j] = t
         return result
 
-    def _variable(self, name: str) -> pulp.LpVariable:
-        return pulp.LpVariable(name, 0, 1)
+    @cached_property
+    def budget(self) -> Variable:
+        """What each solve fixes."""
+        top = sum(d.size for d in self.graph.d) * 2 + sum(c.overhead for c in self.graph.c)
+        return self._variable("budget", top / self.byte + 1)
 
-    def _require(self, left: pulp.LpAffineExpression, name: str) -> None:
-        """Add the row left <= 0."""
-        self._rows += 1
-        self.program.addConstraint(
-            pulp.LpConstraint(left, pulp.LpConstraintLE, f"{name}_{self._rows}"))
+    def _variable(self, name: str, upper: float = 1, cost: float = 0.0, *, integer: bool = False) -> Variable:
+        return Variable(name, self.program.column(name, 0, upper, cost, integer=integer))
+
+    def _require(self, *terms: Term, least: float = -math.inf) -> None:
+        """Add a row: the sum of the terms is at most 0, and at least `least`."""
+        known = sum(weight * value for weight, value in terms if not isinstance(value, Variable))
+        self.program.weighted(least - known, [(value.column, weight) for weight, value in terms
+                                              if isinstance(value, Variable)], -known)
 
     def _loss(self) -> None:
         """Outputs are there when the loss is computed; their gradients arrive."""
         graph = self.graph
         for j in graph.outputs:
             if self._free[j]:
-                self._require(pulp.LpAffineExpression({}, 1) - self._now[j], "loss")
+                self._require((1, 1), (-1, self._now[j]))
         extra = max(graph.bytes(graph.output_grads) + self._loss_keeps, self.reserve)
         pinned = sum(graph.d[j].size for j in self.pinned
                    if (made := graph.producer[j]) is not None and made < graph.loss)
-        self._require(self._used + (extra + pinned) / self.byte - self.budget, "loss_memory")
-        change = pulp.LpAffineExpression()
+        self._require((1, self._used), ((extra + pinned) / self.byte, 1), (-1, self.budget))
+        change: list[Term] = []
         for j in graph.outputs:
             if self._free[j]:
                 before = self._now[j]
-                after: pulp.LpVariable | int = 0
+                after: Value = 0
                 if self._last_use[j] >= graph.loss:
                     after = self._variable(f"S_loss_{j}")
-                    self._require(pulp.LpAffineExpression(after) - before, "stay")
+                    self._require((1, after), (-1, before))
                 self._now[j] = after
-                change += (graph.d[j].size / self.byte) * (pulp.LpAffineExpression(after) - before)
+                change += self._change(j, before, after)
         self._use(change, "loss")
 
     def _stage(self, t: int) -> None:
         graph = self.graph
         if t == graph.loss:
             self._loss()
-        self.S.append({j: v for j, v in self._now.items() if isinstance(v, pulp.LpVariable)})
+        self.S.append({j: v for j, v in self._now.items() if isinstance(v, Variable)})
         steps = [*self.rerunnable[t], t]
         uses: dict[int, list[int]] = {}
         for i in steps:
@@ -159,55 +173,55 @@ class CheckmateModel:
         changed = False
         for i in steps:
             node = graph.c[i]
-            runs: pulp.LpVariable | int = 1 if i == t else self.R[t, i]
+            runs: Value = 1 if i == t else self.R[t, i]
             # (1b) inputs are there when a node runs.
             for j in node.inputs:
                 if self._free[j]:
-                    self._require(pulp.LpAffineExpression(runs) - self._now.get(j, 0), "input")
-            change = pulp.LpAffineExpression()
-            after_of: dict[int, pulp.LpVariable | int] = {}
+                    self._require((1, runs), (-1, self._now.get(j, 0)))
+            change: list[Term] = []
+            after_of: dict[int, Value] = {}
             for j in dict.fromkeys((*node.inputs, *node.outputs)):
                 if not self._free[j]:
                     continue
                 before = self._now.get(j, 0)
-                after: pulp.LpVariable | int = 0
+                after: Value = 0
                 needed = (self._last_use[j] > t or (j in graph.outputs and t < graph.loss)
                           or uses[j][-1] != i)
                 if needed:
                     after = self._variable(f"S_{t}_{j}_{i}")
                     # (1c) a value stays, or its node runs.
-                    stays = pulp.LpAffineExpression(after) - before
-                    self._require(stays - runs if j in node.outputs else stays, "stay")
+                    self._require((1, after), (-1, before), (-int(j in node.outputs), runs))
                 self._now[j] = after_of[j] = after
-                change += (graph.d[j].size / self.byte) * (pulp.LpAffineExpression(after) - before)
+                change += self._change(j, before, after)
             # (1d, 7) memory during the step: what is there, its outputs, its temporaries.
             own = (graph.bytes(node.outputs) + node.overhead) / self.byte
             if own or changed:
-                self._require(self._used + own * pulp.LpAffineExpression(runs)
-                              + self._fixed[t] / self.byte - self._overwritten(i, t, runs, after_of)
-                              - self.budget, "memory")
-            if len(change):
+                self._require((1, self._used), (own, runs), (self._fixed[t] / self.byte, 1),
+                              *self._overwritten(i, t, runs, after_of), (-1, self.budget))
+            if change:
                 self._use(change, f"{t}_{i}")
                 changed = True
 
-    def _use(self, change: pulp.LpAffineExpression, name: str) -> None:
-        """(5) U, as a variable of its own: otherwise every row would name every value."""
-        if not len(change):
-            return
-        used = pulp.LpVariable(f"U_{name}", 0)
-        self._rows += 1
-        self.program.addConstraint(pulp.LpConstraint(
-            self._used + change - used, pulp.LpConstraintEQ, f"used_{self._rows}"))
-        self._used = pulp.LpAffineExpression(used)
+    def _change(self, j: int, before: Value, after: Value) -> list[Term]:
+        """What a value adds to U."""
+        size = self.graph.d[j].size / self.byte
+        return [(sign * size, value) for sign, value in ((1, after), (-1, before))
+                if size and isinstance(value, Variable)]
 
-    def _overwritten(self, i: int, t: int, runs: pulp.LpVariable | int,
-                     after: Mapping[int, pulp.LpVariable | int]) -> pulp.LpAffineExpression:
+    def _use(self, change: Sequence[Term], name: str) -> None:
+        """(5) U, as a variable of its own: otherwise every row would name every value."""
+        if change:
+            used = self._variable(f"U_{name}", math.inf)
+            self._require((1, self._used), *change, (-1, used), least=0)
+            self._used = used
+
+    def _overwritten(self, i: int, t: int, runs: Value, after: Mapping[int, Value]) -> list[Term]:
         """Memory that a run of node i in stage t does not take, because its output takes the storage
         of an input that dies with it."""
         graph = self.graph
         node = graph.c[i]
-        saving = pulp.LpAffineExpression()
-        chosen = pulp.LpAffineExpression()
+        saving: list[Term] = []
+        chosen: list[Term] = []
         for j in node.donors:
             if self._free[j]:
                 dies = after.get(j, 0)
@@ -217,12 +231,12 @@ class CheckmateModel:
             else:
                 continue
             taken = self._variable(f"W_{t}_{i}_{j}")
-            self._require(pulp.LpAffineExpression(taken) - runs, "donor")
-            self._require(pulp.LpAffineExpression(taken) + dies - 1, "donor_dies")
-            saving += (graph.d[j].size / self.byte) * taken
-            chosen += taken
+            self._require((1, taken), (-1, runs))
+            self._require((1, taken), (1, dies), (-1, 1))
+            saving.append((-graph.d[j].size / self.byte, taken))
+            chosen.append((1, taken))
         if len(chosen) > 1:
-            self._require(chosen - 1, "one_donor")
+            self._require(*chosen, (-1, 1))
         return saving
 
     def order(self, values: Mapping[str, float]) -> tuple[list[int], int]:

@@ -4,8 +4,6 @@ What can change after a module was wrapped is looked at before each forward and 
 on parameters, the form of what stands in ``.grad``, and what the backward was called for. A step that fails
 half-way leaves a mark at the gradients that it has begun to add to: the next forward refuses to add to them
 until they are zeroed, replaced or set to None.
-
-Uses a private name of torch (whether the engine adds to a parameter's gradient); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -14,10 +12,11 @@ import threading
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import increment_version
 
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.graph.capture.gradient_places import IN_PLACE, RETURNED, obstacle
+from rkmate.torch_seam.tensors import will_accumulate
 
 _MARK = "_rkmate_half_added"
 """Attribute of a gradient: a step failed that had begun to add."""
@@ -76,7 +75,7 @@ class Additions:
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if why := obstacle(parameter):
                 raise BackwardError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
-            if not parameter.requires_grad or not _is_accumulated(parameter):
+            if not parameter.requires_grad or not will_accumulate(parameter):
                 raise BackwardError(
                     f"{IN_PLACE}: this backward does not add to the gradient of {name!r}, as "
                     "torch.autograd.grad and backward(inputs=...) do not, or not to all; a planned one "
@@ -103,11 +102,3 @@ def _is_half_added(grad: torch.Tensor | None) -> bool:
         return True
     delattr(grad, _MARK)
     return False
-
-
-def _is_accumulated(parameter: torch.Tensor) -> bool:
-    """Inside of a backward: whether its end is to add to a parameter's gradient."""
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:            # torch.autograd.grad was asked for this parameter's gradient
-        return False

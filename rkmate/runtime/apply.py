@@ -6,8 +6,6 @@ planned method in the place of ``forward`` for those who call that directly (pef
 
 What is planned is the call as a whole, with the hooks and whatever a library has put in the place of
 ``forward``. Sharded modules are the exception: their hooks gather parameters, and run outside.
-
-Uses private names of torch (where a compiled call is kept, and what makes replicas); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from rkmate.runtime.module import NewShape, PlannedModule
 from rkmate.runtime.plan_cache import Executable, Planning
 from rkmate.runtime.sharded import is_sharded, shares
 from rkmate.show.plan import Plan
+from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, replace_call
 
 _M = TypeVar("_M", bound=nn.Module)
 _PUT = ("forward", "__getstate__", "_replicate_for_data_parallel")
@@ -85,7 +84,7 @@ class PlannedCall:
         if part is self._forward is not None:
             return self._own_forward(*args, **kwargs)
         if part is not None or is_sharded(self._model):
-            return self._model._call_impl(*args, **kwargs)
+            return own_call(self._model)(*args, **kwargs)
         return self.whole.forward(*args, **self._with_tensors(kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +123,7 @@ class PlannedCall:
         for name in _PUT:
             self._model.__dict__.pop(name, None)
         self._model.__dict__.update(left)
-        self._model._compiled_call_impl = None
+        replace_call(self._model, None)
 
     def left_without(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """What a module's dictionary holds without the plan."""
@@ -142,7 +141,7 @@ class PlannedCall:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         with self._entered(self.whole):
-            return self._model._call_impl(*args, **kwargs)
+            return own_call(self._model)(*args, **kwargs)
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._own is not None:
@@ -176,7 +175,7 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     call = PlannedCall(model, _sharing(planning), verify, on_new_shape)
     model.__dict__.update((name, MethodType(method, model)) for name, method in zip(
         _PUT, (_planned_forward(call), _state_without_plan, _refuse_replicas), strict=True))
-    model._compiled_call_impl = call
+    replace_call(model, call)
     return call
 
 
@@ -198,14 +197,14 @@ def _sharing(planning: Planning) -> Planning:
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    if model._compiled_call_impl is not None and planned_call_of(model) is None:
+    if compiled_call(model) is not None and planned_call_of(model) is None:
         raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
                             'module itself, or compile it with backend="rkmate"')
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
     """What `put_plan_into` has put into a module; None where it is as it was."""
-    call = model.__dict__.get("_compiled_call_impl")
+    call = model.__dict__.get(COMPILED_CALL)
     return call if isinstance(call, PlannedCall) else None
 
 

@@ -17,6 +17,8 @@ from rkmate.runtime.deferred_tensor import Unread, deferred_tensor, leave_alone
 from rkmate.runtime.environment import Environment, version
 from rkmate.runtime.segments import without_autocast
 from rkmate.support.warn import warn
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.tensors import version_of
 
 IN_A_ROW = 2
 """Calls after another whose deferred outputs were read, until they are planned as ordinary ones."""
@@ -45,7 +47,7 @@ class DeferredOutputs:
         place = {node: k for k, node in enumerate(joint.kept)}
         self._device = device
         self._outputs = [_Output(
-            d.output, name_of(result, d.output), _form(d.result.meta["val"]), function,
+            d.output, name_of(result, d.output), _form(d.result.meta[VALUE]), function,
             {source_key(d.sources[mine]): place[theirs] for mine, theirs in d.kept.items()},
             tuple(source_key(s) for s in d.sources.values() if s.kind != "kept"))
             for d, function in zip(joint.deferred, functions, strict=True)]
@@ -73,7 +75,7 @@ class _Reading:
     def __init__(self, output: _Output, held: Mapping[str, torch.Tensor], device: torch.device,
                  read: Callable[[str], None] | None) -> None:
         self._output, self._held, self._device, self._read = output, held, device, read
-        self._versions = {k: t._version for k, t in held.items() if not t.is_inference()}
+        self._versions = {k: version_of(t) for k, t in held.items() if not t.is_inference()}
 
     def __call__(self) -> torch.Tensor:
         for key, tensor in self._held.items():

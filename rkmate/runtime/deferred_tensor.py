@@ -2,9 +2,6 @@
 
 It knows its shape, dtype, device and strides at once. Whatever else it is asked for, it answers as the plain
 tensor that it computes then, and keeps: every function of torch gets that one in its place.
-
-Uses private names of torch (tensors without memory, and calls without their own answer); tested with
-torch 2.13.
 """
 
 from __future__ import annotations
@@ -15,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.tensors import read_directly, wrapper_tensor
 
 _T = torch.Tensor
 aten = torch.ops.aten
@@ -83,7 +82,7 @@ class DeferredTensor(torch.Tensor):
                 return first.later(lambda values: func(values, *args[1:], **kwargs))
         if func not in _WITHOUT_VALUES:
             args, kwargs = _in_their_place((args, kwargs), DeferredTensor.read)
-        with torch._C.DisableTorchFunctionSubclass():
+        with read_directly():
             return func(*args, **kwargs)
 
     @classmethod
@@ -96,9 +95,8 @@ class DeferredTensor(torch.Tensor):
 
 def deferred_tensor(form: torch.Tensor, device: torch.device, unread: Unread) -> DeferredTensor:
     """A tensor with the form of another one, and these values when they are read."""
-    with torch._C.DisableTorchFunctionSubclass():
-        made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
-            DeferredTensor, form.size(), strides=form.stride(), dtype=form.dtype, device=device)
+    with read_directly():
+        made = wrapper_tensor(DeferredTensor, form.size(), form.stride(), 0, dtype=form.dtype, device=device)
     made._unread = unread
     made._plain = None
     return made

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from rkmate import device as devices
-from rkmate.device.foreach_copy import add_to_all, copy_all
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import adding
 from rkmate.runtime.away import Away
+from rkmate.torch_seam.tensors import add_to_all, copy_all, version_of
 
 _random = threading.RLock()
 """Held around every random operation of a planned step: a replay moves the default generator back,
@@ -191,14 +191,14 @@ class Environment:
 
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor was written in place; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def check_versions(versions: Mapping[str, int], keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     """Raises `BackwardError` when a tensor was changed in place since its version was noted."""
     for key, tensor in zip(keys, tensors, strict=True):
         noted = versions.get(key)
-        if noted is not None and noted != tensor._version:
+        if noted is not None and noted != version_of(tensor):
             raise BackwardError(_changed(key))
 
 

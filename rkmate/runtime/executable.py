@@ -17,7 +17,6 @@ from torch import fx, nn
 
 from rkmate.codegen.emit import Generated
 from rkmate.device.copy_engine import CopyEngine
-from rkmate.device.dispatch import all_ordinary
 from rkmate.device.quick_code import load
 from rkmate.device.random_state import RandomState
 from rkmate.errors import BackwardError, OffloadError
@@ -44,6 +43,9 @@ from rkmate.runtime.segments import (
     unseen,
     without_autocast,
 )
+from rkmate.torch_seam.modules import buffers_of, parameters_of
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.tensors import all_ordinary, version_of
 
 _numbers = iter(range(1 << 62))
 _version = attrgetter("_version")
@@ -128,7 +130,7 @@ class PlannedStep:
         self.unplanned = [i for i, d in enumerate(capture.differentiable)
                            if d and not self.wanted[i]]
         self._all_targets = list(dict.fromkeys(source_key(s) for s, _ in capture.grads))
-        meta = [n.meta["val"] if n is not None else None for n in joint.outputs]
+        meta = [n.meta[VALUE] if n is not None else None for n in joint.outputs]
         self._meta = [(tuple(m.shape), m.dtype, tuple(m.stride())) if m is not None else None
                       for m in meta]
         written = joint.written()
@@ -246,7 +248,7 @@ class PlannedStep:
             return dict(zip(self._versioned, map(_version, map(sources.__getitem__, self._versioned)),
                             strict=True))
         except RuntimeError:                # inference tensors have none
-            return {k: sources[k]._version for k in self._versioned if not sources[k].is_inference()}
+            return {k: version_of(sources[k]) for k in self._versioned if not sources[k].is_inference()}
 
     def target(self, key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parameter or input that a gradient is of."""
@@ -369,5 +371,5 @@ def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
     owner = owner_name(name)
     path, _, leaf = owner.rpartition(".")
     module = model.get_submodule(path)
-    return TensorSlot(module._parameters if kind == "param" else module._buffers, leaf,
+    return TensorSlot(parameters_of(module) if kind == "param" else buffers_of(module), leaf,
                       leaf + name.removeprefix(owner) if name != owner else "")

@@ -16,13 +16,16 @@ import torch
 from torch import nn
 
 from rkmate import device as devices
-from rkmate.graph.capture.global_hooks import global_backward_hooks, global_forward_hooks
-from rkmate.graph.capture.library_paths import is_observer
 from rkmate.graph.capture.state import Assigned
 from rkmate.graph.capture.structure import take_call_apart
 from rkmate.runtime.key_parts import Part, Same, by_content
 from rkmate.runtime.snapshot import Equivalents, Snapshot, attributes_of, before, snapshot
-from rkmate.runtime.unchanged import HOOKS, Walk, forwards
+from rkmate.runtime.unchanged import Walk, forwards
+from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES
+from rkmate.torch_seam.patches.features import GUARDS
+from rkmate.torch_seam.patches.libraries import is_observer
+from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
+from rkmate.torch_seam.versions import is_off
 
 _REMEMBERED = 4
 """Sets of submodules whose attributes are known by name."""
@@ -109,23 +112,23 @@ class ModuleReader:
         for m in modules:                       # grows while it is walked
             d = m.__dict__
             flags.append(m.training)
-            for kind in HOOKS:
+            for kind in HOOK_KINDS:
                 if d[kind]:
                     mine = [h for h in d[kind].values() if not is_observer(h)]
                     if mine:
                         flags.append((kind, len(mine)))
                         hooks += mine
-            tensors = d["_parameters"].values()
+            tensors = d[PARAMETERS].values()
             if tensors:
                 flags += [t is not None and t.requires_grad for t in tensors]
-            if d["_buffers"]:
-                tensors = (*tensors, *d["_buffers"].values())
+            if d[BUFFERS]:
+                tensors = (*tensors, *d[BUFFERS].values())
             for t in tensors:
                 if t is not None:
                     places += (t.dtype, t.device, t.shape,
                                t.stride() if t.layout is torch.strided else t.layout,
                                numbers.setdefault(id(t), len(numbers)))
-            children = d["_modules"]
+            children = d[SUBMODULES]
             if children:
                 parts.append(m)
                 parts += children
@@ -146,7 +149,7 @@ class ModuleReader:
             p for p in places if isinstance(p, torch.device))
         self._latest = ModuleGuards(FlagGuards(same, latest.flags.flags.or_new(tuple(flags))),
                                     attributes.read(hooks), place, kinds)
-        self._walk = Walk(modules, attributes.latest)
+        self._walk = None if is_off(GUARDS) else Walk(modules, attributes.latest)
         return self._latest
 
     def _attributes_of(self, parts: Same) -> _AttributeReader:

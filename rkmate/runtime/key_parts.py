@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.structure import attributes_in
+from rkmate.torch_seam.containers import attributes_in
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
            torch.memory_format)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.structure import take_apart, tensors_in
+from rkmate.graph.capture.structure import take_apart
+from rkmate.torch_seam.containers import tensors_in
 
 DIMENSION = 1
 """Of a sequence, in arguments and outputs: after that of the batch."""

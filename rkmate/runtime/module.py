@@ -13,8 +13,6 @@ from torch import nn
 
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.gradient_places import refuse_data_parallelism
-from rkmate.graph.capture.modes import inside_fake_mode, inside_transform
-from rkmate.graph.capture.structure import tensors_in
 from rkmate.pipeline.loss_inside import traceable
 from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
@@ -27,6 +25,8 @@ from rkmate.show.plan import Plan
 from rkmate.stand_in import StandIn
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.warn import warn
+from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
 
 NewShape = Literal["plan", "original", "error"]
 logger = logging.getLogger("rkmate")

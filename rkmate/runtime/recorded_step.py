@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from rkmate import device as devices
-from rkmate.device.dispatch import all_ordinary
-from rkmate.device.graphs import Recorder, can_record, users
+from rkmate.device.graphs import Recorder, can_record
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.runtime.environment import Environment, check_versions
 from rkmate.runtime.executable import PlannedStep
 from rkmate.runtime.segments import unrecorded, without_autocast
 from rkmate.show.plan import Plan
+from rkmate.torch_seam.tensors import all_ordinary, storage_users
 
 _OPTION = "cuda_graph=True"
 
@@ -110,7 +110,7 @@ class RecordedStep:
                 raise ArgumentError(f"{_OPTION}: the step cannot be recorded; an operation asks the host, or "
                                     f"needs it to wait: {error}") from error
         env.clear()
-        self._unshared = {k: users(g) for k, g in self._grads.items()}
+        self._unshared = {k: storage_users(g) for k, g in self._grads.items()}
 
     def _rehearse(self, sources: dict[str, torch.Tensor]) -> None:
         """Run the step once, without any effect, to find operations that wait for the device."""
@@ -167,13 +167,13 @@ class RecordedStep:
     def _make_room(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move away what is left of the gradients before."""
         for key, grad in self._grads.items():
-            if users(grad) == self._unshared[key]:
+            if storage_users(grad) == self._unshared[key]:
                 continue
             target = self._step.target(key, tensors)
             if target.grad is not None and \
                     target.grad.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
                 target.grad = target.grad.clone()
-            if users(grad) > self._unshared[key]:
+            if storage_users(grad) > self._unshared[key]:
                 raise BackwardError(f"with {_OPTION} a backward writes its gradients over those of the step "
                                     f"before, and that of {key.partition(':')[2]!r} is still held: clone "
                                     "what has to outlast a step")

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from rkmate import device as devices
-from rkmate.device.dispatch import below_autograd, below_views
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import Additions
 from rkmate.runtime.environment import Environment, RerunState
+from rkmate.torch_seam.schema import below_autograd, below_views
+from rkmate.torch_seam.tensors import base_of, keeps_graph
 
 _GONE = ("this forward has been through a backward already, and its activations are gone; run the forward "
          "again for each loss (retain_graph=True cannot keep them), or add the losses up, and take all "
@@ -55,26 +56,36 @@ class Call:
         self.token = token(env.device)
         """The gradient of every token."""
 
-    def run(self, number: int, receive: Callable[[], None] | None = None) -> list[Any]:
-        """One segment of the backward: parameter gradients, then (last segment) input gradients.
+    def begin(self, receive: Callable[[], None]) -> None:
+        """Begin the backward: `receive` puts the gradients of the module's outputs where the segments find them.
 
-        `receive`: puts the gradients of the module's outputs where the segments find them. Raises
-        `BackwardError` when the backward has begun before, but for one through other outputs where the
-        graph was kept: the forward runs a second time for those.
+        Raises `BackwardError` when the backward has begun before, except for one through other outputs where
+        the graph was kept: the forward runs a second time for those.
         """
-        if number == 0 and self.next and self.rerun is not None and receive is not None:
+        if self.next and self.rerun is not None:
             self.env.clear()
             self.next, self.ready = 0, {}
+        if self.next:
+            raise BackwardError(_GONE)
+        if self.additions is not None:
+            self.additions.check()
+        if self.begins is not None:
+            self.begins()
+        try:
+            receive()
+        except BaseException:
+            self._interrupt()
+            raise
+
+    def run(self, number: int) -> list[Any]:
+        """Run one segment of the backward: parameter gradients, then (last segment) input gradients.
+
+        Raises `BackwardError` when the segment has run before.
+        """
         if self.next != number:
             raise BackwardError(_GONE)
-        if number == 0 and self.additions is not None:
-            self.additions.check()
-        if number == 0 and self.begins is not None:
-            self.begins()
         self.next = number + 1
         try:
-            if receive is not None:
-                receive()
             if self.ready is not None:
                 result: list[Any] = [self.ready.pop(k, None) for k in self.targets[number]]
             else:
@@ -82,13 +93,9 @@ class Call:
                     result = self.functions[number](self.env)
                 # A gradient has no bond to what it is a view of: autograd adds up the gradients of a shared
                 # parameter in the first one, but takes memory for a third where its storage is referred to.
-                result = [g if g is None or g._base is None else g.detach() for g in result]
+                result = [g if g is None or base_of(g) is None else g.detach() for g in result]
         except BaseException:
-            if self.additions is not None:
-                self.additions.were_interrupted()
-            self.next = -1
-            self.env.clear()
-            self.ready = self.rerun = None
+            self._interrupt()
             raise
         if number == self.last:
             self.env.clear()
@@ -100,10 +107,21 @@ class Call:
                 self.finished()
         return result
 
-    def run_with_graph(self, number: int, given: Mapping[int, torch.Tensor] | None = None) -> list[Any]:
-        """The same for ``create_graph=True``, by the original's forward: the planned step stays as it is."""
-        if given is not None:
-            self.with_graph = self._with_graph(given) if given else {}
+    def _interrupt(self) -> None:
+        """Give up a backward that an error has stopped."""
+        if self.additions is not None:
+            self.additions.were_interrupted()
+        self.next = -1
+        self.env.clear()
+        self.ready = self.rerun = None
+
+    def begin_with_graph(self, given: Mapping[int, torch.Tensor]) -> None:
+        """Begin a backward with ``create_graph=True``, by the original's forward: the planned step stays as it
+        is. `given`: gradients of outputs, by number."""
+        self.with_graph = self._with_graph(given) if given else {}
+
+    def run_with_graph(self, number: int) -> list[Any]:
+        """Return the gradients of one segment, which can be differentiated."""
         return [self.with_graph.pop(k, None) for k in self.targets[number]]
 
     def all_with_graph(self, given: Mapping[int, torch.Tensor]) -> list[Any]:
@@ -145,7 +163,7 @@ class Call:
     def let_go(self) -> None:
         """Forget the inputs once the backward is over: the loss may live on. Where the graph is to
         stay (retain_graph=True) they stay, as autograd's own saved tensors do."""
-        if self.next > self.last and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if self.next > self.last and not keeps_graph():
             self.rerun = None
 
 
@@ -219,32 +237,27 @@ _apply_segment = _quick_apply(_Segment)
 
 
 class _Outputs(torch.autograd.Function):
-    """The first segment of the backward: takes the gradients of the module's outputs."""
+    """The beginning of the backward: takes the gradients of the module's outputs. It computes nothing. The
+    engine holds what it hands to a function until that function returns, so that a segment which took the
+    gradients itself could not free them."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, receive: Callable[..., None], fixed: Sequence[int],
-                outputs: list[torch.Tensor], added: int, before: torch.Tensor | None,
-                *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                outputs: list[torch.Tensor], before: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.receive, ctx.added, ctx.first = call, receive, added, before is None
+        ctx.call, ctx.receive = call, receive
         result = tuple(outputs)
         outputs.clear()
         ctx.mark_non_differentiable(*(result[i] for i in fixed))
         return result
 
-    # The gradients come as one list, which the run time empties: they die inside the backward.
-    boxed_grads_call = True
-
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        box = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
-        del grads
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            result = ctx.call.run_with_graph(0, {i: g for i, g in enumerate(box) if g is not None})
+            ctx.call.begin_with_graph({i: g for i, g in enumerate(grads) if g is not None})
         else:
-            result = ctx.call.run(0, lambda: ctx.receive(ctx.call, box))
-        return (None, None, None, None, None, None if ctx.first else ctx.call.token,
-                *(None,) * ctx.added, *result)
+            ctx.call.begin(lambda: ctx.receive(ctx.call, list(grads)))
+        return None, None, None, None, ctx.call.token
 
 
 _apply_outputs = _quick_apply(_Outputs)
@@ -290,13 +303,11 @@ def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], Non
     """
     before: torch.Tensor | None = None
     last = len(params) - 1
-    for number in range(last, 0, -1):
+    for number in range(last, -1, -1):
         extra = inputs if number == last else ()
         before = _apply_segment(call, number, len(added[number]), before, *added[number], *params[number],
                                 *extra)
-    extra = inputs if last == 0 else ()
-    return list(_apply_outputs(call, receive, fixed, outputs, len(added[0]), before, *added[0], *params[0],
-                               *extra))
+    return list(_apply_outputs(call, receive, fixed, outputs, before))
 
 
 def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor], numbers: Sequence[int],

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rkmate.graph.capture.library_paths import weight_made_by
 from rkmate.graph.capture.state import MISSING, Assigned
 from rkmate.runtime.key_parts import FUNCTIONS, SCALARS, Part, by_value, identical
+from rkmate.torch_seam.modules import BUFFERS, PARAMETERS, forward_pre_hooks_of
+from rkmate.torch_seam.patches.libraries import weight_made_by
 
 _OPEN = (dict, list, set, ModuleType)
 """What can change without a trace of it; too much to compare at every call."""
@@ -79,12 +80,12 @@ def attributes_of(model: nn.Module) -> Attributes:
     for path, m in model.named_modules():
         prefix = f"{path}." if path else ""
         # Computed by a hook before each forward, which is part of the plan.
-        made = {weight_made_by(h) for h in m._forward_pre_hooks.values()}
+        made = {weight_made_by(h) for h in forward_pre_hooks_of(m).values()}
         names = [k for k, v in m.__dict__.items()
                  if k not in _SKIPPED and k not in made and not isinstance(v, _OPEN)]
         plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *names))]
         boxes += [Box(m, k, prefix + k) for k, v in m.__dict__.items()
-                  if k not in ("_parameters", "_buffers")
+                  if k not in (PARAMETERS, BUFFERS)
                   and (k in _LISTS or any(isinstance(t, torch.Tensor) and id(t) not in own
                                           for t in _members(v)))]
     return Attributes(tuple(plain), tuple(boxes))

@@ -2,38 +2,56 @@
 
 Python counts the changes of each dictionary. Attributes, submodules, parameters, buffers and hooks all stand
 in dictionaries: where their counts are the same, they hold the same objects. What can change in place is
-compared itself: the forms of tensors, and what classes have for a forward.
-
-Uses private names of torch (the count of a dictionary's changes, the forms of many tensors in one call);
-tested with torch 2.13.
+compared itself: the forms of tensors, and what classes have for a forward. Python 3.13 keeps the attributes
+of an object next to its dictionary and does not count assignments to them; there, the values of attributes
+are compared one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.guards import TensorGuards, dict_version
 
-from rkmate.graph.capture.global_hooks import global_backward_hooks, global_forward_hooks
 from rkmate.runtime.key_parts import identical
 from rkmate.runtime.snapshot import Snapshot
+from rkmate.torch_seam.compiler import TensorGuards, dict_version
+from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES
+from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSORS = ("_parameters", "_buffers")
+_TENSORS = (PARAMETERS, BUFFERS)
 _content = attrgetter("__dict__")
 _form = attrgetter("dtype", "device", "shape", "requires_grad")
+
+
+class _Probe:
+    """An object with an attribute."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def counts_assignments() -> bool:
+    """Return whether an assignment to an attribute changes the count of its object's dictionary."""
+    probe = _Probe()
+    before = dict_version(probe.__dict__)
+    probe.value = 1
+    return bool(dict_version(probe.__dict__) != before)
+
+
+_COUNTED = counts_assignments()
 
 
 class Walk:
     """What a walk over a module has come by."""
 
-    __slots__ = ("_around", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_kinds", "_modules",
-                 "_quick", "_snapshot", "_tensors", "_types", "_versions")
+    __slots__ = ("_around", "_attributes", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_kinds",
+                 "_modules", "_objects", "_quick", "_snapshot", "_tensors", "_types", "_versions")
 
     def __init__(self, modules: Sequence[nn.Module], attributes: Snapshot) -> None:
         """`modules`: the module and those in it. `attributes`: theirs, as they are now."""
@@ -41,12 +59,15 @@ class Walk:
         self._types = [*map(type, modules)]
         self._kinds = [*dict.fromkeys(self._types)]
         self._dicts = [*map(_content, modules)]
-        inside = [d[name] for d in self._dicts for name in (*HOOKS, *_TENSORS, "_modules")]
+        inside = [d[name] for d in self._dicts for name in (*HOOK_KINDS, *_TENSORS, SUBMODULES)]
         every = {id(d): d for d in (*self._dicts, *inside, *attributes.dicts)}.values()
         self._empty = [d for d in every if not d]
         self._filled = [d for d in every if d]
         self._tensors = [d[name].values() for d in self._dicts for name in _TENSORS if d[name]]
         self._versions = [*map(dict_version, self._filled)]
+        objects = {id(d): d for d in (*self._dicts, *attributes.dicts)}
+        self._objects = [] if _COUNTED else [*objects.values()]
+        self._attributes = _content_of(self._objects)
         self._around = _around()
         self._forwards = forwards(self._kinds)
         self._forms = self._forms_now()
@@ -59,6 +80,7 @@ class Walk:
         return identical([*map(type, self._modules)], self._types) \
             and identical([*map(_content, self._modules)], self._dicts) \
             and not any(self._empty) and [*map(dict_version, self._filled)] == self._versions \
+            and identical(_content_of(self._objects), self._attributes) \
             and identical(_around(), self._around) and identical(forwards(self._kinds), self._forwards) \
             and self._has_its_forms() \
             and (not boxes or identical(self._snapshot.attributes.in_boxes(), self._snapshot.members))
@@ -79,7 +101,7 @@ class Walk:
         return [*map(_form, tensors)], [*map(torch.Tensor.stride, tensors)]
 
 
-def _quick_forms(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
+def _quick_forms(tensors: Sequence[torch.Tensor]) -> Any:
     """Compares types, dtypes, devices, sizes, strides, and whether a gradient is taken; None where torch
     cannot (nested tensors)."""
     try:
@@ -93,6 +115,11 @@ def _quick_forms(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
 def forwards(types: Sequence[type]) -> list[Any]:
     """The forwards of classes: libraries replace those, too. Other descriptors make one at each access."""
     return [f for t in types if isinstance(f := getattr(t, "forward", None), FunctionType)]
+
+
+def _content_of(dicts: Iterable[dict[str, Any]]) -> list[Any]:
+    """Names and values in dictionaries, one after another."""
+    return [*chain.from_iterable(dicts), *chain.from_iterable(map(dict.values, dicts))]
 
 
 def _around() -> list[Any]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkmate.device.away_bytes import AwayBytes
 from rkmate.device.call_copies import CallCopies, Sent
@@ -28,6 +26,8 @@ from rkmate.device.statistics import StatisticsMeter, measured
 from rkmate.devices import HOST
 from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.peak import Peak
+from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.tensors import TorchDispatchMode, storage_id
 
 
 class FakeEngine:
@@ -260,7 +260,7 @@ class _Counting(TorchDispatchMode):
         if not isinstance(tensor, torch.Tensor):
             return
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_id(storage)
         if address in self._watched:
             return
         size = self._device.storage_bytes(storage.nbytes()) if new else 0

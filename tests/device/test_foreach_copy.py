@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rkmate.device.foreach_copy import copy_all
+from rkmate.torch_seam.tensors import copy_all
 
 
 def test_all_are_copied_whatever_their_types() -> None:

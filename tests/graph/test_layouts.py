@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import rkmate
-from rkmate.graph.capture.layouts import as_kernels_return_them, strides_of_view
+from rkmate.torch_seam.patches.layouts import as_kernels_return_them, strides_of_view
 from tests.equality import assert_same_step
 from tests.models.sample import Sample, weighted_mean
 

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from rkmate.graph.capture.layouts import as_kernels_return_them
+from rkmate.torch_seam.patches.layouts import as_kernels_return_them
 from tests.device.fake import FakeDevice
 
 aten = torch.ops.aten

@@ -1,14 +1,12 @@
-"""The adapter: programs as arrays, the same inside HiGHS as PuLP's; status, interruption."""
+"""The adapter: programs as arrays, inside HiGHS as they were written; status, interruption."""
 
 from __future__ import annotations
 
+import math
 import random
 import threading
-import warnings
-from typing import Any
 
 import numpy as np
-import pulp
 import pytest
 
 from rkmate.errors import SolverError
@@ -28,19 +26,6 @@ def rows() -> Rows:
     return program
 
 
-def same_in_pulp() -> pulp.LpProblem:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        program = pulp.LpProblem("same", pulp.LpMinimize)
-        dear, cheap = (pulp.LpVariable(name, 0, 1, "Integer") for name in ("dear", "cheap"))
-        other, budget = pulp.LpVariable("a third", 0, 1), pulp.LpVariable("budget", 0)
-        program += 3 * dear + cheap + 0.25 * other
-        program += dear + cheap >= 1
-        program += other - cheap >= 0
-        program += budget - 2 * dear - 4 * cheap >= 0.5
-    return program
-
-
 @pytest.mark.parametrize(("budget", "objective", "chosen"), [(4.5, 1.25, "cheap"), (4.4, 3.0, "dear")])
 def test_the_optimum_within_a_budget(budget: float, objective: float, chosen: str) -> None:
     program = Highs(rows())
@@ -56,21 +41,49 @@ def test_nothing_fits() -> None:
     assert program.solve(10.0).status is Status.INFEASIBLE
 
 
-def test_the_same_arrays_as_pulps() -> None:
-    def arrays(program: Highs) -> list[Any]:
-        lp = program._highs.getLp()
-        matrix = np.zeros((lp.num_row_, lp.num_col_))
-        # PuLP's columns are handed over in the order of their names; spaces become underlines there.
-        starts = list(lp.a_matrix_.start_)
-        for k in range(len(starts) - 1):
-            for at in range(starts[k], starts[k + 1]):
-                place = int(lp.a_matrix_.index_[at])
-                row, column = (k, place) if "Row" in str(lp.a_matrix_.format_) else (place, k)
-                matrix[row, column] = lp.a_matrix_.value_[at]
-        return [list(a) for a in (lp.col_cost_, lp.col_lower_, lp.col_upper_, lp.row_lower_,
-                                  lp.row_upper_)] + [matrix.tolist(), list(lp.integrality_)]
+def matrix(program: Highs) -> list[list[float]]:
+    """Inside HiGHS, row by row."""
+    lp = program._highs.getLp()
+    result = np.zeros((lp.num_row_, lp.num_col_))
+    starts = list(lp.a_matrix_.start_)
+    by_row = "Row" in str(lp.a_matrix_.format_)
+    for k in range(len(starts) - 1):
+        for at in range(starts[k], starts[k + 1]):
+            place = int(lp.a_matrix_.index_[at])
+            result[(k, place) if by_row else (place, k)] = lp.a_matrix_.value_[at]
+    return result.tolist()
 
-    assert arrays(Highs(rows())) == arrays(Highs(same_in_pulp()))
+
+def test_arrays_inside_highs() -> None:
+    """Variables stand in the order of their names, rows as they were written."""
+    program = Highs(rows())
+    lp = program._highs.getLp()
+    assert program._index == {"a third": 0, "budget": 1, "cheap": 2, "dear": 3}
+    assert list(lp.col_cost_) == [0.25, 0.0, 1.0, 3.0]
+    assert list(lp.col_lower_) == [0.0] * 4 and list(lp.col_upper_) == [1.0, math.inf, 1.0, 1.0]
+    assert [kind.name for kind in lp.integrality_] == ["kContinuous", "kContinuous", "kInteger", "kInteger"]
+    assert list(lp.row_lower_) == [1.0, 0.0, 0.5] and list(lp.row_upper_) == [math.inf] * 3
+    assert matrix(program) == [[0, 0, 1, 1], [1, 0, -1, 0], [0, 1, -4, -2]]
+
+
+def test_rows_with_two_bounds() -> None:
+    """Least and most of a sum; what weighs nothing is in no row."""
+    program = Rows()
+    some, other = program.column("some", 0, 10, -1.0), program.column("other", 0, 10, -1.0)
+    program.weighted(2, [(some, 1.0), (other, 0.0)], 2)
+    program.weighted(-math.inf, [(some, 1.0), (other, 2.0)], 5)
+    inside = Highs(program)
+    lp = inside._highs.getLp()
+    assert list(lp.row_lower_) == [2.0, -math.inf] and list(lp.row_upper_) == [2.0, 5.0]
+    assert matrix(inside) == [[0, 1], [2, 1]] and len(lp.a_matrix_.value_) == 3
+    answer = inside.solve(10.0)
+    assert answer.status is Status.OPTIMAL and answer.objective == pytest.approx(-3.5)
+
+
+def test_a_variable_that_the_program_does_not_have_is_not_fixed() -> None:
+    program = Highs(rows())
+    program.fix("M_peak", 0.0)
+    assert program.solve(10.0).objective == pytest.approx(1.25)
 
 
 def test_what_highs_does_not_take() -> None:

@@ -1,53 +1,24 @@
-"""Solvers agree, and say what they know."""
+"""One program of a block for all budgets."""
 
 from __future__ import annotations
 
-import pulp
 import pytest
 
-from rkmate.errors import ArgumentError
-from rkmate.ilp import OptionSettings, Status, solve_block
-from rkmate.ilp.evaluate_option import evaluate_option
+from rkmate.ilp import OptionSettings, Status
 from rkmate.ilp.grid import _BlockProgram
 from rkmate.ilp.pareto_front import peak, seconds
 from tests.ilp.bank import chain, mlp_half
 
-# PuLP's bundled CBC is on its way out of PuLP; it serves here as the second opinion.
-pytestmark = pytest.mark.filterwarnings("ignore:PULP_CBC_CMD:DeprecationWarning")
-others = [name for name in pulp.listSolvers(onlyAvailable=True) if name != "HiGHS"]
 
-
-@pytest.mark.parametrize("solver", others)
-@pytest.mark.parametrize("fraction", [0.2, 0.6])
-def test_any_pulp_solver_finds_the_same_time(solver: str, fraction: float) -> None:
-    graph = mlp_half()
-    save_all = evaluate_option(graph, graph.backward)
-    m_save = int(fraction * save_all.saved_bytes)
-    times = []
-    for name in ("HiGHS", solver):
-        solution = solve_block(graph, peak(save_all), m_save,
-                               OptionSettings(solver=name, gap=1e-6, time_limit=60))
-        assert solution.status is Status.OPTIMAL
-        assert solution.option is not None
-        times.append(seconds(solution.option))
-    assert times[0] == pytest.approx(times[1], rel=1e-5)
-
-
-@pytest.mark.parametrize("solver", ["HiGHS", *others])
-def test_infeasible_is_a_value(solver: str) -> None:
+def test_infeasible_is_a_value() -> None:
     """Nothing saved, and no memory to recompute everything: only the solver can tell."""
     graph = chain(6, skips=0.3)
-    block = _BlockProgram(graph, OptionSettings(solver=solver, time_limit=60))
+    block = _BlockProgram(graph, OptionSettings(time_limit=60))
     solution = block.solve(block.model.lowest_peak, 0)
     assert solution.status is Status.INFEASIBLE
     assert solution.option is None
     assert solution.bound_seconds == float("inf")
     assert block.solve(3 * peak(block.save_all), 0).status is Status.OPTIMAL
-
-
-def test_an_unknown_solver_is_named_with_those_that_are_there() -> None:
-    with pytest.raises(ArgumentError, match=r"'Nobody'.*HiGHS"):
-        solve_block(mlp_half(), 10**9, 0, OptionSettings(solver="Nobody"))
 
 
 def test_one_program_serves_all_budgets_in_any_order() -> None:

@@ -10,8 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+from rkmate.runtime import unchanged
 from rkmate.runtime.snapshot import attributes_of, snapshot
-from rkmate.runtime.unchanged import Walk
+from rkmate.runtime.unchanged import Walk, counts_assignments
+
+
+class Plain:
+    """An object of a class written in Python, unlike a `SimpleNamespace`."""
+
+    def __init__(self) -> None:
+        self.depth = 2
 
 
 class Net(nn.Module):
@@ -19,6 +27,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.plain = Plain()
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
         self.linear = nn.Linear(4, 4)
         self.scale, self.settings = 2.0, SimpleNamespace(width=3)
@@ -73,6 +82,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "attribute of another type": lambda net: setattr(net, "scale", 2),
     "new attribute": lambda net: setattr(net.linear, "forward", _hook),
     "settings": lambda net: setattr(net.settings, "width", 4),
+    "an object's attribute": lambda net: setattr(net.plain, "depth", 3),
     "members of a list": lambda net: net.tensors.append(torch.ones(2)),
     "forward hook": lambda net: net.linear.register_forward_hook(_hook),
     "hook before": lambda net: net.inner[0].register_forward_pre_hook(_hook),
@@ -81,8 +91,16 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 }
 
 
+COUNTED = [pytest.param(True, id="counted", marks=pytest.mark.skipif(
+    not counts_assignments(), reason="this Python does not count assignments to attributes")),
+    pytest.param(False, id="compared")]
+
+
+@pytest.mark.parametrize("counted", COUNTED)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(change: str) -> None:
+def test_a_change_is_seen(change: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether Python counts assignments to attributes or the attributes are compared."""
+    monkeypatch.setattr(unchanged, "_COUNTED", counted)
     net = Net()
     found = walk(net)
     assert found.is_now() and found.is_now()
@@ -102,7 +120,9 @@ def test_what_classes_and_the_process_have(monkeypatch: pytest.MonkeyPatch) -> N
     assert not found.is_now()
 
 
-def test_training_is_no_change() -> None:
+@pytest.mark.parametrize("counted", COUNTED)
+def test_training_is_no_change(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unchanged, "_COUNTED", counted)
     net = Net()
     found = walk(net)
     net(torch.ones(2, 4)).sum().backward()

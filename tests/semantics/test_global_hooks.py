@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 from torch.utils.module_tracker import ModuleTracker
 
 import rkmate
-from rkmate.graph.capture.global_hooks import _forward_places
+from rkmate.torch_seam.patches.modules import _forward_places
 from tests.semantics.steps import assert_same_gradients, planned
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rkmate.dtr.runtime.buffer import Buffer, Place
+from rkmate.torch_seam.tensors import storage_id
 
 
 class Arguments:
@@ -35,7 +36,7 @@ class Arguments:
     def _read(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            address = storage._cdata
+            address = storage_id(storage)
             buffer = self._live.get(address)
             if buffer is None:
                 self.constants[address] = value

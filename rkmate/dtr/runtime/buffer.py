@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from rkmate.dtr.pool import Node
+from rkmate.torch_seam.schema import OpOverload
 
 
 class Buffer(Node):

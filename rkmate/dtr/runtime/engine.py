@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from rkmate.dtr.heuristics import Heuristic
 from rkmate.dtr.runtime.arguments import Arguments
@@ -24,6 +23,8 @@ from rkmate.dtr.runtime.schema import Traits, map_tensors, traits_of, without_st
 from rkmate.dtr.runtime.settling import Settling
 from rkmate.dtr.runtime.sizes import Need, Ran, Sizes
 from rkmate.errors import RkmateError
+from rkmate.torch_seam.schema import OpOverload
+from rkmate.torch_seam.tensors import base_of, storage_id
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _STATE_BYTES = 3 * 5056
@@ -127,7 +128,7 @@ class Engine:
         """A view needs the contents of what it looks at, and no memory of its own."""
         for value in args:
             if isinstance(value, torch.Tensor):
-                viewed = self.memory.live.get(value.untyped_storage()._cdata)
+                viewed = self.memory.live.get(storage_id(value))
                 if viewed is not None and not viewed.resident:
                     self.rematerializer.materialize(viewed)
 
@@ -135,7 +136,7 @@ class Engine:
         """Parameters without a gradient: the one that the backward leaves them does not count."""
         for constant in seen.constants.values():
             # A product reads a view of its weight.
-            leaf = constant if constant._base is None else constant._base
+            leaf = constant if base_of(constant) is None else base_of(constant)
             if leaf.requires_grad and leaf.is_leaf and leaf.grad is None:
                 self.memory.expect_gradient(leaf)
 
@@ -219,12 +220,12 @@ class Engine:
         for position, tensor in enumerate(results):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                address = storage._cdata
+                address = storage_id(storage)
                 if address not in live and address not in constants:
                     fresh.setdefault(address, (position, tensor, storage))
         changed: dict[Buffer, None] = {}
         for tensor in written:
-            buffer = live.get(tensor.untyped_storage()._cdata)
+            buffer = live.get(storage_id(tensor))
             if buffer is not None:
                 changed[buffer] = None
         if not fresh and not changed:
@@ -258,7 +259,7 @@ class Engine:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Bring a tensor in, for good: something outside the runtime reads its memory."""
-        buffer = self.memory.live.get(tensor.untyped_storage()._cdata)
+        buffer = self.memory.live.get(storage_id(tensor))
         if buffer is None:
             return
         if not buffer.resident:

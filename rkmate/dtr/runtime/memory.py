@@ -13,6 +13,7 @@ from rkmate.dtr.heuristics import Heuristic
 from rkmate.dtr.pool import Columns, Pool
 from rkmate.dtr.runtime.buffer import Buffer, Operation
 from rkmate.dtr.runtime.report import Report
+from rkmate.torch_seam.tensors import storage_id
 
 _SLACK = 0.04
 """Part of the budget that evictions leave free beyond the need, so that they come in bursts."""
@@ -74,7 +75,7 @@ class Memory:
         buffer.resident = True
         buffer.program, buffer.private = old.program, old.private
         if buffer.program is not None:
-            self.live[storage._cdata] = buffer
+            self.live[storage_id(storage)] = buffer
         old.program = old.private = None
         old.resident = False
         self.remove(old)
@@ -85,7 +86,7 @@ class Memory:
 
     def own(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
         """Note that the program holds ``storage`` and learn when it lets go of it."""
-        address = storage._cdata
+        address = storage_id(storage)
         self.live[address] = buffer
         buffer.program = watch = weakref.ref(storage, lambda _: self._let_go(address))
         self._watched[address] = watch
@@ -330,7 +331,7 @@ class Memory:
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """A parameter's gradient stays after the step and does not count against the budget."""
-        buffer = self.live.get(tensor.untyped_storage()._cdata)
+        buffer = self.live.get(storage_id(tensor))
         if buffer is not None and buffer.counted and buffer.resident:
             buffer.counted = False
             self.held -= buffer.size

@@ -10,11 +10,11 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from rkmate.devices import Rates
 from rkmate.dtr.runtime.schema import map_tensors
+from rkmate.torch_seam.schema import OpOverload
 
 _RATES = Rates(2e12, 5e13, MappingProxyType({}), 4e-6)
 """Of any GPU: one of the middle."""

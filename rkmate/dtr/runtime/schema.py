@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from rkmate.torch_seam.schema import OpOverload, schema_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ _STATISTICS = {
 @cache
 def traits_of(operation: OpOverload) -> Traits:
     """The traits of ``operation``, read from its schema once."""
-    schema = operation._schema
+    schema = schema_of(operation)
     mutated = tuple(
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
@@ -62,10 +63,10 @@ def _variant_into(operation: OpOverload) -> tuple[OpOverload | None, str]:
 
     Generated variants compute a fresh result and copy it, which saves nothing.
     """
-    wanted = [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
+    wanted = [(argument.name, str(argument.type)) for argument in schema_of(operation).arguments]
     for overload in operation.overloadpacket.overloads():
         variant = getattr(operation.overloadpacket, overload)
-        arguments = variant._schema.arguments
+        arguments = schema_of(variant).arguments
         outs = [argument.name for argument in arguments if argument.is_out]
         inputs = [(a.name, str(a.type)) for a in arguments if not a.is_out]
         if len(outs) == 1 and inputs == wanted and torch.Tag.generated not in variant.tags:
@@ -76,7 +77,7 @@ def _variant_into(operation: OpOverload) -> tuple[OpOverload | None, str]:
 def without_statistics(operation: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments for a repetition of a batch norm: a training run's results do not read the
     running statistics, and a repetition must not update them a second time."""
-    mean, variance, training = _STATISTICS[operation._schema.name]
+    mean, variance, training = _STATISTICS[schema_of(operation).name]
     if not args[training]:
         return args
     changed = list(args)

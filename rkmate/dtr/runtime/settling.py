@@ -10,6 +10,7 @@ import torch
 from rkmate.dtr.runtime.buffer import Buffer, Operation
 from rkmate.dtr.runtime.memory import Memory
 from rkmate.dtr.runtime.rematerialize import Rematerializer
+from rkmate.torch_seam.tensors import storage_id
 
 
 class Settling:
@@ -36,7 +37,7 @@ class Settling:
         if not written:
             return
         for tensor in written:
-            address = tensor.untyped_storage()._cdata
+            address = storage_id(tensor)
             if address not in self.memory.live and address in self._readers:
                 self._freeze(address)
         self.readers_of(written)
@@ -73,7 +74,7 @@ class Settling:
             memory.tidy()
         found: list[Buffer] = []
         for tensor in written:
-            buffer = memory.live.get(tensor.untyped_storage()._cdata)
+            buffer = memory.live.get(storage_id(tensor))
             if buffer is not None and buffer.operation is None:
                 found += buffer.made()
         self._settle(found)

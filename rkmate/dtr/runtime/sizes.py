@@ -6,12 +6,13 @@ import time
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from rkmate import device as devices
 from rkmate.device import Device, MeterError
 from rkmate.dtr.runtime.rates import expected_nanoseconds
 from rkmate.dtr.runtime.schema import map_tensors
+from rkmate.torch_seam.schema import OpOverload
+from rkmate.torch_seam.tensors import storage_id
 
 
 class Need(NamedTuple):
@@ -178,12 +179,12 @@ def _estimate(function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:
         # is what came in, with an index of 8 bytes per element.
         return Need(sum(inputs) * 2, sum(inputs), False, 0)
     fresh: dict[int, int] = {}
-    given = {stand_in.untyped_storage()._cdata for stand_in in stand_ins}
+    given = {storage_id(stand_in) for stand_in in stand_ins}
 
     def count(tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata not in given:
-            fresh[storage._cdata] = storage.nbytes()
+        if storage_id(storage) not in given:
+            fresh[storage_id(storage)] = storage.nbytes()
 
     map_tensors(made, count)
     outputs = sum(fresh.values())

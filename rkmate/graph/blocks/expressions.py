@@ -10,10 +10,10 @@ from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.names import NameTable, letters
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.capture.operations import OpOverload
 from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.literals import literal
 from rkmate.graph.passes.view_methods import view_method
+from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
 
 
 class Naming(Protocol):
@@ -57,7 +57,7 @@ def local_names(program: Program, block: Block | None, c: tuple[int, ...],
     for i in c:
         target = program.operation[i].target
         outputs = cd.c[i].outputs
-        base = getattr(target, "_opname", "value").lstrip("_") or "value"
+        base = operator_name(target, "value").lstrip("_") or "value"
         if len(outputs) > 1:
             base = table.fresh(base)
             for j in outputs:
@@ -120,7 +120,7 @@ class Expressions:
         """``aten.mm.default``."""
         if isinstance(target, OwnFunction):
             return self.naming.function(target)
-        return f"{self.naming.namespace(target.namespace)}.{target._opname}.{target._overloadname}"
+        return f"{self.naming.namespace(target.namespace)}.{operator_name(target)}.{overload_name(target)}"
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, fx.Node):

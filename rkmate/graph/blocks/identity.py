@@ -15,6 +15,7 @@ from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
 from rkmate.graph.passes.functions import OwnFunction
+from rkmate.torch_seam.nodes import VALUE
 
 _INDEX = re.compile(r'((?:torch\.device\(|device=)"[a-z]+):\d+(?=")')
 """Where an operation, or a tile, names the device that it makes a tensor on."""
@@ -32,7 +33,7 @@ def block_text(program: Program, block: Block) -> str:
     graph = block.graph
     lines = []
     for k, j in enumerate(block.d):
-        value = program.owner[j].meta["val"]
+        value = program.owner[j].meta[VALUE]
         shape = f"{_dtype(value)}{list(value.shape)} strides {list(value.stride())}" \
             if isinstance(value, torch.Tensor) else "?"
         lines.append(f"{naming.value(j)}: {graph.d[k].kind} {graph.d[k].size} bytes, {shape}")
@@ -45,7 +46,7 @@ def block_text(program: Program, block: Block) -> str:
         lines.append(f"{left} = {call}")
     first = {s: n for n, s in reversed(program.joint.sources.items())}
     for source, name in naming.sources.items():
-        value = first[source].meta["val"]
+        value = first[source].meta[VALUE]
         lines.append(f"{name}: {source.kind} {_dtype(value)}{list(value.shape)} {list(value.stride())}")
     lines.append(f"loss before {graph.loss}; {graph.inputs} {graph.outputs} {graph.output_grads} "
                  f"{graph.input_grads} {sorted(graph.releases.items())}")

@@ -9,6 +9,7 @@ import torch
 
 from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.plan import BlockInfo
+from rkmate.torch_seam.nodes import module_stack
 
 
 def block_infos(parts: Partition, classes: Sequence[int]) -> tuple[BlockInfo, ...]:
@@ -49,7 +50,7 @@ class Modules:
         self._known: dict[int, str] = {}
 
     def __call__(self, node: torch.fx.Node) -> str:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        stack = module_stack(node)
         known = self._known.get(id(stack))
         if known is None:
             known = self._known[id(stack)] = module_of(node)
@@ -59,6 +60,6 @@ class Modules:
 def module_of(node: torch.fx.Node) -> str:
     """The path of the module of the user's model that an operation comes from; of a backward
     operation, that of the forward operation that it was derived from."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    stack = module_stack(node) or {}
     path = next((str(p) for p, _ in reversed(list(stack.values())) if p), "")
     return path.removeprefix("model.") if path != "model" else ""       # the tracer's own wrapping

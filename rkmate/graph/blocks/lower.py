@@ -23,6 +23,7 @@ from rkmate.graph.passes.in_place import InPlace, in_place_ways
 from rkmate.graph.passes.joint import adds
 from rkmate.graph.passes.simplify import Joint, is_backward, is_random, is_view
 from rkmate.ir.cd import CDGraph, CNode, DNode
+from rkmate.torch_seam.nodes import VALUE
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ def storage_bytes(value: Any) -> int:
 def _storage_of_result(node: fx.Node) -> int:
     """Bytes behind an operation's result. A functional copy over a part of a tensor has the whole storage of
     that tensor, which another may have taken the place of since the trace."""
-    size = storage_bytes(node.meta["val"])
+    size = storage_bytes(node.meta[VALUE])
     if node.target is torch.ops.aten.copy.default and isinstance(node.args[0], fx.Node):
-        return max(size, storage_bytes(node.args[0].meta["val"]))
+        return max(size, storage_bytes(node.args[0].meta[VALUE]))
     return size
 
 
@@ -117,7 +118,7 @@ class _Builder:
         for node, source in joint.sources.items():
             if source.kind == "tangent":
                 if (node.users or node in self.results) and joint.wanted[int(source.key)]:
-                    value = node.meta["val"]
+                    value = node.meta[VALUE]
                     size = value.numel() * value.element_size()
                     self.storage[node] = self._d(node, None, f"grad_output_{source.key}", size, "grad")
                     self.tangents.append(self.storage[node])  # type: ignore[arg-type]
@@ -143,7 +144,7 @@ class _Builder:
         if node.target is operator.getitem:
             return                               # made together with its operation
         kind = "data" if phase == "forward" else "grad"
-        value = node.meta.get("val")
+        value = node.meta.get(VALUE)
         outputs: list[int] = []
         if adds(node) and not isinstance(value, (tuple, list)):
             pass                                 # its result is in what the caller holds

@@ -9,6 +9,7 @@ from rkmate.graph.blocks.cut import CutSettings, cut
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.capture.capture import Source
 from rkmate.ir.cd import HOISTED, CDGraph, DNode
+from rkmate.torch_seam.nodes import sequence_number
 
 SHARE = 128
 LEAST = 1 << 16
@@ -109,14 +110,14 @@ def _origins(program: Program) -> list[int | None]:
     """The forward node that each backward node was derived from: autograd's sequence numbers."""
     made: dict[int, int] = {}
     for i in program.cd.forward:
-        number = program.operation[i].meta.get("seq_nr")
+        number = sequence_number(program.operation[i])
         if number is not None:
             made[number] = i          # of several, the last is autograd's own
     # The gradient sums that autograd itself makes carry the number that comes next.
     newest = max(made, default=-1)
     result: list[int | None] = [None] * program.cd.loss
     for i in program.cd.backward:
-        number = program.operation[i].meta.get("seq_nr")
+        number = sequence_number(program.operation[i])
         result.append(made.get(number) if number is not None and number <= newest else None)
     return result
 

@@ -3,9 +3,6 @@
 `torch.export` first (it tells libraries that they are being compiled, so that data-dependent mask
 checks take the traceable path), then AOTAutograd's joint graph with descriptors. What has to be repaired
 on the way is in the table of `repairs`.
-
-Uses private names of torch (the joint graph of AOTAutograd and its descriptors); tested with torch 2.13,
-written for 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -19,13 +16,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._functorch._aot_autograd import descriptors as D
 
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.closed_over import ClosedOverError
-from rkmate.graph.capture.inner_gradients import OwnBackwardError, noting_inner_gradients
 from rkmate.graph.capture.input_values import (
     Values,
     begin,
@@ -33,17 +27,22 @@ from rkmate.graph.capture.input_values import (
     from_inputs,
     is_stopped_by_values,
     may_be_asked,
-    storage_of,
 )
 from rkmate.graph.capture.opaque_parts import Opaque, with_opaque
 from rkmate.graph.capture.pieces import piece_name
-from rkmate.graph.capture.quiet import quiet
 from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import explained, has_generator, is_data_dependent
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_transient
-from rkmate.graph.capture.structure import Structure, take_apart, tensors_in
+from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.support.warn import warn
+from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.nodes import VALUE, descriptor
+from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
+from rkmate.torch_seam.patches.features import INNER, check_once
+from rkmate.torch_seam.tensors import storage_id
+from rkmate.torch_seam.trace import Role, export_joint, load, quiet, role_of
+from rkmate.torch_seam.versions import is_off
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", "grad"]
 
@@ -118,7 +117,8 @@ class _Flat(nn.Module):
         begin(tensors)
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
-        with repaired("forward", self.model), noting_inner_gradients(self.found.note_gradient):
+        with repaired("forward", self.model), contextlib.nullcontext() if is_off(INNER) else \
+                noting_inner_gradients(self.found.note_gradient):
             out = self.model(*args, **kwargs)
         for name, ids in self._inputs.held_by_objects(args, kwargs).items():
             if ids != before[name]:
@@ -150,6 +150,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     the objects that it holds (a configuration, which a library completes in the first forward) are as a
     forward leaves them.
     """
+    check_once()
     return with_opaque(model, opaque, lambda: _whole(model, args, kwargs))
 
 
@@ -257,9 +258,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
 
 def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
           values: Values | None) -> tuple[Capture, Sequence[Assigned]]:
-    # Takes seconds, with torch._dynamo; and it must not see what the contexts below replace.
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
+    load()          # before the contexts below replace what the import binds
     given, inputs = take_apart((args, kwargs), result=False)
     # One tensor passed twice is two inputs: another call may pass two.
     tensors = [t if all(t is not u for u in given[:k]) else
@@ -271,9 +270,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         program = None
         try:
             program = _export(flat, tuple(tensors), values)
-            with contextlib.ExitStack() as stack:
-                joint = aot_export_joint_with_descriptors(stack, program, tuple(tensors))
-                module = joint.graph_module
+            module = export_joint(program, tensors)
             structure = flat.found.structure
             assert structure is not None
         except (ClosedOverError, OwnBackwardError) as error:
@@ -297,41 +294,38 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
     sources: dict[torch.fx.Node, Source] = {}
     constants: dict[str, torch.Tensor] = {}
 
-    def source(desc: Any) -> Source:
-        if isinstance(desc, (D.ParamAOTInput, D.BufferAOTInput)):
-            name = desc.target.removeprefix("model.")
+    def source(role: Role, said: object) -> Source:
+        if role.kind in ("parameter", "buffer"):
+            name = role.name.removeprefix("model.")
             if name in names:
                 return Source("param", name)
             if name in buffers:
                 return Source("buffer", name)
-            if given and storage_of(held[desc.target]) in given:
-                return Source("input", inputs.count + given[storage_of(held[desc.target])])
-            constants[desc.target] = held[desc.target].detach()
-            return Source("constant", desc.target)
-        if isinstance(desc, D.SubclassGetAttrAOTInput):
-            of = source(desc.base)
+            if given and storage_id(held[role.name]) in given:
+                return Source("input", inputs.count + given[storage_id(held[role.name])])
+            constants[role.name] = held[role.name].detach()
+            return Source("constant", role.name)
+        if role.kind == "piece" and role.of is not None:
+            of = source(role.of, said)
             if of.kind in ("param", "buffer"):
-                return Source(of.kind, piece_name(str(of.key), desc.attr))
-        if isinstance(desc, D.PlainAOTInput):
-            return Source("input", desc.idx)
-        if isinstance(desc, D.TangentAOTInput) and isinstance(desc.output, D.PlainAOTOutput):
-            return Source("tangent", desc.output.idx)
-        written = getattr(getattr(desc, "output", None), "mutated_input", None)
-        if isinstance(written, D.ParamAOTInput):
+                return Source(of.kind, piece_name(str(of.key), role.name))
+        if role.kind in ("input", "tangent"):
+            return Source("input" if role.kind == "input" else "tangent", role.index)
+        if role.kind == "other" and role.of is not None and role.of.kind == "parameter":
             raise CaptureError(f"{type(model).__name__}: the forward changes the parameter "
-                               f"{written.target.removeprefix('model.')!r} in place, which cannot be "
+                               f"{role.of.name.removeprefix('model.')!r} in place, which cannot be "
                                "planned: change it outside of the forward, or keep it in a buffer")
-        if "Token" in type(desc).__name__:
+        if role.kind == "token":
             raise CaptureError(f"{type(model).__name__} uses an operation that checks its result or acts "
                                "beside computing (torch.linalg.inv, solve and cholesky do), which a plan "
                                "cannot order: use the one without the check (torch.linalg.inv_ex, "
                                "solve_ex, cholesky_ex)")
         raise CaptureError(f"{type(model).__name__}: the captured graph has an input of a kind that "
-                           f"is not supported: {desc}")
+                           f"is not supported: {said}")
 
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            sources[node] = source(node.meta["desc"])
+            sources[node] = source(role_of(descriptor(node)), descriptor(node))
         elif node.op == "get_attr":
             value = getattr(module, node.target)
             if not isinstance(value, torch.Tensor) and has_generator(model):
@@ -342,8 +336,8 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                 raise CaptureError(f"{type(model).__name__} uses the higher-order operation "
                                    f"{node.target}, which cannot be planned statically; "
                                    "rkmate.dtr runs such models")
-            if given and storage_of(value) in given:
-                sources[node] = Source("input", inputs.count + given[storage_of(value)])
+            if given and storage_id(value) in given:
+                sources[node] = Source("input", inputs.count + given[storage_id(value)])
                 continue
             constants[node.target] = value.detach()
             sources[node] = Source("constant", node.target)
@@ -351,23 +345,24 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
     outputs: list[torch.fx.Node | None] = [None] * structure.count
     mutations: list[tuple[Source, torch.fx.Node]] = []
     grads: list[tuple[Source, torch.fx.Node]] = []
-    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
-        if desc is None or node is None:
+    for node, said in zip(output.args[0], descriptor(output), strict=True):
+        if said is None or node is None:
             continue
-        if isinstance(desc, D.PlainAOTOutput):
-            outputs[desc.idx] = node
-        elif isinstance(desc, D.InputMutationAOTOutput):
-            mutations.append((source(desc.mutated_input), node))
-        elif isinstance(desc, D.GradAOTOutput):
-            of = source(desc.grad_of)
-            if node.meta["val"].layout is not torch.strided:
+        role = role_of(said)
+        if role.kind == "output":
+            outputs[role.index] = node
+        elif role.kind == "mutation" and role.of is not None:
+            mutations.append((source(role.of, said), node))
+        elif role.kind == "gradient" and role.of is not None:
+            of = source(role.of, said)
+            if node.meta[VALUE].layout is not torch.strided:
                 raise CaptureError(
                     f"{type(model).__name__}: the gradient of {of.key} is sparse, and only dense "
                     "gradients can be planned (nn.Embedding: sparse=False)")
             grads.append((of, node))
         else:
             raise CaptureError(f"{type(model).__name__}: the captured graph has an output of a kind "
-                               f"that is not supported: {desc}")
+                               f"that is not supported: {said}")
     tangents = {s.key for s in sources.values() if s.kind == "tangent"}
     return Capture(module.graph, sources, tuple(outputs), tuple(mutations), tuple(grads), inputs,
                    structure, constants, tuple(i in tangents for i in range(structure.count)), recipe=recipe)

@@ -5,8 +5,6 @@ is made a graph of, and what an operation returns is asked of torch once for equ
 a capture's time. Two recordings whose `text` is equal did the same operations on the same values, in one
 order, and differ in `numbers` at most; so `graph.capture.resized` knows what each number of a captured graph
 is at another size.
-
-Uses private names of torch (fake tensors, wrapper tensors); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -21,21 +19,31 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.graph.capture import meta_kernels
 from rkmate.graph.capture.capture import flat_module
+from rkmate.graph.capture.collectives import communicates
 from rkmate.graph.capture.meta_kernels import TensorForm as TensorForm
 from rkmate.graph.capture.meta_kernels import form_of as form_of
 from rkmate.graph.capture.meta_kernels import like
-from rkmate.graph.capture.quiet import quiet
 from rkmate.graph.capture.repairs import repaired, ways_to_export
 from rkmate.graph.capture.state import HostDraws, PythonState
-from rkmate.graph.capture.structure import Structure, tensors_in
+from rkmate.graph.capture.structure import Structure
+from rkmate.torch_seam.containers import pytree, tensors_in
+from rkmate.torch_seam.modules import buffers_of, parameters_of
+from rkmate.torch_seam.schema import schema_of
+from rkmate.torch_seam.tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    no_torch_function,
+    outside_trace,
+    without_modes,
+    wrapper_tensor,
+)
+from rkmate.torch_seam.trace import quiet
 
 _SMALL = 1 << 16
 """Elements of a closed-over tensor that are compared; a larger one is not taken."""
@@ -98,7 +106,7 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
         for m in model.modules():
             if isinstance(m, nn.RNNBase):
                 raise _Refused("keeps lists of its weights")
-            for registry in (m._parameters, m._buffers):
+            for registry in (parameters_of(m), buffers_of(m)):
                 for name, t in registry.items():
                     if t is None:
                         continue
@@ -106,7 +114,7 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
                         registered[id(t)] = recorder.enter(form_of(t))
                         if t.requires_grad:
                             leaves.append(registered[id(t)])
-                    registry[name] = registered[id(t)]  # type: ignore[assignment]
+                    registry[name] = registered[id(t)]
         recorder.real = frozenset(registered)
         flat = flat_module(model, inputs, state)
         with recorder:
@@ -130,7 +138,7 @@ class _Sized(torch.Tensor):
     """A tensor without memory, on the device that it says."""
 
     # It overrides nothing: see `direct`.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     form: TensorForm
     kind: int
@@ -140,7 +148,7 @@ class _Sized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, form: TensorForm) -> _Sized:
-        made: _Sized = torch.Tensor._make_wrapper_subclass(
+        made: _Sized = wrapper_tensor(
             cls, form.shape, form.stride, form.offset, dtype=form.dtype, device=form.device,
             requires_grad=form.requires_grad)
         return made
@@ -220,14 +228,16 @@ class _Recorder(TorchDispatchMode):
         """An operation's name, and whether it returns what it has written to."""
         found = self._names.get(id(func))
         if found is None:
-            writes = func._schema.is_mutable and any(
-                r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+            writes = schema_of(func).is_mutable and any(
+                r.alias_info is not None and r.alias_info.is_write for r in schema_of(func).returns)
             found = self._names[id(func)] = (
                 func, (func.name() if hasattr(func, "name") else repr(func), writes))
         return found[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if communicates(func, args, kwargs):
+            raise _Refused(f"{func} communicates")
         name, writes = self._known(func)
         words: list[Any] = [name]
         key: list[Any] = [id(func)]
@@ -276,7 +286,7 @@ class _Recorder(TorchDispatchMode):
             if missing:
                 todo += missing
                 continue
-            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            with outside_trace():
                 taken, given = pytree.tree_map_only(torch.Tensor, values.__getitem__, (args, kwargs))
                 values[t] = pytree.tree_leaves(func(*taken, **given))[k]
             todo.pop()
@@ -320,7 +330,7 @@ class _Recorder(TorchDispatchMode):
         if isinstance(t, _Sized) or id(t) in self.real or t.requires_grad or t.numel() > _SMALL \
                 or t.layout is not torch.strided:
             raise _Refused("computes with a tensor that is not its own")
-        with _disable_current_modes():
+        with without_modes():
             content = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() \
                 if t.dim() or t.numel() else b""
         return tuple(t.shape), str(t.dtype), hashlib.sha256(content).hexdigest()
@@ -329,9 +339,9 @@ class _Recorder(TorchDispatchMode):
                  words: list[Any]) -> Any:
         """An operation on closed-over tensors alone: their values are known."""
         self.note(words)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             raise _Refused(f"{func} writes to a closed-over tensor")
-        with _disable_current_modes():
+        with without_modes():
             found = func(*args, **kwargs)
         self._kept.append((args, found))
         return found
@@ -339,11 +349,11 @@ class _Recorder(TorchDispatchMode):
     def _written(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Operations in place return what they have written to."""
         names = {a.name: (args[k] if k < len(args) else kwargs.get(a.name))
-                 for k, a in enumerate(func._schema.arguments)
+                 for k, a in enumerate(schema_of(func).arguments)
                  if a.alias_info is not None and a.alias_info.is_write}
         found = list(names.values())
         self._wrote = True
-        if len(found) != len(func._schema.returns) or any(not isinstance(t, torch.Tensor) for t in found):
+        if len(found) != len(schema_of(func).returns) or any(not isinstance(t, torch.Tensor) for t in found):
             raise _Refused(f"{func} writes")
         return found[0] if len(found) == 1 else tuple(found)
 
@@ -355,7 +365,7 @@ class _Recorder(TorchDispatchMode):
             f = self._form(t)
             return FakeTensor(self._fake, like(f), f.device)
 
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             taken, given = pytree.tree_map(fake, (args, kwargs))
             with self._fake:
                 out = func(*taken, **given)

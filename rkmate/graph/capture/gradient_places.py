@@ -1,8 +1,5 @@
 """Whether gradients of parameters can be added straight to what stands in ``.grad``, or somebody wants them
 as tensors.
-
-Uses private names of torch (which module DistributedDataParallel runs, hooks on parameters); tested with
-torch 2.13.
 """
 
 from __future__ import annotations
@@ -13,6 +10,8 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
+from rkmate.torch_seam.modules import running_data_parallel
+from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
 
 IN_PLACE = 'gradients="in_place"'
 RETURNED = 'gradients="returned" (the default) hands gradients to autograd'
@@ -34,7 +33,7 @@ def refuse_data_parallelism(*modules: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         kinds += [fsdp.FSDPModule, fsdp.FullyShardedDataParallel]
-    around = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    around = running_data_parallel()
     found = next((m for m in modules if isinstance(m, tuple(kinds))), around)
     if found is not None:
         raise ArgumentError(f"{IN_PLACE}: {type(found).__name__} exchanges gradients between processes or "
@@ -43,9 +42,9 @@ def refuse_data_parallelism(*modules: nn.Module) -> None:
 
 def obstacle(parameter: torch.Tensor) -> str:
     """Why nobody but autograd may add to a parameter's gradient, after its name; empty where one may."""
-    if parameter._backward_hooks:
+    if has_gradient_hooks(parameter):
         return "has a gradient hook, which needs the gradient as a tensor"
-    if parameter._post_accumulate_grad_hooks:
+    if has_accumulation_hooks(parameter):
         return "has a hook that runs after its gradient was accumulated"
     if not parameter.is_leaf:
         return "is computed from other tensors: its gradient goes on to those"

@@ -5,8 +5,6 @@ and masks among the arguments alone (labels, lengths, edges), and not from param
 known: beside each traced tensor of that kind its *twin* is computed, the same on the real arguments. Where a
 call stops the trace, its twin answers, and how it was computed is a recipe, which runs before each planned
 step (`recipe`).
-
-Uses private names of torch (the modes of a trace, a tensor's version); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -16,14 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState
@@ -41,6 +35,10 @@ from rkmate.graph.capture.recipe import (
     tensors_of,
 )
 from rkmate.graph.capture.refusals import is_data_dependent
+from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.schema import OpOverload, schema_of
+from rkmate.torch_seam.tensors import base_of, outside_trace, storage_id, version_of
+from rkmate.torch_seam.trace import values_refused
 
 _READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__",
                     "equal", "is_nonzero", "allclose"))
@@ -76,7 +74,7 @@ def from_inputs(tensors: Sequence[torch.Tensor]) -> Iterator[Values]:
     _here.values = values = Values(tensors)
     try:
         # What depends on other values stops the trace where it is asked for.
-        with mock.patch.multiple(ShapeEnv, allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False):
+        with values_refused():
             yield values
     finally:
         _here.values = None
@@ -144,11 +142,11 @@ class Values:
         """A forward begins on these."""
         self._start()
         self._autocast = _autocast()
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with outside_trace():
             for k, (t, real) in enumerate(zip(traced, self._tensors, strict=True)):
                 if may_be_asked(real):
-                    self._known[id(t)] = _Known(t, real.detach().clone(), k, t._version)
-        self._inputs = frozenset(storage_of(k.twin) for k in self._known.values())
+                    self._known[id(t)] = _Known(t, real.detach().clone(), k, version_of(t))
+        self._inputs = frozenset(storage_id(k.twin) for k in self._known.values())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -163,13 +161,13 @@ class Values:
 
     def _of(self, t: Any) -> _Known | None:
         known = self._known.get(id(t))
-        if known is not None and known.version != t._version:
-            self._forget(storage_of(known.twin))      # it was written to, who knows what
+        if known is not None and known.version != version_of(t):
+            self._forget(storage_id(known.twin))      # it was written to, who knows what
             return None
         return known
 
     def _forget(self, storage: int) -> None:
-        self._known = {i: k for i, k in self._known.items() if storage_of(k.twin) != storage}
+        self._known = {i: k for i, k in self._known.items() if storage_id(k.twin) != storage}
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of the forward."""
@@ -213,7 +211,7 @@ class Values:
     def compute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a call of known tensors returns, as tensors that the plan gets."""
         tensors = tensors_of((args, kwargs))
-        at = (func, *((self._known[id(t)].slot, t._version) for t in tensors))
+        at = (func, *((self._known[id(t)].slot, version_of(t)) for t in tensors))
         if at not in self._computed:
             self._computed[at] = self._answer(func, args, kwargs, tensors, None)
         return self._computed[at]
@@ -250,12 +248,12 @@ class Values:
                                            for t, r in zip(found, twins, strict=True)):
             return
         for known in self._known.values():
-            if storage_of(known.twin) in writes:
-                known.version = known.traced._version
+            if storage_id(known.twin) in writes:
+                known.version = version_of(known.traced)
         slots = []
         for t, r in zip(found, twins, strict=True):
             if id(t) not in self._known:
-                self._known[id(t)] = _Known(t, r, self._builder.new_slot(), t._version)
+                self._known[id(t)] = _Known(t, r, self._builder.new_slot(), version_of(t))
             slots.append(self._known[id(t)].slot)
         self._record(func, args, kwargs, tuple(slots), tensors, writes)
 
@@ -283,12 +281,12 @@ class Values:
             return real
         made = []
         for slot, twin in zip(slots, twins, strict=True):
-            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            with outside_trace():
                 value = twin.detach().clone()
             # A copy is the trace's own: it may be written to, and nothing is known of its values.
             traced = torch.ops.aten.clone.default(value)
             self._given.append(_Given(slot, step, twin, value))
-            self._known[id(traced)] = _Known(traced, twin, slot, traced._version)
+            self._known[id(traced)] = _Known(traced, twin, slot, version_of(traced))
             made.append(traced)
         return pytree.tree_unflatten(made, spec)
 
@@ -298,9 +296,9 @@ class Values:
         an argument, or where its result is too large."""
         by_id = {id(t): self._known[id(t)].twin for t in tensors}
         twins = list(by_id.values())
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with outside_trace():
             taken, given = pytree.tree_map_only(torch.Tensor, lambda t: by_id[id(t)], (args, kwargs))
-            before, versions = RandomState.of(*devices.in_use()), [t._version for t in twins]
+            before, versions = RandomState.of(*devices.in_use()), [version_of(t) for t in twins]
             failed, real = False, None
             try:
                 real = func(*taken, **given)
@@ -309,7 +307,7 @@ class Values:
             drew = RandomState.of(*devices.in_use()).states != before.states
             if drew:
                 before.restore()
-        writes = frozenset(storage_of(t) for t, v in zip(twins, versions, strict=True) if t._version != v)
+        writes = frozenset(storage_id(t) for t, v in zip(twins, versions, strict=True) if version_of(t) != v)
         if drew or failed or writes & self._inputs or any(map(_is_large, tensors_of(real))):
             for storage in writes:
                 self._forget(storage)
@@ -322,7 +320,7 @@ class Values:
     def _record(self, func: Callable[..., Any], args: Any, kwargs: Any, slots: tuple[int, ...],
                 tensors: Sequence[torch.Tensor], writes: frozenset[int]) -> int:
         numbers = {id(t): Slot(self._known[id(t)].slot) for t in tensors}
-        reads = frozenset(storage_of(self._known[id(t)].twin) for t in tensors)
+        reads = frozenset(storage_id(self._known[id(t)].twin) for t in tensors)
         taken, given = mapped(lambda t: numbers[id(t)], (args, kwargs))
         return self._builder.add(Step(func, taken, given, slots), reads, writes)
 
@@ -331,15 +329,15 @@ class Values:
         what the recipe computes. The recipe is None where nothing was asked. Raises `CaptureError`."""
         if not self.asked:
             return {}, None
-        held = set(map(storage_of, tensors))
-        used = [g for g in self._given if storage_of(g.value) in held]
-        storages = [storage_of(g.twin) for g in self._given]
-        copied = {g.slot: g.twin.stride() != g.value.stride() or g.twin._base is not None
-                  or storages.count(storage_of(g.twin)) > 1 or storage_of(g.twin) in self._inputs
-                  or self._builder.is_written_after(g.step, storage_of(g.twin)) for g in used}
+        held = set(map(storage_id, tensors))
+        used = [g for g in self._given if storage_id(g.value) in held]
+        storages = [storage_id(g.twin) for g in self._given]
+        copied = {g.slot: g.twin.stride() != g.value.stride() or base_of(g.twin) is not None
+                  or storages.count(storage_id(g.twin)) > 1 or storage_id(g.twin) in self._inputs
+                  or self._builder.is_written_after(g.step, storage_id(g.twin)) for g in used}
         recipe = self._builder.recipe(copied, sum(g.value.nbytes for g in used))
         self._try(recipe, used)
-        return {storage_of(g.value): k for k, g in enumerate(used)}, recipe
+        return {storage_id(g.value): k for k, g in enumerate(used)}, recipe
 
     def _try(self, recipe: Recipe, used: Sequence[_Given]) -> None:
         """Raise `CaptureError` where the recipe does not lead from the arguments to what the trace has."""
@@ -355,8 +353,8 @@ class Values:
 def drop_unused(program: fx.GraphModule) -> None:
     """Take away the calls that stopped the trace, and were answered: nobody reads them."""
     for node in reversed(list(program.graph.nodes)):
-        if node.op == "call_function" and not node.users and isinstance(node.target, torch._ops.OpOverload) \
-                and node.target.namespace == "aten" and not node.target._schema.is_mutable \
+        if node.op == "call_function" and not node.users and isinstance(node.target, OpOverload) \
+                and node.target.namespace == "aten" and not schema_of(node.target).is_mutable \
                 and torch.Tag.nondeterministic_seeded not in node.target.tags \
                 and not any(word in node.target.name() for word in _KEPT):
             program.graph.erase_node(node)
@@ -371,11 +369,6 @@ class _Watching(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
         return self._values.call(func, args, kwargs or {})
-
-
-def storage_of(t: torch.Tensor) -> int:
-    """What tells storages from each other."""
-    return int(t.untyped_storage()._cdata)
 
 
 def _autocast() -> list[Any]:

@@ -3,8 +3,6 @@
 Fake tensors ask the same kernels, or rules in Python that say the same, and take many times as long. Views
 and matrix products have kernels alone, and no rules of a device. Of other everyday operations the kernel is
 taken once it has said the same as a fake tensor for two calls of the kind.
-
-Uses private names of torch (the modes that are in force); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rkmate.graph.capture.form_rules import CERTAIN, LEARNED, Layout, broadcast
 from rkmate.graph.capture.form_rules import TensorForm as TensorForm
+from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.schema import schema_of
+from rkmate.torch_seam.tensors import without_modes
 
 aten = torch.ops.aten
 
@@ -68,7 +67,7 @@ def answer(func: Any, args: Any, kwargs: Any, form: Callable[[torch.Tensor], Ten
     leaves, spec = pytree.tree_flatten((args, kwargs))
     forms = [form(v) for v in leaves if isinstance(v, torch.Tensor)]
     if len({f.device for f in forms}) != 1 or any(isinstance(v, torch.device) for v in leaves) \
-            or any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns):
+            or any(r.alias_info is not None and r.alias_info.is_write for r in schema_of(func).returns):
         return ask()
     if _is_certain(func):
         return _by_kernel(func, leaves, spec, forms) or ask()
@@ -112,7 +111,7 @@ def _note(kind: Any, found: Answer, layouts: Sequence[Layout], device: torch.dev
 
 def _is_certain(func: Any) -> bool:
     """Whether fake tensors have no rules of their own for it, that a kernel does not have."""
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     return func in _PRODUCTS or (bool(returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returns))
 
@@ -134,7 +133,7 @@ def _by_kernel(func: Any, leaves: Sequence[Any], spec: Any, forms: Sequence[Tens
     """None where the kernel has no answer."""
     each, device = iter(forms), forms[0].device
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             args, kwargs = pytree.tree_unflatten(
                 [like(next(each)) if isinstance(v, torch.Tensor) else v for v in leaves], spec)
             found, around = pytree.tree_flatten(func(*args, **kwargs))

@@ -4,8 +4,6 @@ A submodule whose inner shapes depend on values (experts that pick their rows) h
 goes into it and what comes out often has static shapes all the same. Then the whole call stands in the graph
 as one operation. It keeps nothing but what goes in; its backward runs the forward again and differentiates
 that, as `torch.utils.checkpoint` does: the kernels are eager mode's, on the rows that were picked.
-
-Uses private names of torch (the modes that are in force); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -20,14 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState, set_state, unchanged_random_state
 from rkmate.errors import CaptureError
+from rkmate.graph.capture.collectives import without_collectives
 from rkmate.graph.capture.meta_kernels import TensorForm, form_of
 from rkmate.graph.capture.state import MISSING, PythonState
-from rkmate.graph.capture.structure import Structure, take_apart, tensors_in
+from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.tensors import version_of, without_modes, without_torch_function
+from rkmate.torch_seam.trace import several_ranks
 
 _library = torch.library.Library("rkmate", "FRAGMENT")
 # Whether it draws random numbers depends on values, too: so it always counts as drawing.
@@ -88,14 +89,14 @@ class OpaqueCall:
         """The forward on these tensors, its results in order."""
         args, kwargs = self.inputs.fill(list(tensors[:self.inputs.count]))
         state = {f"module.{name}": tensors[k] for name, k in self.names}
-        versions = [t._version for t in tensors]
+        versions = [version_of(t) for t in tensors]
         with ExitStack() as stack:
             for kind in sorted(devices.autocast_kinds((torch.device("cpu"), *(t.device for t in tensors)))):
                 dtype = dict(self.autocast).get(kind)
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None,
                                                    cache_enabled=False))
             out = functional_call(_Body(self.living), state, args, kwargs)
-        if versions != [t._version for t in tensors]:
+        if versions != [version_of(t) for t in tensors]:
             raise OpaqueError(self.name, "it writes to its arguments or buffers, and runs twice")
         results, self.result = take_apart(out, result=True)
         return results
@@ -113,7 +114,10 @@ class OpaqueCall:
                 given = [*(_made(t, make) for t in tensors[:self.inputs.count]),
                          *(t.detach().clone() for t in tensors[self.inputs.count:])]
                 before = PythonState(module)
-                found.append(tuple(form_of(t.detach()) for t in self.run(given)))
+                with without_collectives():
+                    found.append(tuple(form_of(t.detach()) for t in self.run(given)))
+                    if several_ranks():
+                        self._try_backward(given)
                 assigned = before.assigned()
                 before.restore()
                 if any(tensors_in(a.new) for a in assigned):
@@ -122,6 +126,16 @@ class OpaqueCall:
             raise OpaqueError(self.name, f"the shapes of its results {_DEPEND}")
         self.forms[at] = found[0]
         self.state_bytes = random_state(found[0][0].device).numel()
+
+    def _try_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Run a backward, as a custom function may communicate in that alone."""
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
+            results = [t for t in self.run(leaves) if t.requires_grad]
+            learning = [t for t in leaves if t.requires_grad]
+            if results and learning:
+                torch.autograd.grad(results, learning, [torch.ones_like(t) for t in results],
+                                    allow_unused=True)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The operation: the results, and the state of the generators before."""
@@ -280,7 +294,7 @@ def traced_as_one(module: nn.Module, name: str) -> Callable[..., Any]:
         autocast = tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k))
         key = _key_of(module, name, inputs, names, autocast)
         call = _calls[key]
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), _own_forward(module, own):
+        with without_modes(), without_torch_function(), _own_forward(module, own):
             call.probe([*given, *actual])
         results = Opaque.apply(key, *given, *state)
         assert call.result is not None

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
-from unittest import mock
 
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.collectives import CollectiveError
 from rkmate.graph.capture.opaque import OpaqueError, traced_as_one
+from rkmate.graph.capture.refusals import at_fault
 from rkmate.graph.capture.state import MISSING
 from rkmate.support.warn import warn
+from rkmate.torch_seam.trace import values_refused
 
 Opaque = Literal["auto"] | tuple[str, ...]
 """Names of submodules, or patterns of names; or those that a trace stumbles over."""
@@ -54,10 +55,11 @@ def with_opaque(model: nn.Module, opaque: Opaque, capture: Callable[[], T]) -> T
     names: tuple[str, ...] = ()
     while True:
         try:
-            with _chosen(names), mock.patch.multiple(ShapeEnv, allow_dynamic_output_shape_ops=False,
-                                                     allow_scalar_outputs=False):
+            with _chosen(names), values_refused():
                 found = capture()
             break
+        except CollectiveError:         # a submodule that runs as it is communicates as well
+            raise
         except OpaqueError as error:
             kind = type(model.get_submodule(error.name))
             around = {n: _around(model, n) for n in names if type(model.get_submodule(n)) is kind}
@@ -107,18 +109,3 @@ def _around(model: nn.Module, name: str) -> str:
         if type(model.get_submodule(name)).forward is not nn.Module.forward:
             break
     return name
-
-
-def at_fault(model: nn.Module, error: BaseException) -> str:
-    """The innermost submodule whose code took part in an error, or in its cause; empty where none did."""
-    names = {id(m): n for n, m in model.named_modules()}
-    found = ""
-    causes: BaseException | None = error
-    while causes is not None:
-        trace = causes.__traceback__
-        while trace is not None:
-            name = names.get(id(trace.tb_frame.f_locals.get("self")))
-            found = name or found
-            trace = trace.tb_next
-        causes = causes.__cause__ or (None if causes.__suppress_context__ else causes.__context__)
-    return found

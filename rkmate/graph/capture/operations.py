@@ -1,8 +1,4 @@
-"""What torch knows of an operation and of a value's memory, for all who read captured graphs.
-
-Uses private names of torch (the class of operations, their schemas, a storage's identity); tested with
-torch 2.13.
-"""
+"""What torch knows of an operation and of a value's memory, for all who read captured graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload as OpOverload
+
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import OpOverload, schema_of
+from rkmate.torch_seam.tensors import storage_id
 
 aten = torch.ops.aten
 
@@ -32,9 +31,9 @@ def is_view(node: fx.Node) -> bool:
         known = _view_operations[id(target)] = target, _is_view_operation(target)
     if known[1]:
         return True
-    value = node.meta.get("val")
+    value = node.meta.get(VALUE)
     if isinstance(value, torch.Tensor) and node.args and isinstance(node.args[0], fx.Node):
-        base = node.args[0].meta.get("val")
+        base = node.args[0].meta.get(VALUE)
         return isinstance(base, torch.Tensor) and base is not value and _share(base, value)
     return False
 
@@ -46,7 +45,7 @@ asks of every node."""
 
 def _is_view_operation(target: OpOverload) -> bool:
     return target in _HIDDEN_VIEWS or any(r.alias_info is not None and not r.alias_info.is_write
-                                          for r in target._schema.returns)
+                                          for r in schema_of(target).returns)
 
 
 _random_operations: dict[int, tuple[OpOverload, bool]] = {}
@@ -78,8 +77,8 @@ def is_random(node: fx.Node) -> bool:
 @functools.cache
 def _place_of(target: OpOverload, name: str) -> int | None:
     """The position of an argument; None where there is none of this name."""
-    return next((k for k, a in enumerate(target._schema.arguments) if a.name == name), None)
+    return next((k for k, a in enumerate(schema_of(target).arguments) if a.name == name), None)
 
 
 def _share(a: Any, b: Any) -> bool:
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+    return bool(storage_id(a) == storage_id(b))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from rkmate.torch_seam.containers import pytree
 
 _SCALARS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
             torch.memory_format, type(Ellipsis))

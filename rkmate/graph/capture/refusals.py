@@ -1,7 +1,5 @@
 """Models that have no static training step: what is refused before a trace, and what a failed
 trace means for the user.
-
-Uses private names of torch (the class of compiled modules); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -19,16 +17,24 @@ from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.global_hooks import global_backward_hooks, global_forward_hooks
-from rkmate.graph.capture.library_paths import is_observer, routed_by_loops, weight_made_by
 from rkmate.graph.capture.pieces import is_made_of_pieces
-from rkmate.graph.capture.structure import objects_in
 from rkmate.graph.capture.switches import way_out
 from rkmate.support.warn import PACKAGE, warn
+from rkmate.torch_seam.containers import objects_in
+from rkmate.torch_seam.modules import (
+    compiled_call,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    has_backward_hooks,
+)
+from rkmate.torch_seam.patches.libraries import is_observer, routed_by_loops, weight_made_by
+from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _HERE = str(PACKAGE) + os.sep
+_DEPRECATING = ("typing_extensions.py", "warnings.py")
+"""Wrappers around functions of torch that are deprecated."""
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _RECURRENT = str(Path(torch.nn.modules.rnn.__file__))
 
@@ -48,10 +54,10 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         if hooks_outside and m is model:
             continue
         where = f"{type(model).__name__}{'.' + name if name else ''}"
-        if m._backward_hooks or m._backward_pre_hooks:
+        if has_backward_hooks(m):
             raise CaptureError(f"{where} has module backward hooks, which a planned step cannot run: "
                                "remove them, or hook the parameters or the module's outputs")
-        hooks = [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+        hooks = [h for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())
                  if weight_made_by(h) is None and not is_observer(h)]
         if hooks:
             warn(f"{where} has forward hooks: what they compute is part of the plan, what "
@@ -100,7 +106,7 @@ def _is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
     was compiled."""
     dynamo = sys.modules.get("torch._dynamo")
-    call = module._compiled_call_impl
+    call = compiled_call(module)
     return (call is not None and not getattr(call, "is_planned", False)) or (
         dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
@@ -131,7 +137,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return ArgumentError(f"the sample inputs do not fit {type(model).__name__}.forward: {mismatch}")
     text = str(error).strip()
     reason = text.split("\n")[0] or type(error).__name__
-    place = _place(error, program)
+    place = place_of(error, program)
     data_dependent = is_data_dependent(error)
     if data_dependent and _through(error, _DISTRIBUTIONS):
         reason = "a distribution with validate_args=True checks its arguments' values, which a trace has not"
@@ -180,7 +186,7 @@ def _opaque(model: nn.Module, place: str) -> str:
     return ""
 
 
-def _place(error: Exception, program: nn.Module | None) -> str:
+def place_of(error: Exception, program: nn.Module | None) -> str:
     """The innermost line of the user's source that took part."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
     if frames:
@@ -195,10 +201,25 @@ def _place(error: Exception, program: nn.Module | None) -> str:
     return ""
 
 
+def at_fault(model: nn.Module, error: BaseException) -> str:
+    """The innermost submodule whose code took part in an error, or in its cause; empty where none did."""
+    names = {id(m): n for n, m in model.named_modules()}
+    found = ""
+    causes: BaseException | None = error
+    while causes is not None:
+        trace = causes.__traceback__
+        while trace is not None:
+            name = names.get(id(trace.tb_frame.f_locals.get("self")))
+            found = name or found
+            trace = trace.tb_next
+        causes = causes.__cause__ or (None if causes.__suppress_context__ else causes.__context__)
+    return found
+
+
 def _through(error: Exception, place: str) -> bool:
     """Whether an error came through a file, or a folder of files."""
     return any(f.filename.startswith(place) for f in traceback.extract_tb(error.__traceback__))
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith(("<", _TORCH, _HERE))
+    return not filename.startswith(("<", _TORCH, _HERE)) and Path(filename).name not in _DEPRECATING

@@ -17,28 +17,36 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from rkmate.graph.capture.attention_elsewhere import attention_of_the_device
-from rkmate.graph.capture.autocast import backward_without_autocast
-from rkmate.graph.capture.backward_tags import tag_what_needs_the_loss
-from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
-from rkmate.graph.capture.buffers import new_buffers_as_writes
-from rkmate.graph.capture.checkpoints import regions_marked
-from rkmate.graph.capture.closed_over import closed_over_as_buffers, lost_tensors_refused
-from rkmate.graph.capture.cudnn_batch_norm import batch_norms_as_eager_chooses
-from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
-from rkmate.graph.capture.eager_kernels import as_eager_computes
-from rkmate.graph.capture.global_hooks import hooks_of_the_model_alone
+from rkmate.graph.capture.collectives import collectives_refused, refuse_in_joint
 from rkmate.graph.capture.input_values import values_of_inputs
-from rkmate.graph.capture.layouts import as_kernels_return_them
-from rkmate.graph.capture.library_paths import paths, without_value_checks
-from rkmate.graph.capture.moves import standing_modules_stay
-from rkmate.graph.capture.nested import traced_node_by_node
 from rkmate.graph.capture.opaque_parts import opaque_parts
-from rkmate.graph.capture.recurrent import (
+from rkmate.torch_seam.patches import features
+from rkmate.torch_seam.patches.attention import attention_of_the_device
+from rkmate.torch_seam.patches.autograd import (
+    backward_without_autocast,
+    closed_over_as_buffers,
+    lost_tensors_refused,
+    regions_marked,
+    tag_what_needs_the_loss,
+    traced_node_by_node,
+)
+from rkmate.torch_seam.patches.cudnn_batch_norm import batch_norms_as_eager_chooses
+from rkmate.torch_seam.patches.custom_functions import kept_whole, run_as_they_are
+from rkmate.torch_seam.patches.layouts import as_kernels_return_them
+from rkmate.torch_seam.patches.libraries import paths, without_value_checks
+from rkmate.torch_seam.patches.modules import (
+    cumulative_averages_as_tensors,
+    hooks_of_the_model_alone,
+    new_buffers_as_writes,
+    standing_modules_stay,
+)
+from rkmate.torch_seam.patches.numerics import as_eager_computes
+from rkmate.torch_seam.patches.recurrent import (
     as_eager_runs_them,
     gates_as_eager_computes,
     make_recurrent_layers_whole,
 )
+from rkmate.torch_seam.versions import is_off
 
 Phase = Literal["trace", "forward", "export", "exported", "joint", "simplify", "emission"]
 
@@ -76,6 +84,8 @@ class Pass:
     torch_versions: tuple[str, ...] = SEEN
     """Versions of torch that it was seen needed on, oldest first. Empty: no version does without, as
     torch is not what it makes up for."""
+    feature: str = ""
+    """The feature of the seam (`features`) that it needs, without which it is left out. Empty: none."""
 
     @property
     def place(self) -> str:
@@ -102,36 +112,36 @@ REPAIRS = (
          "A trace takes the forward's autocast state for the backward's, too, and casts the gradients of "
          "what the forward computes in float32 (attention with dropout). Eager mode's backward is called "
          "after the autocast region.",
-         _of_any_model(backward_without_autocast)),
+         _of_any_model(backward_without_autocast), feature=features.AUTOCAST),
     Pass("cumulative batch norms", "trace",
          "With `momentum=None` a batch norm reads its number of batches back from a buffer, which no "
          "static graph can: the factor stays a tensor.",
-         cumulative_averages_as_tensors),
+         cumulative_averages_as_tensors, feature=features.AVERAGES),
     Pass("eager kernels", "trace",
          "Torch decomposes some operations while it traces (resampling, shrinking, margin losses, "
          "dropout) and rounds otherwise than their kernels; the gradients of products choose "
          "their formula by values, which a trace has not.",
-         _of_any_model(as_eager_computes)),
+         _of_any_model(as_eager_computes), feature=features.NUMERICS),
     Pass("gates of a GRU", "trace",
          "Torch's decomposition makes each gate a tensor of its own. Eager mode's are parts of one, "
          "which kernels go over row by row: other elements fall to the scalar version, which rounds "
          "otherwise.",
-         _of_any_model(gates_as_eager_computes)),
+         _of_any_model(gates_as_eager_computes), feature=features.GATES),
     Pass("layouts", "trace",
          "Some kernels return other strides than fake tensors say. Strides decide which copies are "
          "made, and in which order a later sum is taken.",
-         _of_any_model(as_kernels_return_them)),
+         _of_any_model(as_kernels_return_them), feature=features.LAYOUTS),
     Pass("attention of a device that is not here", "trace",
          "Torch asks the device that is there which kernel attention takes. A plan that is made for another "
          "one traces the kernel which that one takes, with what it keeps for its backward.",
          _of_any_model(attention_of_the_device)),
     Pass("value checks", "trace",
          "Distributions check the values of their arguments by default, and a trace has none.",
-         _of_any_model(without_value_checks)),
+         _of_any_model(without_value_checks), feature=features.CHECKS),
     Pass("moves to where a module is", "trace",
          "A module that is moved gets its parameters anew, which a trace cannot follow; most such calls in a "
          "forward (a router's, to its type) move nothing.",
-         _of_any_model(standing_modules_stay)),
+         _of_any_model(standing_modules_stay), feature=features.MOVES),
     Pass("hooks around every module", "trace",
          "They run around the modules that a trace puts around the model, too: what they compute would be "
          "in the plan more than once.",
@@ -140,6 +150,10 @@ REPAIRS = (
          "A submodule whose inner shapes depend on values has no static graph: a call of one that was chosen "
          "(`Settings.opaque`) is one operation, which runs again in the backward.",
          opaque_parts, ()),
+    Pass("collectives", "trace",
+         "Ranks that run their collectives at moments of different plans hang or compute wrong values. Where "
+         "there are several ranks, a forward that communicates is refused when the trace reaches that.",
+         collectives_refused, ()),
     Pass("new buffers", "forward",
          "A trace sees what is written to a tensor, not which tensor a buffer is afterwards: a buffer "
          "that the forward makes anew becomes a write.",
@@ -165,7 +179,7 @@ REPAIRS = (
     Pass("checkpointed regions", "export",
          "What is computed again is the plan's business, and a trace runs through `torch.utils.checkpoint`. "
          "Operations carry the number of their region, so that a plan can say what checkpointing would take.",
-         _one_way(regions_marked), ()),
+         _one_way(regions_marked), (), features.REGIONS),
     Pass("calls of custom functions", "exported",
          "The recorded calls are calls of their functions again, so that the joint trace sees their "
          "backward as autograd calls it.",
@@ -194,12 +208,16 @@ REPAIRS = (
          "Nodes that come out of a nested graph have lost the tag that says that they belong to the "
          "backward.",
          tag_what_needs_the_loss),
+    Pass("collectives that were traced", "joint",
+         "A second look, at the graph itself: no operation that communicates gets into a plan, however a "
+         "version of torch has traced it.",
+         refuse_in_joint, ()),
 )
 """In the order in which they work; contexts of one phase are entered in it."""
 
 
 def _of(phase: Phase) -> Iterator[Pass]:
-    return (p for p in REPAIRS if p.phase == phase)
+    return (p for p in REPAIRS if p.phase == phase and not is_off(p.feature))
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 A number of the graph (a literal, a length, a stride) is known by what it is in each of the known
 captures: what was (128, 256) there is what the dry runs' numbers that were (128, 256) are at the new size.
 Nothing is extrapolated. Where one such row has two values at the new size, or none, there is no answer.
-
-Uses private names of torch (fake tensors, a storage's identity); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.direct import read_directly
 from rkmate.graph.capture.dry_run import Recording
-from rkmate.graph.capture.nodes import add_like
+from rkmate.torch_seam.nodes import TENSOR_META, VALUE, add_like
+from rkmate.torch_seam.tensors import FakeTensor, FakeTensorMode, fake_like, read_directly, storage_id
 
 Number = int | float
 
@@ -124,8 +121,8 @@ class SideBySide:
             first = row[0]
             _same([(n.op, n.name, n.target) for n in row])
             args, kwargs = self._argument([n.args for n in row]), self._argument([n.kwargs for n in row])
-            meta = {k: v for k, v in first.meta.items() if k not in ("tensor_meta", "val")}
-            value = self._value([n.meta["val"] for n in row]) if "val" in first.meta else _NONE
+            meta = {k: v for k, v in first.meta.items() if k not in (TENSOR_META, VALUE)}
+            value = self._value([n.meta[VALUE] for n in row]) if VALUE in first.meta else _NONE
             self._place[first] = _Place("node", len(self._nodes))
             self._nodes.append((first, args, kwargs, meta, value))
 
@@ -195,7 +192,7 @@ class SideBySide:
                          self._row(tuple(int(t.storage_offset()) for t in row)), first.dtype, first.device,
                          first.requires_grad)
             storages = [t.untyped_storage() for t in row]
-            key = tuple(s._cdata for s in storages)
+            key = tuple(storage_id(s) for s in storages)
             owns = key not in self._storages
             # Who owns the storage comes first: what it holds, and no more.
             if owns and any(s.nbytes() != _bytes(t.shape, t.stride(), int(t.storage_offset()),
@@ -223,7 +220,7 @@ class SideBySide:
             node = add_like(graph, old, _filled(args, lists), _filled(kwargs, lists))
             node.meta.update(meta)
             if value is not _NONE:
-                node.meta["val"] = _filled(value, lists)
+                node.meta[VALUE] = _filled(value, lists)
             nodes.append(node)
         at = {old: node for (old, *_), node in zip(self._nodes, nodes, strict=True)}
         return replace(
@@ -274,22 +271,12 @@ class SideBySide:
                 owners[storage] = plain
             if f.device not in alike:
                 alike[f.device] = FakeTensor(mode, torch.empty(0, device="meta"), f.device)
-            made.append(_fake_like(alike[f.device], plain, f.requires_grad))
+            made.append(fake_like(alike[f.device], plain, f.requires_grad))
         return made
 
 
 _NONE = object()
 """Of a node without a value."""
-
-
-def _fake_like(other: FakeTensor, plain: torch.Tensor, requires_grad: bool) -> FakeTensor:
-    """A fake tensor on the device of another one that nothing was computed of. To make a whole graph's takes
-    long by the way that a user has."""
-    made: FakeTensor = torch.Tensor._make_subclass(
-        FakeTensor, plain, requires_grad, dispatch_device=True, device_for_backend_keys=other.fake_device)
-    torch._C._set_throw_on_mutable_data_ptr(made)
-    made.__dict__.update(other.__dict__)
-    return made
 
 
 def _now(row: tuple[Any, ...], numbers: Mapping[tuple[Any, ...], Number]) -> Number:

@@ -11,19 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.library_paths import weight_made_by
-from rkmate.graph.capture.structure import tensors_in
+from rkmate.torch_seam.containers import pytree, tensors_in
+from rkmate.torch_seam.modules import HOOKS, REGISTRIES, WEIGHT_LISTS, forward_pre_hooks_of
+from rkmate.torch_seam.patches.libraries import weight_made_by
 
-_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
-          "_backward_pre_hooks")
-_REGISTRIES = ("_buffers", "_modules", "_parameters", *_HOOKS)
 MISSING = object()
 """Stands for an attribute that is not there."""
-_LISTS = ("_all_weights", "_flat_weight_refs", "_flat_weights", "_flat_weights_names")
 
 
 @dataclass(frozen=True)
@@ -44,12 +39,12 @@ class Assigned:
         elif not tensors_in(self.new):
             self.holder.__dict__[self.name] = self.new
         elif self.makes_tensors():
-            self.holder.__dict__[self.name] = tree_map_only(
+            self.holder.__dict__[self.name] = pytree.tree_map_only(
                 torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), self.new)
 
     def makes_tensors(self) -> bool:
         """Whether it is a new attribute, of tensors in lists, tuples or dictionaries."""
-        leaves = tree_leaves(self.new)
+        leaves = pytree.tree_leaves(self.new)
         return self.old is MISSING and len(tensors_in(self.new)) == sum(
             isinstance(t, torch.Tensor) for t in leaves) > 0
 
@@ -60,7 +55,7 @@ class PythonState:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, m, dict(m.__dict__),
-                          {f: dict(m.__dict__[f]) for f in _REGISTRIES if f in m.__dict__})
+                          {f: dict(m.__dict__[f]) for f in REGISTRIES if f in m.__dict__})
                          for name, m in model.named_modules()]
         objects = {id(v): (f"{name + '.' if name else ''}{k}", v) for name, m, d, _ in self._modules
                    for k, v in d.items() if _is_object(v)}
@@ -88,7 +83,7 @@ class PythonState:
     def restore_hooks(self) -> None:
         """Put the hooks back alone."""
         for _, m, _, registries in self._modules:
-            for field in _HOOKS:
+            for field in HOOKS:
                 m.__dict__[field].clear()
                 m.__dict__[field].update(registries[field])
 
@@ -101,7 +96,7 @@ class PythonState:
             for k in sorted({*holder.__dict__, *attributes}):
                 old, new = attributes.get(k, MISSING), holder.__dict__.get(k, MISSING)
                 # A recurrent layer keeps lists of its weights, which the tracer swaps.
-                if old is not new and not (isinstance(holder, nn.RNNBase) and k in _LISTS):
+                if old is not new and not (isinstance(holder, nn.RNNBase) and k in WEIGHT_LISTS):
                     found.append(Assigned(f"{path + '.' if path else ''}{k}", holder, k, old, new))
         return found
 
@@ -123,7 +118,7 @@ def all_transient(assigned: Sequence[Assigned]) -> bool:
     for a in assigned:
         known = {id(t) for t in tensors_in(a.old)}
         fresh = any(id(t) not in known for t in tensors_in(a.new))
-        hooks = a.holder._forward_pre_hooks.values() if isinstance(a.holder, nn.Module) else ()
+        hooks = forward_pre_hooks_of(a.holder).values() if isinstance(a.holder, nn.Module) else ()
         if fresh and not a.makes_tensors() and not any(weight_made_by(h) == a.name for h in hooks):
             return False
     return True

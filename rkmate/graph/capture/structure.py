@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device,
-          torch.layout, torch.memory_format)
+from rkmate.torch_seam.containers import PLAIN, attributes_in, objects_in, pytree, tensors_in
+
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 """Types of everyday arguments, in which nothing else stands."""
 
@@ -52,7 +51,7 @@ class Structure:
         for leaf in self.leaves:
             if isinstance(leaf, _Slot):
                 leaves.append(tensors[leaf.index])
-            elif isinstance(leaf, _PLAIN):
+            elif isinstance(leaf, PLAIN):
                 leaves.append(leaf)
             else:
                 leaves.append(copy.deepcopy(leaf, {_FILL: tensors}))
@@ -63,7 +62,7 @@ class Structure:
         leaves = pytree.tree_flatten((args, kwargs))[0]
         return {f"{type(leaf).__name__} {k}": [id(t) for t in tensors_in(leaf)]
                 for k, leaf in enumerate(leaves)
-                if not isinstance(leaf, (*_PLAIN, torch.Tensor))}
+                if not isinstance(leaf, (*PLAIN, torch.Tensor))}
 
     def index_of(self, name: str) -> int | None:
         """The tensor under a key or attribute of the outermost container; None without one."""
@@ -85,7 +84,7 @@ class Structure:
         def visit(value: Any, path: str, above: frozenset[int]) -> frozenset[int]:
             if isinstance(value, _Slot):
                 found = frozenset((value.index,))
-            elif isinstance(value, _PLAIN) or id(value) in above:     # it may refer to itself
+            elif isinstance(value, PLAIN) or id(value) in above:     # it may refer to itself
                 return frozenset()
             else:
                 below = [visit(v, f"{path}.{k}" if path else str(k), above | {id(value)})
@@ -101,7 +100,7 @@ class Structure:
     @property
     def is_plain(self) -> bool:
         """Whether nothing but tensors and plain constants stands in it."""
-        return all(isinstance(leaf, (_Slot, *_PLAIN)) for leaf in self.leaves)
+        return all(isinstance(leaf, (_Slot, *PLAIN)) for leaf in self.leaves)
 
     def constants(self) -> tuple[Any, ...]:
         """The leaves that are not tensors, in order: what a call is specialised on."""
@@ -116,19 +115,6 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
         return [*zip(getattr(value, "_fields", ()), value, strict=False), *enumerate(value),
                 *enumerate(value, -len(value))]
     return list(attributes_in(value).items())
-
-
-def attributes_in(value: Any) -> dict[str, Any]:
-    """What an object holds, in its dictionary and in slots."""
-    state = dict(getattr(value, "__dict__", {}))
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{cls.__name__.lstrip('_')}{name}"
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                state[name] = getattr(value, name)
-    return state
 
 
 def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structure]:
@@ -152,7 +138,7 @@ def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structu
     for leaf in flat:
         if isinstance(leaf, torch.Tensor):
             leaves.append(slot(leaf))
-        elif isinstance(leaf, _PLAIN) or not (result or tensors_in(leaf)):
+        elif isinstance(leaf, PLAIN) or not (result or tensors_in(leaf)):
             leaves.append(leaf)
         else:
             leaves.append(_skeleton(leaf, slot))
@@ -179,30 +165,3 @@ def _spec_of_leaves(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
 def _skeleton(value: Any, slot: Any) -> Any:
     memo: dict[int, Any] = {id(t): slot(t) for t in tensors_in(value)}
     return copy.deepcopy(value, memo)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Tensors reachable through containers and instance attributes, modules left out."""
-    return [item for item in objects_in(value) if isinstance(item, torch.Tensor)]
-
-
-def objects_in(value: Any) -> list[Any]:
-    """Everything reachable through containers and instance attributes, modules left out."""
-    found: list[Any] = []
-    seen: set[int] = set()
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, (*_PLAIN, type, torch.nn.Module)) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        found.append(item)
-        if isinstance(item, torch.Tensor):
-            continue
-        if isinstance(item, dict):
-            stack.extend(reversed(list(item.values())))
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            stack.extend(reversed(list(item)))
-        else:
-            stack.extend(reversed(list(attributes_in(item).values())))
-    return found

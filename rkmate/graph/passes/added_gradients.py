@@ -19,6 +19,7 @@ from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators
 from rkmate.graph.passes.joint import Rewriting, is_backward
 from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.torch_seam.nodes import VALUE, phase_tag, without_descriptor
 
 aten = torch.ops.aten
 own = torch.ops.rkmate
@@ -53,11 +54,11 @@ class _Adder:
     def place(self, source: Source) -> fx.Node:
         """What stands for a parameter's ``.grad``; made when it is first asked for."""
         if source not in self._places:
-            like = self._of[source].meta["val"]
+            like = self._of[source].meta[VALUE]
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 node = self.graph.placeholder(f"grad_{len(self._places)}")
             with like.fake_mode:
-                node.meta["val"] = torch.empty_like(like)
+                node.meta[VALUE] = torch.empty_like(like)
             self.work.sources[node] = Source("grad", source.key)
             self._places[source] = node
         return self._places[source]
@@ -75,18 +76,17 @@ class _Adder:
         the place of; `before`: what it stands in front of."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args)
-        value = args[0].meta["val"]
-        node.meta = {k: v for k, v in like.meta.items() if k != "desc"} | {
-            "partitioner_tag": "is_backward", "adds": True}
+        value = args[0].meta[VALUE]
+        node.meta = without_descriptor(like.meta) | phase_tag(backward=True) | {"adds": True}
         with value.fake_mode:
-            node.meta["val"] = torch.empty_like(value)        # not the place itself: it is no view
+            node.meta[VALUE] = torch.empty_like(value)        # not the place itself: it is no view
 
     def seen_as(self, place: fx.Node, views: Sequence[fx.Node], before: fx.Node) -> fx.Node | None:
         """A place as what a gradient is before some views (the last first); None where that would be a
         copy."""
-        value, steps = place.meta["val"], []
+        value, steps = place.meta[VALUE], []
         for view in views:
-            shape = view.args[0].meta["val"].shape  # type: ignore[union-attr]
+            shape = view.args[0].meta[VALUE].shape  # type: ignore[union-attr]
             step: tuple[Any, tuple[Any, ...]]
             if view.target is aten.t.default:
                 step = aten.t.default, ()
@@ -105,7 +105,7 @@ class _Adder:
         for target, args, value in steps:
             with self.graph.inserting_before(before):
                 place = self.graph.call_function(target, (place, *args))
-            place.meta = {"val": value, "partitioner_tag": "is_backward"}
+            place.meta = {VALUE: value, **phase_tag(backward=True)}
         return place
 
 
@@ -138,7 +138,7 @@ def _before_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
 def _product(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
     """A product of matrices, or a sum of such, is added by the kernel that makes it."""
     found = _before_views(node)
-    if found is None or not node.meta["val"].is_floating_point():
+    if found is None or not node.meta[VALUE].is_floating_point():
         return False
     at, views = found
     target, product = _PRODUCTS.get(at.target), at
@@ -148,13 +148,13 @@ def _product(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
             return False
         target = aten.addbmm_.default
     if target is None or product.kwargs or any(
-            a.meta["val"].dtype != place.meta["val"].dtype for a in product.args):  # type: ignore[union-attr]
+            a.meta[VALUE].dtype != place.meta[VALUE].dtype for a in product.args):  # type: ignore[union-attr]
         return False
     seen = adder.seen_as(place, views, product)
-    if seen is not None and target is aten.addbmm_.default and seen.meta["val"].dim() == 3:
+    if seen is not None and target is aten.addbmm_.default and seen.meta[VALUE].dim() == 3:
         return False                      # a sum that keeps its dimension, which nobody took away
     if seen is None or (target is not aten.addbmm_.default
-                        and seen.meta["val"].shape != product.meta["val"].shape):
+                        and seen.meta[VALUE].shape != product.meta[VALUE].shape):
         return False
     adder.insert(product, product, target, (seen, *product.args))
     return True
@@ -168,8 +168,8 @@ def _tiles(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
     item, views = found
     whole: fx.Node = item.args[0]  # type: ignore[assignment]
     k: int = item.args[1]  # type: ignore[assignment]
-    tiled, value = whole.target, item.meta["val"]
-    if not isinstance(tiled, Tiled) or tiled.gives[k].lead or value.dtype != place.meta["val"].dtype \
+    tiled, value = whole.target, item.meta[VALUE]
+    if not isinstance(tiled, Tiled) or tiled.gives[k].lead or value.dtype != place.meta[VALUE].dtype \
             or not value.is_floating_point() or not is_backward(whole):
         return False
     seen = adder.seen_as(place, views, whole)
@@ -177,7 +177,7 @@ def _tiles(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
         return False
     whole.target, whole.args = tiled.with_into((*tiled.into, k), in_place=True), (*whole.args, seen)
     whole.meta["adds"] = True
-    whole.meta["val"] = tuple(None if n == k else v for n, v in enumerate(whole.meta["val"]))
+    whole.meta[VALUE] = tuple(None if n == k else v for n, v in enumerate(whole.meta[VALUE]))
     return True
 
 
@@ -198,7 +198,7 @@ def _convolution(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
     adder.insert(whole, whole, own.add_convolution_gradient.default,
                  (place, into_bias, g, x, weight, *rest))
     whole.args = (g, x, weight, bias_sizes, *rest, [mask[0], False, False])
-    whole.meta["val"] = (whole.meta["val"][0], None, None)
+    whole.meta[VALUE] = (whole.meta[VALUE][0], None, None)
     return True
 
 

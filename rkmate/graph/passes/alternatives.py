@@ -15,6 +15,7 @@ from torch import fx
 from rkmate.graph.passes.chunked_kernels import Alternative, whole_batch_norm
 from rkmate.graph.passes.products import PRODUCT, by_onednn, by_onednn_in_tiles
 from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.torch_seam.nodes import VALUE
 
 own = torch.ops.rkmate
 
@@ -38,7 +39,7 @@ def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
 def _of_tiles(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
     """The same in fewer tiles, two at least; and each with products by another library."""
     found: list[Tiled | None] = []
-    with node.all_input_nodes[0].meta["val"].fake_mode:
+    with node.all_input_nodes[0].meta[VALUE].fake_mode:
         found.append(by_onednn_in_tiles(tiled))
         while tiled.parts > 2:
             tiled = tiled.with_parts(max(2, tiled.parts // FEWER))

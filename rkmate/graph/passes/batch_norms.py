@@ -17,6 +17,7 @@ from rkmate import device as devices
 from rkmate.device.quick_code import quickest
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.layout_rules import is_channels_last
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 _library = torch.library.Library("rkmate", "FRAGMENT")
@@ -83,7 +84,7 @@ def add_up_by_groups(work: Rewriting) -> None:
     images were given this layout: one of the caller's own choice has the bits of torch's kernel."""
     for node in work.graph.nodes if work.choices.channels_last else ():
         if node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True \
-                and _has_many_pixels(node.args[0].meta["val"]):
+                and _has_many_pixels(node.args[0].meta[VALUE]):
             node.target = BY_GROUPS
 
 

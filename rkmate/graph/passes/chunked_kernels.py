@@ -15,6 +15,8 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import operator_name
 
 aten = torch.ops.aten
 own = torch.ops.rkmate
@@ -45,7 +47,7 @@ def split_wide(graph: fx.Graph, replace: Callable[[fx.Node, fx.Node], None]) -> 
         if new is None:
             continue
         with graph.inserting_before(node):
-            chunked = graph.create_node("call_function", *new, name=new[0]._opname)
+            chunked = graph.create_node("call_function", *new, name=operator_name(new[0]))
         chunked.meta = dict(node.meta)
         replace(node, chunked)
         graph.erase_node(node)
@@ -65,7 +67,7 @@ def _cross_entropy(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     if not isinstance(grad, fx.Node) or grad.target not in _LOSSES or set(grad.users) != {node} \
             or grad.args[1] is not log_probs or not isinstance(log_probs, fx.Node):
         return None
-    value = log_probs.meta["val"]
+    value = log_probs.meta[VALUE]
     if not is_wide(value, 0) or dim in (0, -value.dim()) or dtype != value.dtype \
             or not value.is_contiguous():
         return None
@@ -75,7 +77,7 @@ def _cross_entropy(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     """The gradient of a batch norm in training mode, on a CPU: elsewhere, torch's has no waste."""
     grad, input, weight, _, _, mean, invstd, train, eps, mask = node.args
-    values = [n.meta["val"] for n in (grad, input)]  # type: ignore[union-attr]
+    values = [n.meta[VALUE] for n in (grad, input)]  # type: ignore[union-attr]
     if train is not True or mask != [True] * 3 or mean is None or invstd is None \
             or not is_wide(values[0], 1) or values[0].shape[2:].numel() < 2 or any(
                 not (devices.of(v).cpu_kernels and v.is_contiguous()) for v in values) \
@@ -88,7 +90,7 @@ def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
     """Torch's call for the gradients of a batch norm, with the same bits: it allocates the first of them
     twice, and overwrites nothing."""
     grad, input, weight, mean, invstd, eps = node.args
-    value = input.meta["val"]  # type: ignore[union-attr]
+    value = input.meta[VALUE]  # type: ignore[union-attr]
     return (Alternative(aten.native_batch_norm_backward.default,
                         (grad, input, weight, None, None, mean, invstd, True, eps, [True] * 3),
                         value.numel() * value.element_size()),)

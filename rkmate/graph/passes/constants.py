@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.joint import Rewriting, is_backward, is_random
+from rkmate.torch_seam.nodes import VALUE
 
 
 def find_constants(work: Rewriting) -> None:
@@ -20,7 +21,7 @@ def find_constants(work: Rewriting) -> None:
     for node in list(work.graph.nodes):
         if node.op == "placeholder" or node.op == "get_attr":
             source = work.sources[node]
-            value = node.meta.get("val")
+            value = node.meta.get(VALUE)
             fixed = source.kind in ("buffer", "constant") or (
                 source.kind == "input" and isinstance(value, torch.Tensor)
                 and not value.is_floating_point() and not value.is_complex())

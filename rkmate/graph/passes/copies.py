@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.joint import Rewriting, owner_of
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
@@ -43,7 +44,7 @@ def drop_copies(work: Rewriting) -> None:
         same = node.target in _ALIASES
         if node.target in _COPIES and owner_of(base) not in overwritten \
                 and not (work.leaves(node) and _is_seen(work, owner_of(base))):
-            a, b = node.meta["val"], base.meta["val"]
+            a, b = node.meta[VALUE], base.meta[VALUE]
             same = a.stride() == b.stride() and a.shape == b.shape
         if same:
             work.replace(node, base)

@@ -14,6 +14,8 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.joint import Rewriting, is_backward, is_random, is_view
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import operator_name
 
 aten = torch.ops.aten
 
@@ -69,7 +71,7 @@ def find_decisions(work: Rewriting) -> None:
 
 
 def _values(node: fx.Node) -> list[Any]:
-    value = node.meta.get("val")
+    value = node.meta.get(VALUE)
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
@@ -89,7 +91,7 @@ def _is_integer(node: fx.Node) -> bool:
 
 def _takes_shape_alone(node: fx.Node) -> bool:
     """Whether an operation reads no value of its input: `zeros_like`, `new_empty`, a draw of that shape."""
-    name = getattr(node.target, "_opname", "")
+    name = operator_name(node.target, "")
     return name.endswith("_like") or name.startswith("new_") or (
         is_random(node) and (name in _DRAWS or (name == "bernoulli" and len(node.args) > 1)))
 

@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.capture.nodes import copied
-from rkmate.graph.capture.operations import OpOverload
 from rkmate.graph.passes.chunked_kernels import is_wide
 from rkmate.graph.passes.deferred import Deferred
 from rkmate.graph.passes.joint import Rewriting, is_backward, is_random, is_view, owner_of
+from rkmate.torch_seam.nodes import VALUE, copied
+from rkmate.torch_seam.schema import OpOverload
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ def take_outputs_off(work: Rewriting) -> None:
     if not work.choices.deferring:
         return
     for number, node in enumerate(work.outputs):
-        if node is None or work.wanted[number] or not _is_wide(node.meta.get("val")):
+        if node is None or work.wanted[number] or not _is_wide(node.meta.get(VALUE)):
             continue
         recipe = _Recipe(work, node)
         if recipe.found:
@@ -101,7 +101,7 @@ class _Recipe:
     def _keep(self, node: fx.Node) -> bool:
         """Keep a small value of the forward, with the storage that it stands in."""
         owner = owner_of(node)
-        if not isinstance(node.meta.get("val"), torch.Tensor) or owner.op != "call_function" \
+        if not isinstance(node.meta.get(VALUE), torch.Tensor) or owner.op != "call_function" \
                 or _bytes(owner) * SMALLER > _bytes(self._output):
             return False
         self._kept[node] = None
@@ -129,7 +129,7 @@ class _Recipe:
         kept: dict[fx.Node, fx.Node] = {}
         for node in self._kept:
             made = copies[node] = graph.placeholder(node.name)
-            made.meta["val"] = node.meta["val"]
+            made.meta[VALUE] = node.meta[VALUE]
             sources[made], kept[made] = Source("kept", made.name), node
         for node in sorted(self._nodes, key=lambda n: n not in self._sources):
             copies[node] = copied(graph, node, copies)
@@ -154,6 +154,6 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    value: Any = node.meta.get("val")
+    value: Any = node.meta.get(VALUE)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

@@ -13,6 +13,7 @@ from torch import fx
 
 from rkmate.graph.passes.chunked_kernels import is_wide
 from rkmate.graph.passes.joint import Rewriting, is_backward
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 _library = torch.library.Library("rkmate", "FRAGMENT")
@@ -87,9 +88,9 @@ def add_rows_of_embeddings(work: Rewriting) -> None:
         with work.graph.inserting_before(node):
             new = work.graph.create_node("call_function", torch.ops.rkmate.add_embedding_rows.default,
                                          (total, grad, indices, padding_idx), name="add_embedding_rows")
-        given = fx.node.map_arg(new.args, lambda n: n.meta["val"])
-        with node.meta["val"].fake_mode:
-            new.meta = dict(node.meta) | {"val": new.target(*given)}  # type: ignore[operator]
+        given = fx.node.map_arg(new.args, lambda n: n.meta[VALUE])
+        with node.meta[VALUE].fake_mode:
+            new.meta = dict(node.meta) | {VALUE: new.target(*given)}  # type: ignore[operator]
         work.replace(node, new)
         work.graph.erase_node(node)
 
@@ -110,10 +111,10 @@ def _is_sparse(node: fx.Node, reader: fx.Node) -> bool:
     if node.target is not aten.embedding_dense_backward.default or set(node.users) != {reader} \
             or node.args[4]:
         return False
-    dense = node.meta["val"]
-    grad, indices = (n.meta["val"] for n in node.args[:2])  # type: ignore[union-attr]
+    dense = node.meta[VALUE]
+    grad, indices = (n.meta[VALUE] for n in node.args[:2])  # type: ignore[union-attr]
     return is_wide(dense, 0) and indices.numel() > 0 and bytes_of_rows(grad, indices) < dense.nbytes
 
 
 def _form(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
-    return node.meta["val"].shape, node.meta["val"].dtype
+    return node.meta[VALUE].shape, node.meta[VALUE].dtype

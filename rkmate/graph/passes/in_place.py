@@ -17,6 +17,7 @@ from torch import fx
 
 from rkmate.device.forms import contiguous_strides
 from rkmate.graph.passes import embedding_sums, operators  # noqa: F401 - define torch.ops.rkmate
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
@@ -89,7 +90,7 @@ def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[I
     the kernel would give the result, too (`_plain`).
     """
     target = node.target
-    result = node.meta.get("val")
+    result = node.meta.get(VALUE)
     if target in _CHUNKED and isinstance(result, (tuple, list)):
         result = result[0]
     if not isinstance(result, torch.Tensor):
@@ -120,7 +121,7 @@ def _fits(node: fx.Node, way: InPlace, result: torch.Tensor,
     argument = node.args[way.argument]
     if not isinstance(argument, fx.Node):
         return False
-    value = argument.meta.get("val")
+    value = argument.meta.get(VALUE)
     if not isinstance(value, torch.Tensor) or value.shape != result.shape \
             or value.stride() != result.stride() or not _plain(value) or value.dtype != result.dtype \
             or value.untyped_storage().nbytes() != value.numel() * value.element_size() \

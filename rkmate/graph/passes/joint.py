@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from rkmate.graph.capture.backward_tags import is_backward
 from rkmate.graph.capture.capture import Capture, Source
-from rkmate.graph.capture.nodes import copied as copied_node
 from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.deferred import Deferred
+from rkmate.torch_seam.nodes import copied as copied_node
+from rkmate.torch_seam.nodes import is_backward
 
 
 @dataclass(frozen=True)

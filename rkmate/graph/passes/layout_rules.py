@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
@@ -46,7 +47,7 @@ def follows(node: fx.Node) -> bool:
         return bool(target.namespace == "aten")
     packet = target.overloadpacket
     return packet in _ANYWHERE or (packet in _ON_CPU and all(
-        devices.of(n.meta["val"]).cpu_kernels for n in node.all_input_nodes))
+        devices.of(n.meta[VALUE]).cpu_kernels for n in node.all_input_nodes))
 
 
 def last_format(value: Any) -> torch.memory_format | None:
@@ -67,8 +68,8 @@ def sizes_of_small_images(graph: fx.Graph) -> frozenset[torch.Size]:
     balance: dict[torch.Size, int] = {}
     for node in graph.nodes:
         if node.target is aten.convolution.default:
-            image, weight = (n.meta["val"] for n in node.args[:2])
-            out = node.meta["val"]
+            image, weight = (n.meta[VALUE] for n in node.args[:2])
+            out = node.meta[VALUE]
             moved = weight.numel() if weight.shape[2:].numel() > 1 else 0
             balance[out.shape[2:]] = balance.get(out.shape[2:], 0) + image.numel() + out.numel() - moved
     return frozenset(size for size, images in balance.items() if images < 0)

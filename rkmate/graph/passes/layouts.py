@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.eager_kernels import as_eager_computes
-from rkmate.graph.capture.layouts import as_kernels_return_them
-from rkmate.graph.capture.operations import OpOverload, is_random, is_view
+from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.joint import Rewriting, is_backward
 from rkmate.graph.passes.layout_rules import (
     follows,
@@ -30,6 +28,10 @@ from rkmate.graph.passes.layout_rules import (
     like_in_memory,
     sizes_of_small_images,
 )
+from rkmate.torch_seam.nodes import VALUE, without_descriptor
+from rkmate.torch_seam.patches.layouts import as_kernels_return_them
+from rkmate.torch_seam.patches.numerics import as_eager_computes
+from rkmate.torch_seam.schema import OpOverload
 
 aten = torch.ops.aten
 
@@ -39,8 +41,8 @@ def channels_last(work: Rewriting) -> None:
     small = sizes_of_small_images(work.graph)
     work.convolutions = tuple(dict.fromkeys(
         work.name(n.args[1]) for n in work.graph.nodes
-        if n.target is aten.convolution.default and (form := last_format(n.meta["val"])) is not None
-        and not n.meta["val"].is_contiguous(memory_format=form) and n.meta["val"].shape[2:] not in small))
+        if n.target is aten.convolution.default and (form := last_format(n.meta[VALUE])) is not None
+        and not n.meta[VALUE].is_contiguous(memory_format=form) and n.meta[VALUE].shape[2:] not in small))
     if work.choices.channels_last and work.convolutions:
         with ExitStack() as stack:
             stack.enter_context(as_eager_computes())
@@ -59,8 +61,8 @@ def layouts_of_gradients(work: Rewriting) -> None:
     place = {source: node for node, source in work.sources.items()}
     with torch.no_grad():
         for k, (source, node) in enumerate(work.grads):
-            wanted = place[source].meta["val"]
-            if source.kind == "param" and is_channels_last(node.meta["val"]) and wanted.is_contiguous():
+            wanted = place[source].meta[VALUE]
+            if source.kind == "param" and is_channels_last(node.meta[VALUE]) and wanted.is_contiguous():
                 work.grads[k] = source, inserted(work.graph, node.next, node, aten.clone.default, (node,),
                                                  memory_format=torch.contiguous_format)
 
@@ -72,7 +74,7 @@ class _Turning:
         self.work = work
         self.small = small
         self.graph = work.graph
-        self.before: dict[fx.Node, Any] = {n: n.meta.get("val") for n in work.graph.nodes}
+        self.before: dict[fx.Node, Any] = {n: n.meta.get(VALUE) for n in work.graph.nodes}
         """Values in the layout that they had."""
         self.copies: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
         """Values in another layout, by strides."""
@@ -94,7 +96,7 @@ class _Turning:
 
     def _visit(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
-            node.meta["val"] = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr]
+            node.meta[VALUE] = node.args[0].meta[VALUE][node.args[1]]  # type: ignore[union-attr]
             return
         if node.target is aten.convolution.default:
             self._convolution(node)
@@ -107,14 +109,14 @@ class _Turning:
         else:
             self._even(node)
         try:
-            node.meta["val"] = _value(node)
+            node.meta[VALUE] = _value(node)
         except (RuntimeError, ValueError):      # a view that such a layout does not have
             self._restore(node)
-            node.meta["val"] = _value(node)
+            node.meta[VALUE] = _value(node)
 
     def _is_turned(self, node: fx.Node) -> bool:
         """Whether a value has another layout than before."""
-        return _strides(node.meta.get("val")) != _strides(self.before.get(node))
+        return _strides(node.meta.get(VALUE)) != _strides(self.before.get(node))
 
     def _may_follow(self, node: fx.Node) -> bool:
         """Whether an operation works with any layout, and gives the same values."""
@@ -126,39 +128,39 @@ class _Turning:
         """Convolutions take images with the channels last, if that is how they return them. (In that layout
         already: a weight may see to it.)"""
         image: fx.Node = node.args[0]  # type: ignore[assignment]
-        form = self._format(image, node.meta["val"])
+        form = self._format(image, node.meta[VALUE])
         if form is None or _value(node).is_contiguous(memory_format=form):
             return
-        turned = _cloned(image.meta["val"], form)
+        turned = _cloned(image.meta[VALUE], form)
         if _value(node, {image: turned}).is_contiguous(memory_format=form):
             node.replace_input_with(image, self._laid_out(image, turned, node, node))
 
     def _take_copies(self, node: fx.Node) -> None:
         """A convolution's gradients read the copy that it has read itself."""
         image: fx.Node = node.args[1]  # type: ignore[assignment]
-        form = self._format(image, node.args[0].meta["val"])  # type: ignore[union-attr]
+        form = self._format(image, node.args[0].meta[VALUE])  # type: ignore[union-attr]
         if form is not None:
-            copy = self.copies.get((image, _cloned(image.meta["val"], form).stride()))
+            copy = self.copies.get((image, _cloned(image.meta[VALUE], form).stride()))
             if copy is not None:
                 node.replace_input_with(image, copy)
 
     def _format(self, image: fx.Node, out: torch.Tensor) -> torch.memory_format | None:
         """The layout that a convolution of an image should have, by its result."""
-        form = last_format(image.meta["val"])
+        form = last_format(image.meta[VALUE])
         return form if form is None or out.shape[2:] not in self.small else torch.contiguous_format
 
     def _even(self, node: fx.Node) -> None:
         """Images that an operation reads together have one layout: mixed ones are slow, and would go on."""
-        last = next((n for n in node.all_input_nodes if is_channels_last(n.meta.get("val"))), None)
+        last = next((n for n in node.all_input_nodes if is_channels_last(n.meta.get(VALUE))), None)
         if last is None or is_view(node):
             return
-        like = last.meta["val"]
-        alike = [n for n in node.all_input_nodes if _is_image_beside(n.meta.get("val"), like)]
+        like = last.meta[VALUE]
+        alike = [n for n in node.all_input_nodes if _is_image_beside(n.meta.get(VALUE), like)]
         wanted = self._format(last, like)
         assert wanted is not None
-        for n in alike if any(n.meta["val"].is_contiguous() for n in alike) else ():
-            if not n.meta["val"].is_contiguous(memory_format=wanted):
-                turned = _cloned(n.meta["val"], wanted)
+        for n in alike if any(n.meta[VALUE].is_contiguous() for n in alike) else ():
+            if not n.meta[VALUE].is_contiguous(memory_format=wanted):
+                turned = _cloned(n.meta[VALUE], wanted)
                 node.replace_input_with(n, self._laid_out(n, turned, node, node))
 
     def _restore(self, node: fx.Node) -> None:
@@ -184,7 +186,7 @@ class _Turning:
         key = node, tuple(wanted.stride())
         if key not in self.copies:
             insert = functools.partial(inserted, self.graph, point, like)
-            value, form = node.meta["val"], last_format(wanted)
+            value, form = node.meta[VALUE], last_format(wanted)
             if like_in_memory(value, wanted):
                 made = insert(aten.as_strided.default, (node, list(wanted.shape), list(wanted.stride())))
             elif wanted.is_contiguous() or (form is not None and wanted.is_contiguous(memory_format=form)):
@@ -212,16 +214,16 @@ def inserted(graph: fx.Graph, point: fx.Node, like: fx.Node, target: Any, args: 
     """A new operation before `point`, of the module and the phase of `like`."""
     with graph.inserting_before(point):
         node = graph.call_function(target, args, kwargs)
-    node.meta = {k: v for k, v in like.meta.items() if k != "desc"}
-    node.meta["val"] = _value(node)
+    node.meta = without_descriptor(like.meta)
+    node.meta[VALUE] = _value(node)
     return node
 
 
 def _value(node: fx.Node, instead: dict[fx.Node, Any] | None = None) -> Any:
     """What an operation returns for the values of its inputs. `instead`: other values of some."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs),
-                                   lambda n: (instead or {}).get(n, n.meta["val"]))
-    mode: Any = next(v.fake_mode for n in node.all_input_nodes for v in _tensors(n.meta["val"]))  # type: ignore[attr-defined]
+                                   lambda n: (instead or {}).get(n, n.meta[VALUE]))
+    mode: Any = next(v.fake_mode for n in node.all_input_nodes for v in _tensors(n.meta[VALUE]))  # type: ignore[attr-defined]
     with mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.joint import Rewriting, is_backward, is_view, owner_of
+from rkmate.torch_seam.nodes import VALUE, phase_tag
 
 aten = torch.ops.aten
 
@@ -36,9 +37,9 @@ def _is_private_sum(node: fx.Node, total: fx.Node) -> bool:
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2 \
             or (node is total and node.users) or len(node.users) > 1:
         return False
-    shape = node.meta["val"].shape
+    shape = node.meta[VALUE].shape
     return all(isinstance(a, fx.Node) and a.op == "call_function" and is_backward(a)
-               and set(a.users) == {node} and a.meta["val"].shape == shape for a in node.args)
+               and set(a.users) == {node} and a.meta[VALUE].shape == shape for a in node.args)
 
 
 def own_gradients(work: Rewriting) -> None:
@@ -56,9 +57,9 @@ def own_gradients(work: Rewriting) -> None:
             insert = work.graph.inserting_after if node is after else work.graph.inserting_before
             with insert(after):
                 copy = work.graph.call_function(aten.clone.default, (node,))
-            copy.meta = {"val": node.meta["val"], "partitioner_tag": "is_backward"}
-            with node.meta["val"].fake_mode:
-                copy.meta["val"] = torch.clone(node.meta["val"])
+            copy.meta = {VALUE: node.meta[VALUE], **phase_tag(backward=True)}
+            with node.meta[VALUE].fake_mode:
+                copy.meta[VALUE] = torch.clone(node.meta[VALUE])
             work.grads[k] = (source, copy)
 
 

@@ -17,6 +17,7 @@ from rkmate import device as devices
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.layout_rules import last_format
 from rkmate.graph.passes.layouts import inserted
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 _TYPES = (torch.float32, torch.float64)
@@ -41,7 +42,7 @@ def _is_product(nodes: tuple[fx.Node, ...], how: tuple[Any, ...]) -> bool:
     image, the weight; `how`: stride, padding, dilation, whether it is transposed, padding of the result,
     groups."""
     stride, padding, _, transposed, _, groups = how
-    values = [n.meta["val"] for n in nodes]
+    values = [n.meta[VALUE] for n in nodes]
     form = last_format(values[1])
     return form is not None and not transposed and groups == 1 and values[2].shape[2:].numel() == 1 \
         and set(stride) == {1} and set(padding) == {0} and devices.of(values[1]).cpu_kernels and all(
@@ -59,7 +60,7 @@ class _Writer:
         pixels, turned = self._pixels(image), self._call(aten.t.default, self._matrix(weight))
         out = self._call(aten.mm.default, pixels, turned) if bias is None \
             else self._call(aten.addmm.default, bias, pixels, turned)
-        self.work.replace(self.node, self._image(out, self.node.meta["val"]))
+        self.work.replace(self.node, self._image(out, self.node.meta[VALUE]))
         self.work.graph.erase_node(self.node)
 
     def backward(self) -> None:
@@ -69,10 +70,10 @@ class _Writer:
         for item in sorted(self.node.users, key=lambda n: n.args[1] == 0):
             assert item.target is operator.getitem
             if item.args[1] == 0:
-                new = self._image(self._call(aten.mm.default, rows, self._matrix(weight)), item.meta["val"])
+                new = self._image(self._call(aten.mm.default, rows, self._matrix(weight)), item.meta[VALUE])
             elif item.args[1] == 1:
                 product = self._call(aten.mm.default, self._call(aten.t.default, rows), self._pixels(image))
-                new = self._call(aten.view.default, product, list(item.meta["val"].shape))
+                new = self._call(aten.view.default, product, list(item.meta[VALUE].shape))
             else:
                 new = self._call(aten.sum.dim_IntList, rows, [0])
             self.work.replace(item, new)
@@ -84,13 +85,13 @@ class _Writer:
 
     def _pixels(self, image: Any) -> fx.Node:
         """An image as a matrix [pixels, channels]."""
-        value = image.meta["val"]
+        value = image.meta[VALUE]
         last = self._call(aten.permute.default, image, [0, *range(2, value.dim()), 1])
         return self._call(aten.view.default, last, [value.numel() // value.shape[1], value.shape[1]])
 
     def _matrix(self, weight: Any) -> fx.Node:
         """A weight as a matrix [channels of the result, channels of the image]."""
-        return self._call(aten.view.default, weight, list(weight.meta["val"].shape[:2]))
+        return self._call(aten.view.default, weight, list(weight.meta[VALUE].shape[:2]))
 
     def _image(self, pixels: fx.Node, like: torch.Tensor) -> fx.Node:
         last = self._call(aten.view.default, pixels, [like.shape[0], *like.shape[2:], like.shape[1]])

@@ -21,6 +21,7 @@ from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.tiles.source import products
 from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 _library = torch.library.Library("rkmate", "FRAGMENT")
@@ -70,7 +71,7 @@ def _name(node: fx.Node) -> None:
     args: list[Any] = list(node.args)
     if node.target is aten.mm.default:
         args.append(None)
-    elif node.target is aten.addmm.default and not node.kwargs and args[0].meta["val"].dim() == 1:
+    elif node.target is aten.addmm.default and not node.kwargs and args[0].meta[VALUE].dim() == 1:
         args = [*args[1:], args[0]]
     else:
         return
@@ -89,14 +90,14 @@ def _named_in_tiles(tiled: Tiled) -> Tiled:
 
 
 def _is_large(node: fx.Node, a: fx.Node, b: fx.Node) -> bool:
-    values = [n.meta["val"] for n in (node, a, b)]
+    values = [n.meta[VALUE] for n in (node, a, b)]
     return all(v.dtype is torch.float32 and devices.of(v).cpu_kernels for v in values) \
         and min(*values[0].shape, values[1].shape[1]) >= LEAST
 
 
 def by_onednn(node: fx.Node) -> tuple[Alternative, ...]:
     """A product by the other library."""
-    a: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    a: torch.Tensor = node.args[0].meta[VALUE]  # type: ignore[union-attr]
     return (Alternative(BY_ONEDNN, node.args, onednn.temporary_bytes(a)),)
 
 

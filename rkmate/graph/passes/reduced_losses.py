@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from rkmate.graph.passes.joint import Rewriting
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import schema_of
 
 _library = torch.library.Library("rkmate", "FRAGMENT")
 _NO_REDUCTION = 0
@@ -26,7 +28,7 @@ def _define(name: str) -> tuple[Any, Any]:
         result: torch.Tensor = theirs(*args).clone()
         return result
 
-    _library.define(str(theirs._schema).removeprefix("aten::"))
+    _library.define(str(schema_of(theirs)).removeprefix("aten::"))
     _library.impl(name, alone, "CompositeExplicitAutograd")
     return theirs, getattr(torch.ops.rkmate, name).default
 
@@ -38,7 +40,7 @@ _OURS: dict[Any, Callable[..., Any]] = dict(
 def storages_of_their_own(work: Rewriting) -> None:
     """Rewrite the losses that are summed up."""
     for node in work.graph.nodes:
-        if node.target in _OURS and not node.meta["val"].dim() and _reduction(node) != _NO_REDUCTION:
+        if node.target in _OURS and not node.meta[VALUE].dim() and _reduction(node) != _NO_REDUCTION:
             node.target = _OURS[node.target]
 
 
@@ -48,7 +50,7 @@ def torchs_operator(target: Any) -> Any:
 
 
 def _reduction(node: Any) -> int:
-    names = [a.name for a in node.target._schema.arguments]
+    names = [a.name for a in schema_of(node.target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    default = node.target._schema.arguments[names.index("reduction")].default_value
+    default = schema_of(node.target).arguments[names.index("reduction")].default_value
     return int(given.get("reduction", default))

@@ -11,6 +11,7 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.graph.passes.batch_norms import BY_GROUPS
 from rkmate.graph.passes.joint import Rewriting, is_view
+from rkmate.torch_seam.nodes import VALUE, phase_tag
 
 aten = torch.ops.aten
 
@@ -26,7 +27,7 @@ def drop_unread_statistics(work: Rewriting) -> None:
         grad, input, weight, _, _, mean, invstd, train, *rest = node.args
         # Without a weight, the kernels of GPUs take the statistics' type for the arithmetic's.
         if train is True and mean is not None and invstd is not None \
-                and (weight is not None or devices.of(input.meta["val"]).cpu_kernels):
+                and (weight is not None or devices.of(input.meta[VALUE]).cpu_kernels):
             node.args = (grad, input, weight, None, None, mean, invstd, train, *rest)
 
 
@@ -40,9 +41,9 @@ def protect_overwritten(work: Rewriting) -> None:
         first = next(n for n in work.graph.nodes if n.op == "call_function")
         with work.graph.inserting_before(first):
             copy = work.graph.call_function(aten.clone.default, (node,))
-        copy.meta = {"val": node.meta["val"], "partitioner_tag": "is_forward"}
-        with node.meta["val"].fake_mode:
-            copy.meta["val"] = torch.clone(node.meta["val"])
+        copy.meta = {VALUE: node.meta[VALUE], **phase_tag(backward=False)}
+        with node.meta[VALUE].fake_mode:
+            copy.meta[VALUE] = torch.clone(node.meta[VALUE])
         for user in readers:
             user.replace_input_with(node, copy)
 
@@ -79,4 +80,4 @@ def _counts_up(node: fx.Node, old: fx.Node) -> bool:
     """Whether a value is `old` and a number, and nothing else reads either."""
     return node.target is aten.add.Tensor and node.args[0] is old and len(node.args) == 2 \
         and type(node.args[1]) is int and not node.kwargs and not node.users and set(old.users) == {node} \
-        and not old.meta["val"].is_floating_point() and not old.meta["val"].is_complex()
+        and not old.meta[VALUE].is_floating_point() and not old.meta[VALUE].is_complex()

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.layouts import as_kernels_return_them
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.joint import Rewriting
+from rkmate.torch_seam.nodes import VALUE, phase_tag
+from rkmate.torch_seam.patches.layouts import as_kernels_return_them
 
 aten = torch.ops.aten
 
@@ -34,8 +35,8 @@ def drop_unwanted_gradients(work: Rewriting) -> None:
             dead.add(node)
         elif len(alive) < len(from_loss):
             if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2 \
-                    and alive[0].meta["val"].shape == node.meta["val"].shape:
-                if _layout(alive[0].meta["val"]) != _layout(node.meta["val"]):
+                    and alive[0].meta[VALUE].shape == node.meta[VALUE].shape:
+                if _layout(alive[0].meta[VALUE]) != _layout(node.meta[VALUE]):
                     moved.update(node.users)
                 work.replace(node, alive[0])
             else:
@@ -55,16 +56,16 @@ def _lay_out_again(graph: fx.Graph, moved: set[fx.Node]) -> None:
         for node in list(graph.nodes):
             if node not in moved or node.op != "call_function":
                 continue
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
             try:
                 value = node.target(*args, **kwargs)
             except (RuntimeError, ValueError):
                 if not is_view(node):
                     raise
                 continue            # it has to copy now: the copy is laid out as traced
-            if _layout(value) != _layout(node.meta["val"]):
+            if _layout(value) != _layout(node.meta[VALUE]):
                 moved.update(node.users)
-            node.meta["val"] = value
+            node.meta[VALUE] = value
 
 
 def _layout(value: Any) -> Any:
@@ -75,11 +76,11 @@ def _layout(value: Any) -> Any:
 
 
 def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
-    value = like.meta["val"]
+    value = like.meta[VALUE]
     with graph.inserting_before(before):
         node = graph.call_function(aten.full.default, (list(value.shape), 0), {
             "dtype": value.dtype, "device": value.device})
     with value.fake_mode:
-        node.meta = {"val": torch.zeros(value.shape, dtype=value.dtype, device=value.device),
-                     "partitioner_tag": "is_backward"}
+        node.meta = {VALUE: torch.zeros(value.shape, dtype=value.dtype, device=value.device),
+                     **phase_tag(backward=True)}
     return node

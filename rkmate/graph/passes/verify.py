@@ -12,6 +12,7 @@ from torch import fx
 from rkmate.errors import GraphError
 from rkmate.graph.passes.joint import Joint, adds, is_backward, is_random, is_view
 from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.torch_seam.nodes import VALUE
 
 Form = tuple[torch.Size, torch.dtype] | None
 """What of a value no rewriting may change; None for what is no tensor."""
@@ -85,7 +86,7 @@ def _verify_call(node: fx.Node, before: set[fx.Node], late: set[fx.Node], result
             raise GraphError(f"{node.name} reads {n.name}, which does not stand before it")
         if n in late and node not in late:
             raise GraphError(f"{node.name} of the forward reads {n.name} of the backward")
-    if "val" not in node.meta:
+    if VALUE not in node.meta:
         raise GraphError(f"{node.name} has no value to tell its form by")
     if not node.users and node not in results and (is_backward(node) or not is_random(node)):
         raise GraphError(f"nobody reads {node.name}")
@@ -93,7 +94,7 @@ def _verify_call(node: fx.Node, before: set[fx.Node], late: set[fx.Node], result
 
 def form_of(node: fx.Node) -> Form:
     """Shape and dtype of a node's value."""
-    return _form(node.meta.get("val"))
+    return _form(node.meta.get(VALUE))
 
 
 def _output_forms(joint: Joint) -> list[Form]:
@@ -118,7 +119,7 @@ class _Call:
 
     @staticmethod
     def of(node: fx.Node) -> _Call:
-        return _Call(node.target, node.args, node.kwargs, node.meta.get("val"))
+        return _Call(node.target, node.args, node.kwargs, node.meta.get(VALUE))
 
     def inputs(self) -> list[Any]:
         """The arguments, in order, without what holds them."""
@@ -152,7 +153,7 @@ class Verifier:
         self._note(joint)
 
     def _verify_unchanged(self, node: fx.Node, before: _Call) -> None:
-        value = node.meta.get("val")
+        value = node.meta.get(VALUE)
         if value is not before.value and _form(value) != _form(before.value):
             raise GraphError(f"{node.name} has another form: {_form(value)}, not {_form(before.value)}")
         if (node.args is before.args and node.kwargs is before.kwargs) or node.target != before.target \

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.joint import Rewriting
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ def shorten_views(work: Rewriting) -> None:
         elif node.target in _RESHAPES and _base(node).target in _RESHAPES:
             origin = _base(_base(node))
             viewed = _viewed(origin, node)
-            if viewed is not None and viewed == _layout(node.meta["val"]):
+            if viewed is not None and viewed == _layout(node.meta[VALUE]):
                 node.args = (origin, *node.args[1:])
 
 
@@ -49,19 +50,19 @@ def _earlier(node: fx.Node) -> fx.Node | None:
     base = _base(node)
     if base.target not in _VIEWS and _shape(base) != _shape(node):
         return None                 # the only earlier value is another one
-    wanted, found = _layout(node.meta.get("val")), None
+    wanted, found = _layout(node.meta.get(VALUE)), None
     chain: list[fx.Node] = []
     base = node
     while base.target in _VIEWS:
         chain.append(base)
         base = _base(base)
-        if wanted is not None and _layout(base.meta.get("val")) == wanted and _is_identity(chain, base):
+        if wanted is not None and _layout(base.meta.get(VALUE)) == wanted and _is_identity(chain, base):
             found = base
     return found
 
 
 def _shape(node: fx.Node) -> Any:
-    return getattr(node.meta.get("val"), "shape", None)
+    return getattr(node.meta.get(VALUE), "shape", None)
 
 
 def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
@@ -69,7 +70,7 @@ def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
 
     Traced strides do not tell: another gradient may stand where one was dropped.
     """
-    value = plain = torch.empty(base.meta["val"].shape, device="meta")
+    value = plain = torch.empty(base.meta[VALUE].shape, device="meta")
     try:
         for view in reversed(chain):
             value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
@@ -80,12 +81,12 @@ def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
 
 def _viewed(origin: fx.Node, like: fx.Node) -> tuple[Any, ...] | None:
     """The layout of one value with another's shape, without a copy. (A fake tensor takes long to say it.)"""
-    layout = _layout(origin.meta.get("val"))
+    layout = _layout(origin.meta.get(VALUE))
     if layout is None:
         return None
     shape, stride, offset, dtype = layout
     try:
-        found = torch.empty_strided(shape, stride, dtype=dtype, device="meta").view(like.meta["val"].shape)
+        found = torch.empty_strided(shape, stride, dtype=dtype, device="meta").view(like.meta[VALUE].shape)
     except _NO_VIEW:
         return None
     return found.shape, found.stride(), offset, dtype

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.joint import Rewriting, owner_of
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
@@ -28,11 +29,11 @@ def read_what_was_written(work: Rewriting) -> None:
         if node in seen or node.op != "call_function":
             continue
         value = _written(node)
-        if value is not None and value.meta["val"].dtype == node.meta["val"].dtype \
-                and value.meta["val"].shape == node.meta["val"].shape \
-                and value.meta["val"].device == node.meta["val"].device \
+        if value is not None and value.meta[VALUE].dtype == node.meta[VALUE].dtype \
+                and value.meta[VALUE].shape == node.meta[VALUE].shape \
+                and value.meta[VALUE].device == node.meta[VALUE].device \
                 and owner_of(value) not in overwritten and value not in work.sources \
-                and (value.meta["val"].stride() == node.meta["val"].stride()
+                and (value.meta[VALUE].stride() == node.meta[VALUE].stride()
                      or all(user.target in _EXACT for user in node.users)):
             work.replace(node, value)
 
@@ -46,7 +47,7 @@ def _written(node: fx.Node) -> fx.Node | None:
     if node.target is not aten.slice.Tensor:
         return None
     base = _node(node.args[0])
-    if base is None or base.meta["val"].shape == node.meta["val"].shape:
+    if base is None or base.meta[VALUE].shape == node.meta[VALUE].shape:
         return base
     same = base.target is aten.slice_scatter.default and _place(base.args[2:]) == _place(node.args[1:])
     return _node(base.args[1]) if same else None

@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 import rkmate
-from rkmate.graph.capture import cudnn_batch_norm
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.capture.cudnn_batch_norm import batch_norms_as_eager_chooses
+from rkmate.torch_seam.patches import cudnn_batch_norm
+from rkmate.torch_seam.patches.cudnn_batch_norm import batch_norms_as_eager_chooses
 from tests.graph.passes.graphs import Made
 
 aten = torch.ops.aten

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import rkmate
-from rkmate.graph.capture import cudnn_rnn, recurrent
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.capture.cudnn_rnn import is_cudnns, whole_weights
-from rkmate.graph.capture.recurrent import _layer_by_layer
+from rkmate.torch_seam.patches import cudnn_rnn, recurrent
+from rkmate.torch_seam.patches.cudnn_rnn import is_cudnns, whole_weights
+from rkmate.torch_seam.patches.recurrent import _layer_by_layer
 
 aten = torch.ops.aten
 own = torch.ops.rkmate

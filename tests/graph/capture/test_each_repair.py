@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.batch_norm import cumulative_averages_as_tensors
-from rkmate.graph.capture.eager_kernels import as_eager_computes
-from rkmate.graph.capture.library_paths import paths, without_value_checks
-from rkmate.graph.capture.recurrent import as_eager_runs_them, make_recurrent_layers_whole
+from rkmate.torch_seam.patches.libraries import paths, without_value_checks
+from rkmate.torch_seam.patches.modules import cumulative_averages_as_tensors
+from rkmate.torch_seam.patches.numerics import as_eager_computes
+from rkmate.torch_seam.patches.recurrent import as_eager_runs_them, make_recurrent_layers_whole
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rkmate.graph.blocks.infos import module_of
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.capture.checkpoints import region_of
+from rkmate.torch_seam.patches.autograd import region_of
 
 
 class _Mixed(nn.Module):

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 import rkmate
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.capture.quiet import quiet
+from rkmate.torch_seam.trace import quiet
 
 
 class _Doing(nn.Linear):

@@ -14,15 +14,16 @@ from torch.distributions import Distribution
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture import repairs
-from rkmate.graph.capture.backward_tags import is_backward, tag_what_needs_the_loss
-from rkmate.graph.capture.buffers import new_buffers_as_writes
-from rkmate.graph.capture.closed_over import (
+from rkmate.graph.capture.repairs import Pass, repaired, ways_to_export
+from rkmate.torch_seam.nodes import is_backward
+from rkmate.torch_seam.patches.autograd import (
     ClosedOverError,
     closed_over_as_buffers,
     lost_tensors_refused,
+    tag_what_needs_the_loss,
 )
-from rkmate.graph.capture.custom_functions import kept_whole, run_as_they_are
-from rkmate.graph.capture.repairs import Pass, repaired, ways_to_export
+from rkmate.torch_seam.patches.custom_functions import kept_whole, run_as_they_are
+from rkmate.torch_seam.patches.modules import new_buffers_as_writes
 
 aten = torch.ops.aten
 

@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from rkmate.device.inductor import Fused, form_of, fused
-from rkmate.graph.capture.operations import OpOverload, is_view
+from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.literals import argument
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
 
 MOST_WORDS = 3
 """Operations that a name tells."""
@@ -40,7 +42,7 @@ class Cluster(OwnFunction):
     @functools.cached_property
     def operations(self) -> tuple[str, ...]:
         """The names of its operations, in order; views are none."""
-        return tuple(n.target._opname.strip("_") for n in self.graph.nodes
+        return tuple(operator_name(n.target).strip("_") for n in self.graph.nodes
                      if isinstance(n.target, OpOverload) and not is_view(n))
 
     @functools.cached_property
@@ -52,7 +54,7 @@ class Cluster(OwnFunction):
         """The generated function under another name: a decorator that has it compiled, and its
         operations."""
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
-        forms = ",\n       ".join(repr(form_of(n.meta["val"])).replace("'", '"') for n in inputs)
+        forms = ",\n       ".join(repr(form_of(n.meta[VALUE])).replace("'", '"') for n in inputs)
         lines = [f"@fused({forms})", f"def {name}({', '.join(n.name for n in inputs)}):",
                  f'    """{len(self.operations)} operations, compiled as one."""']
         for node in self.graph.nodes:
@@ -67,7 +69,7 @@ class Cluster(OwnFunction):
 
     def values(self) -> tuple[torch.Tensor, ...]:
         results: Any = self.graph.output_node().args[0]
-        return tuple(n.meta["val"] for n in results)
+        return tuple(n.meta[VALUE] for n in results)
 
     def compile(self) -> None:
         """Compile it, where it was not compiled before. Raises `CompilerError`."""
@@ -88,7 +90,7 @@ def _call(node: fx.Node) -> str:
     if not isinstance(node.target, OpOverload):            # one of several results
         return f"{argument(node.args[0])}[{node.args[1]}]"
     words = [argument(a) for a in node.args] + [f"{k}={argument(v)}" for k, v in node.kwargs.items()]
-    return f"aten.{node.target._opname}.{node.target._overloadname}({', '.join(words)})"
+    return f"aten.{operator_name(node.target)}.{overload_name(node.target)}({', '.join(words)})"
 
 
 @functools.lru_cache(maxsize=256)

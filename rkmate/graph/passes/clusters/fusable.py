@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import OpOverload, is_random, is_view
+from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.joint import Rewriting, adds, owner_of
 from rkmate.graph.passes.layout_rules import is_dense
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -47,8 +49,8 @@ def _may_be_fused(node: fx.Node) -> bool:
         return False
     if not is_pointwise(node) and packet not in _MOVES and packet not in _REDUCTIONS:
         return False
-    inputs = [n.meta.get("val") for n in node.all_input_nodes]
-    result: Any = node.meta.get("val")
+    inputs = [n.meta.get(VALUE) for n in node.all_input_nodes]
+    result: Any = node.meta.get(VALUE)
     return bool(inputs) and all(map(_plain, inputs)) and _own(result) \
         and all(v is not None and v.device == result.device for v in inputs)
 
@@ -58,19 +60,19 @@ def is_pointwise(node: fx.Node) -> bool:
     packet = _packet(node)
     target: Any = node.target
     return packet is not None and packet not in _NEVER and (
-        packet in _POINTWISE or (torch.Tag.pointwise in target.tags and not target._schema.is_mutable))
+        packet in _POINTWISE or (torch.Tag.pointwise in target.tags and not schema_of(target).is_mutable))
 
 
 def extent(node: fx.Node) -> int:
     """Over how many numbers an operation goes: its result's, or, where it reduces, those that it reads."""
     if _packet(node) in _REDUCTIONS:
-        return max(int(n.meta["val"].numel()) for n in node.all_input_nodes)
-    return int(node.meta["val"].numel())
+        return max(int(n.meta[VALUE].numel()) for n in node.all_input_nodes)
+    return int(node.meta[VALUE].numel())
 
 
 def bytes_of(node: fx.Node) -> int:
     """Of a node's value."""
-    value = node.meta.get("val")
+    value = node.meta.get(VALUE)
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 

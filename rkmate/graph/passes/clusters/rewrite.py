@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from rkmate.graph.capture.operations import OpOverload
 from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.graph.passes.clusters.fusable import fusable
 from rkmate.graph.passes.clusters.grow import groups, outside_readers
@@ -20,6 +19,8 @@ from rkmate.graph.passes.clusters.repeat import computed_again
 from rkmate.graph.passes.dead_code import drop_dead
 from rkmate.graph.passes.joint import Rewriting, is_backward, is_view, owner_of
 from rkmate.graph.passes.tiles.rewrite import put_in_order
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import OpOverload, operator_name
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def fuse(work: Rewriting) -> None:
     for each in made:
         with work.graph.inserting_after(each.last):
             call = work.graph.create_node("call_function", each.cluster, (), {}, f"fused_{each.cluster.name}")
-        call.meta = {**each.last.meta, "val": tuple(n.meta["val"] for n in each.results)}
+        call.meta = {**each.last.meta, VALUE: tuple(n.meta[VALUE] for n in each.results)}
         place = call
         for k, result in enumerate(each.results):
             with work.graph.inserting_after(place):
@@ -132,11 +133,11 @@ class _Builder:
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.arguments:
             copies[node] = graph.placeholder("x")
-            copies[node].meta["val"] = node.meta["val"]
+            copies[node].meta[VALUE] = node.meta[VALUE]
         for node in self.order:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-            name = node.target._opname.strip("_") if isinstance(node.target, OpOverload) else "part"
+            name = operator_name(node.target).strip("_") if isinstance(node.target, OpOverload) else "part"
             copies[node] = graph.create_node("call_function", node.target, args, kwargs, name)
-            copies[node].meta["val"] = node.meta["val"]
+            copies[node].meta[VALUE] = node.meta[VALUE]
         graph.output(tuple(copies[r] for r in results))
         return graph, tuple(self.arguments)

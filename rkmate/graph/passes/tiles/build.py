@@ -16,6 +16,7 @@ from rkmate.graph.passes.tiles.rules import Tile, emit
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.sums import emit_sum
 from rkmate.graph.passes.tiles.tiled import Tiled, propagate
+from rkmate.torch_seam.nodes import VALUE
 
 MOST_PARTS = 32
 LEAST_ROWS = 32
@@ -44,7 +45,7 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
             if operand in nodes:
                 if operand in region.sums:
                     return None
-            elif form == TURNED or not isinstance(operand.meta.get("val"), torch.Tensor):
+            elif form == TURNED or not isinstance(operand.meta.get(VALUE), torch.Tensor):
                 return None
             else:
                 arguments[operand, form] = None
@@ -57,12 +58,12 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
     n = graph.placeholder("n")
     made = {key: graph.placeholder("x" if key[1] else "w") for key in arguments}
     step = -(-region.rows // parts)
-    like = inside[0].meta["val"]
+    like = inside[0].meta[VALUE]
     with like.fake_mode:
-        n.meta["val"] = step
+        n.meta[VALUE] = step
         for (operand, form), node in made.items():
-            value = operand.meta["val"]
-            node.meta["val"] = value if form == WHOLE else torch.empty(
+            value = operand.meta[VALUE]
+            node.meta[VALUE] = value if form == WHOLE else torch.empty(
                 (step, *value.shape[form:]), dtype=value.dtype, device=value.device)
     values: dict[fx.Node, fx.Node] = {}
     for node in inside:
@@ -78,7 +79,7 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
     with like.fake_mode:
         propagate(graph)
     gives = tuple(Give(tuple(v.shape), v.dtype, v.device, _form(region, r))
-                  for r in results for v in [r.meta["val"]])
+                  for r in results for v in [r.meta[VALUE]])
     taken = tuple(form for _, form in arguments)
     shapes = tuple(shape_of(a) or () for a, _ in arguments)
     return Tiled(name, graph, region.rows, parts, taken, shapes, gives), [a for a, _ in arguments]
@@ -91,6 +92,6 @@ def _form(region: Region, node: fx.Node) -> int:
 def called(graph: fx.Graph, tiled: Tiled, arguments: Sequence[fx.Node], meta: dict[str, Any]) -> fx.Node:
     """A node that calls a tiled computation."""
     node = graph.create_node("call_function", tiled, tuple(arguments), {}, tiled.name)
-    with arguments[0].meta["val"].fake_mode:
-        node.meta = meta | {"val": tiled.values()}
+    with arguments[0].meta[VALUE].fake_mode:
+        node.meta = meta | {VALUE: tiled.values()}
     return node

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from rkmate.torch_seam.nodes import VALUE
+
 WHOLE = 0
 """The form of a value that is the same for all rows."""
 TURNED = -1
@@ -27,7 +29,7 @@ def lead_of(shape: Sequence[int], rows: int) -> int | None:
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     """The shape of a node's value, of the first of several; None for what is no tensor."""
-    value = node.meta.get("val")
+    value = node.meta.get(VALUE)
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None

@@ -20,6 +20,7 @@ from rkmate.graph.passes.tiles.region import Region, needed, readers_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes, put_in_order, results_of
 from rkmate.graph.passes.tiles.rules import Tile, emit
 from rkmate.graph.passes.tiles.sums import emit_sum
+from rkmate.torch_seam.nodes import VALUE, phase_tag, without_descriptor
 
 aten = torch.ops.aten
 GROUPS = 8
@@ -37,7 +38,7 @@ def in_groups(work: Rewriting, region: Region, seed: fx.Node, apart: Collection[
     late, results = late_nodes(work), results_of(work, region, apart)
     inside = [n for n in work.graph.nodes if n in needed(region, results)]
     of_backward = [n for n in results if n in late]
-    groups = min(GROUPS, default_parts(region, seed.meta["val"]))
+    groups = min(GROUPS, default_parts(region, seed.meta[VALUE]))
     if groups < 2 or not of_backward or not _may(work, region, inside, results):
         return False
     making = _Making(work, region, seed, set(inside), -(-region.rows // groups))
@@ -63,16 +64,16 @@ def _may(work: Rewriting, region: Region, inside: Sequence[fx.Node], results: Se
             if operand in region.forms:
                 if operand in region.sums:
                     return False
-            elif form == TURNED or not isinstance(operand.meta.get("val"), torch.Tensor) \
-                    or not (form < 2 or operand.meta["val"].is_contiguous()):
+            elif form == TURNED or not isinstance(operand.meta.get(VALUE), torch.Tensor) \
+                    or not (form < 2 or operand.meta[VALUE].is_contiguous()):
                 return False
     for node in results:
         if node in region.sums:
-            if node.meta["val"].dim() and not _is_gradient(work, node):
+            if node.meta[VALUE].dim() and not _is_gradient(work, node):
                 return False
         elif region.forms[node] == TURNED or is_view(node):
             return False
-    return all(n.meta["val"].dtype in (torch.float32, torch.float64) for n in results if n in region.sums)
+    return all(n.meta[VALUE].dtype in (torch.float32, torch.float64) for n in results if n in region.sums)
 
 
 def _is_gradient(work: Rewriting, node: fx.Node) -> bool:
@@ -133,8 +134,8 @@ class _Making:
     def joined(self, result: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
         """The rows of all groups."""
         whole = self._call(result, aten.cat.default, list(parts))
-        shape = list(result.meta["val"].shape)
-        same = list(whole.meta["val"].shape) == shape
+        shape = list(result.meta[VALUE].shape)
+        same = list(whole.meta[VALUE].shape) == shape
         return whole if same else self._call(result, aten.view.default, whole, shape)
 
     def _rows(self, node: fx.Node, form: int, start: int, count: int) -> fx.Node:
@@ -142,7 +143,7 @@ class _Making:
             return node
         key = node, form, start
         if key not in self._given:
-            value = node.meta["val"]
+            value = node.meta[VALUE]
             rows = node if form == 1 else self._call(
                 node, aten.view.default, node, [self.region.rows, *value.shape[form:]])
             self._given[key] = self._call(node, aten.slice.Tensor, rows, 0, start, start + count)
@@ -156,10 +157,8 @@ class _Making:
 
     def _describe(self, node: fx.Node, like: fx.Node) -> None:
         """Give a new operation its value, and what is noted of the one that it is made for."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
         backward = is_backward(like) or any(is_backward(n) for n in node.all_input_nodes)
-        tag = "is_backward" if backward else "is_forward"
-        with self._seed.meta["val"].fake_mode:
+        with self._seed.meta[VALUE].fake_mode:
             value = node.target(*args, **kwargs)  # type: ignore[operator]
-        node.meta = {k: v for k, v in like.meta.items() if k != "desc"} | {
-            "val": value, "partitioner_tag": tag}
+        node.meta = without_descriptor(like.meta) | phase_tag(backward=backward) | {VALUE: value}

@@ -23,6 +23,7 @@ from rkmate.graph.passes.tiles.losses import by_rows
 from rkmate.graph.passes.tiles.region import Region, grow, makers_of, seeds_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes, tile
 from rkmate.graph.passes.tiles.shifts import Shift, leave_out, shift_of
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
@@ -59,7 +60,7 @@ def _tiled(work: Rewriting, seed: fx.Node, *, keep_outputs: bool) -> bool:
     if region is not None:
         apart = _with_bases(_seen(work, region))
         if (choices.in_place and choices.grouped_loss and in_groups(work, region, seed, apart)) or tile(
-                work, region, "head", default_parts(region, seed.meta["val"]), apart=apart,
+                work, region, "head", default_parts(region, seed.meta[VALUE]), apart=apart,
                 in_forward=not choices.in_place):
             return True
     for loss in reversed(undo):
@@ -82,10 +83,10 @@ def find_heads(work: Rewriting, *, keep_outputs: bool = True) -> list[fx.Node]:
 
 
 def _is_seed(node: fx.Node) -> bool:
-    if node.target not in _PRODUCTS or is_backward(node) or not is_wide(node.meta["val"], 0):
+    if node.target not in _PRODUCTS or is_backward(node) or not is_wide(node.meta[VALUE], 0):
         return False
     x: Any = node.args[-2]
-    return bool(node.meta["val"].shape[1] > _WIDER * x.meta["val"].shape[1])
+    return bool(node.meta[VALUE].shape[1] > _WIDER * x.meta[VALUE].shape[1])
 
 
 def _region(work: Rewriting, seed: fx.Node, *, keep_outputs: bool) -> Region | None:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.joint import Rewriting
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1
@@ -27,15 +28,15 @@ def by_rows(work: Rewriting, loss: fx.Node) -> Callable[[], None]:
     value as the score of the only class.
     """
     scores, target, weight, reduction, ignore = loss.args
-    value = scores.meta["val"]  # type: ignore[union-attr]
-    meta = {k: v for k, v in loss.meta.items() if k != "val"}
+    value = scores.meta[VALUE]  # type: ignore[union-attr]
+    meta = {k: v for k, v in loss.meta.items() if k != VALUE}
     graph = work.graph
 
     def call(target_: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = graph.call_function(target_, args, kwargs)
-        given, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        given, named = fx.node.map_arg((args, kwargs), lambda n: n.meta[VALUE])
         with value.fake_mode:
-            node.meta = meta | {"val": target_(*given, **named)}
+            node.meta = meta | {VALUE: target_(*given, **named)}
         return node
 
     with graph.inserting_before(loss):

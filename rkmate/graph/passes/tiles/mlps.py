@@ -18,6 +18,7 @@ from rkmate.graph.passes.joint import Rewriting, is_backward
 from rkmate.graph.passes.tiles.heads import weight_of
 from rkmate.graph.passes.tiles.region import Region, grow, seeds_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes, tile
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
@@ -44,11 +45,11 @@ def parts_of(region: Region) -> int:
 
 
 def _is_seed(node: fx.Node) -> bool:
-    if node.target not in _PRODUCTS or is_backward(node) or not is_wide(node.meta["val"], 0):
+    if node.target not in _PRODUCTS or is_backward(node) or not is_wide(node.meta[VALUE], 0):
         return False
     x: Any = node.args[-2]
-    rows, width = node.meta["val"].shape
-    return bool(width > x.meta["val"].shape[1] and rows >= 2 * ROWS)
+    rows, width = node.meta[VALUE].shape
+    return bool(width > x.meta[VALUE].shape[1] and rows >= 2 * ROWS)
 
 
 def _region(work: Rewriting, seed: fx.Node) -> Region | None:

@@ -10,6 +10,7 @@ from torch import fx
 from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, lead_of, row_numel, shape_of
 from rkmate.graph.passes.tiles.rules import Forms, takes
 from rkmate.graph.passes.tiles.sums import sums
+from rkmate.torch_seam.nodes import VALUE
 
 
 @dataclass
@@ -73,7 +74,7 @@ def grow(seed: fx.Node, entering: Iterable[fx.Node] = ()) -> Region:
     todo = [seed, *(u for n in entering for u in n.users if region.fit(u))]
     while todo:
         node = todo.pop()
-        if isinstance(node.meta.get("val"), (tuple, list)) or region.wide(node):
+        if isinstance(node.meta.get(VALUE), (tuple, list)) or region.wide(node):
             for user in node.users:
                 if user not in region.forms and region.fit(user):
                     todo.append(user)

@@ -21,6 +21,7 @@ from rkmate.graph.passes.tiles.build import build, called
 from rkmate.graph.passes.tiles.linear import is_linear
 from rkmate.graph.passes.tiles.region import Region, close, makers_of, needed, readers_of
 from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.torch_seam.nodes import VALUE, phase_tag
 
 aten = torch.ops.aten
 own = torch.ops.rkmate
@@ -73,8 +74,8 @@ def _in_one_call(work: Rewriting, region: Region, late: set[fx.Node], apart: Col
     makers = makers_of(nodes)
     before = [n for n in work.graph.nodes if n in makers and n not in nodes and (n in late or is_backward(n))]
     tangents = [n for n in before if n.op != "call_function"]
-    if len(tangents) != 1 or tangents[0].meta["val"].dim() or any(
-            not is_linear(n, late) or n.meta["val"].dtype == torch.float16      # small gradients vanish
+    if len(tangents) != 1 or tangents[0].meta[VALUE].dim() or any(
+            not is_linear(n, late) or n.meta[VALUE].dtype == torch.float16      # small gradients vanish
             for n in (*before, *nodes) if n in late and n is not tangents[0]):
         return False
     built = build(region, nodes, results, name, parts)
@@ -88,8 +89,9 @@ def _in_one_call(work: Rewriting, region: Region, late: set[fx.Node], apart: Col
         for node in before:
             if node.op == "call_function":
                 copies[node] = work.graph.node_copy(node, lambda n: copies.get(n, n))
-                copies[node].meta = node.meta | {"partitioner_tag": "is_forward"}
-        call = called(work.graph, tiled, [copies.get(a, a) for a in arguments], _meta(results, "is_forward"))
+                copies[node].meta = node.meta | phase_tag(backward=False)
+        call = called(work.graph, tiled, [copies.get(a, a) for a in arguments],
+                      _meta(results, backward=False))
     for k, result in enumerate(results):
         item = _item(work, call, k)
         if result in late:
@@ -104,11 +106,11 @@ def _in_one_call(work: Rewriting, region: Region, late: set[fx.Node], apart: Col
 
 def _one(work: Rewriting, tangent: fx.Node) -> fx.Node:
     """A gradient of one."""
-    value = tangent.meta["val"]
+    value = tangent.meta[VALUE]
     node = work.graph.call_function(aten.full.default, ([], 1.0),
                                     {"dtype": value.dtype, "device": value.device})
     with value.fake_mode:
-        node.meta = {"val": torch.empty_like(value), "partitioner_tag": "is_forward"}
+        node.meta = {VALUE: torch.empty_like(value), **phase_tag(backward=False)}
     return node
 
 
@@ -121,25 +123,24 @@ def _in_two_calls(work: Rewriting, region: Region, late: set[fx.Node], apart: Co
     of_backward = [n for n in results if n in late]
     # What is narrow, or summed up over all rows, is handed on; what is wide is computed again.
     handed = {n for n in region.forms if n not in late and not is_view(n) and (
-        n in region.sums or (not region.wide(n) and isinstance(n.meta["val"], torch.Tensor)))}
+        n in region.sums or (not region.wide(n) and isinstance(n.meta[VALUE], torch.Tensor)))}
     again = needed(region, of_backward, handed) if of_backward else set()
     wanted = [n for n in work.graph.nodes if n in region.forms and n not in late and (
         n in results or (n in handed and any(u in again for u in n.users)))]
     again -= {n for n in again if n in handed and n not in late}
-    made: list[tuple[tuple[Tiled, list[fx.Node]], Sequence[fx.Node], str, str]] = []
+    made: list[tuple[tuple[Tiled, list[fx.Node]], Sequence[fx.Node], bool]] = []
     some: Sequence[fx.Node]
-    for some, nodes, end, tag in ((wanted, needed(region, wanted), "forward", "is_forward"),
-                                  (of_backward, again, "backward", "is_backward")):
+    for some, nodes, backward in ((wanted, needed(region, wanted), False), (of_backward, again, True)):
         if some:
-            built = build(region, nodes, some, f"{name}_{end}", parts)
+            built = build(region, nodes, some, f"{name}_{'backward' if backward else 'forward'}", parts)
             if built is None:
                 return False
-            made.append((built, some, end, tag))
-    for (tiled, arguments), some, _, tag in made:
+            made.append((built, some, backward))
+    for (tiled, arguments), some, backward in made:
         after = readers_of(some)
         anchor = next((n for n in work.graph.nodes if n in after), some[-1])
         with work.graph.inserting_before(anchor):
-            call = called(work.graph, tiled, arguments, _meta(some, tag))
+            call = called(work.graph, tiled, arguments, _meta(some, backward=backward))
         for k, result in enumerate(some):
             work.replace(result, _item(work, call, k))
     return bool(made)
@@ -148,14 +149,14 @@ def _in_two_calls(work: Rewriting, region: Region, late: set[fx.Node], apart: Co
 # -- nodes ------------------------------------------------------------------------------
 
 
-def _meta(results: Sequence[fx.Node], tag: str) -> dict[str, Any]:
-    return {k: v for k, v in results[0].meta.items() if k != "val"} | {"partitioner_tag": tag}
+def _meta(results: Sequence[fx.Node], *, backward: bool) -> dict[str, Any]:
+    return {k: v for k, v in results[0].meta.items() if k != VALUE} | phase_tag(backward=backward)
 
 
 def _item(work: Rewriting, call: fx.Node, k: int) -> fx.Node:
     with work.graph.inserting_after(call):
         item = work.graph.call_function(operator.getitem, (call, k))
-    item.meta = call.meta | {"val": call.meta["val"][k]}
+    item.meta = call.meta | {VALUE: call.meta[VALUE][k]}
     return item
 
 

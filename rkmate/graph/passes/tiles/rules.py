@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import OpOverload
 from rkmate.graph.passes import operators  # noqa: F401 - defines torch.ops.rkmate
 from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, aligned, lead_of, shape_of
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import OpOverload, operator_name, schema_of
 
 aten = torch.ops.aten
 own = torch.ops.rkmate
@@ -42,7 +43,7 @@ class Tile:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operation."""
-        name = getattr(target, "_opname", "item").lstrip("_")
+        name = operator_name(target, "item").lstrip("_")
         return self.graph.create_node("call_function", target, args, kwargs, name)
 
 
@@ -79,8 +80,8 @@ def _rule(node: fx.Node) -> Rule | None:
     if target in RULES:
         return RULES[target]
     pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags \
-        and torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable \
-        and isinstance(node.meta.get("val"), torch.Tensor)
+        and torch.Tag.nondeterministic_seeded not in target.tags and not schema_of(target).is_mutable \
+        and isinstance(node.meta.get(VALUE), torch.Tensor)
     return POINTWISE if pointwise else None
 
 
@@ -276,7 +277,7 @@ def _emit_full(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 
 
 def _emit_new_zeros(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    value = node.meta["val"]
+    value = node.meta[VALUE]
     return tile.call(aten.full.default, [tile.n, *value.shape[form:]], 0, dtype=value.dtype,
                      device=value.device)
 

@@ -21,6 +21,7 @@ from rkmate.graph.passes.tiles.linear import is_linear
 from rkmate.graph.passes.tiles.region import Region, grow, readers_of
 from rkmate.graph.passes.tiles.rules import Tile, emit
 from rkmate.graph.passes.tiles.sums import emit_sum
+from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
@@ -49,16 +50,16 @@ class Shift:
 def shift_of(seed: fx.Node, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> Shift | None:
     """What leaves rows out of a wide product; None where all are read."""
     cut = next((c for n in (seed, *readers_of([seed])) if n not in late and (
-        c := _cut(n, seed.meta["val"].shape)) is not None and n.target is aten.slice.Tensor), None)
+        c := _cut(n, seed.meta[VALUE].shape)) is not None and n.target is aten.slice.Tensor), None)
     if cut is None:
         return None
     # The product's own backward reads none of its values: it is found from where it comes in.
-    region = grow(seed, [n for n in seed.graph.nodes if n in late and _cut(n, seed.meta["val"].shape) == cut])
+    region = grow(seed, [n for n in seed.graph.nodes if n in late and _cut(n, seed.meta[VALUE].shape) == cut])
     slices = [u for n in region.forms for u in n.users
               if u not in region.forms and u not in late and u.target is aten.slice.Tensor]
     zeros = [n for made in region.forms for n, form in region.needs(made).items()
              if n not in region.forms and form != WHOLE and region.wide(n) and n in late]
-    if not slices or any(_cut(n, seed.meta["val"].shape) != cut for n in (*slices, *zeros)):
+    if not slices or any(_cut(n, seed.meta[VALUE].shape) != cut for n in (*slices, *zeros)):
         return None
     rows, dim, start, end = cut
     of_zeros = {*zeros, *(n for n in readers_of(zeros) if n in region.forms)}
@@ -140,7 +141,7 @@ class _Writer:
 
     def view(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
         """A value in another shape."""
-        if not node.meta["val"].is_contiguous():
+        if not node.meta[VALUE].is_contiguous():
             node = self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
         return self._call(aten.view.default, node, list(shape))
 
@@ -171,11 +172,11 @@ class _Writer:
 
     def _settle(self, node: fx.Node) -> None:
         """Give a new operation its value, and the rest of what it stands for."""
-        values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
         args, kwargs = values
         if node.target is aten.reshape.default and args[0].is_contiguous():
             node.target = aten.view.default
         target: Any = node.target
-        with self.like.meta["val"].fake_mode:
+        with self.like.meta[VALUE].fake_mode:
             value = target(*args, **kwargs)
-        node.meta = {k: v for k, v in self.like.meta.items() if k != "val"} | {"val": value}
+        node.meta = {k: v for k, v in self.like.meta.items() if k != VALUE} | {VALUE: value}

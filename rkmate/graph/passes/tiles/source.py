@@ -10,6 +10,8 @@ from torch import fx
 
 from rkmate.graph.passes.literals import argument
 from rkmate.graph.passes.tiles.steps import Step, steps_of
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import operator_name, overload_name
 
 aten = torch.ops.aten
 
@@ -92,7 +94,7 @@ def products(tiled: Tiled) -> dict[int, fx.Node]:
     output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
     return {k: node for k, (node, give) in enumerate(zip(output, tiled.gives, strict=True))
             if not give.lead and node.target is aten.mm.default and len(node.users) == 1
-            and node.meta["val"].dtype == give.sums_in and output.count(node) == 1}
+            and node.meta[VALUE].dtype == give.sums_in and output.count(node) == 1}
 
 
 def _start(tiled: Tiled, k: int, give: Give, *, fused: bool) -> str:
@@ -148,6 +150,6 @@ def _statement(step: Step) -> list[str]:
     if not hasattr(target, "namespace"):       # one of several results
         return [f"{node.name} = {argument(args[0])}[{args[1]}]"]
     words = [argument(a) for a in args] + [f"{k}={argument(v)}" for k, v in kwargs.items()]
-    call = f"{target.namespace}.{target._opname}.{target._overloadname}"  # type: ignore[union-attr]
+    call = f"{target.namespace}.{operator_name(target)}.{overload_name(target)}"
     return [f"{node.name} = {call}({', '.join(words)})"]
 

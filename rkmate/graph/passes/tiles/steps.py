@@ -11,6 +11,7 @@ from torch import fx
 
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
+from rkmate.torch_seam.nodes import VALUE
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx
         base = _argument(node, step.way) if step.way is not None else _owner(node)
         owner[node] = owner.get(base, base) if base is not node else node
         if owner[node] is node:
-            held[node] = 0 if node in added else _bytes(node.meta["val"])
+            held[node] = 0 if node in added else _bytes(node.meta[VALUE])
             live += held[node]
         count[owner[node]] = count.get(owner[node], 0) + 1
         peak = max(peak, live + inside(node))

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import OpOverload
 from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.tiles import source
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.steps import peak_bytes
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import OpOverload
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +101,8 @@ def propagate(graph: fx.Graph) -> None:
     """Give each operation of a tile's graph the value that its arguments' values make."""
     for node in graph.nodes:
         if node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = node.target(*args, **kwargs)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
+            node.meta[VALUE] = node.target(*args, **kwargs)
 
 
 def _at_rows(tiled: Tiled, step: int) -> fx.Graph:
@@ -112,13 +113,13 @@ def _at_rows(tiled: Tiled, step: int) -> fx.Graph:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    like = next(n.meta["val"] for n in inputs[1:])
+    like = next(n.meta[VALUE] for n in inputs[1:])
     with like.fake_mode:
-        inputs[0].meta["val"] = step
+        inputs[0].meta[VALUE] = step
         for node, lead in zip(inputs[1:], tiled.takes, strict=True):
-            value = node.meta["val"]
+            value = node.meta[VALUE]
             if lead:
-                node.meta["val"] = torch.empty((step, *value.shape[1:]), dtype=value.dtype,
+                node.meta[VALUE] = torch.empty((step, *value.shape[1:]), dtype=value.dtype,
                                                device=value.device)
         propagate(graph)
     return graph

@@ -2,9 +2,6 @@
 
 Torch's operation for cuDNN's kernel writes the running statistics in place, and does not say so. The one
 registered here returns their new values.
-
-Uses private names of torch (which library it chooses, and how much that keeps for the backward); tested with
-torch 2.13.
 """
 
 from __future__ import annotations
@@ -14,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
 
 from rkmate import device as devices
-from rkmate.device.foreach_copy import copy_all
 from rkmate.device.quick_code import call_directly
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.tensors import copy_all, suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -79,7 +76,7 @@ def batch_norms_as_eager_chooses(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
             continue
-        given = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+        given = fx.node.map_arg(node.args, lambda n: n.meta[VALUE])
         if not is_cudnns(*given):
             continue
         mean = next((u for u in node.users if u.args[1] == 1), None)
@@ -88,11 +85,11 @@ def batch_norms_as_eager_chooses(graph: fx.Graph) -> None:
         x, weight, bias, *statistics, _, momentum, eps = node.args
         node.target = torch.ops.rkmate.cudnn_batch_norm.default
         node.args = (x, weight, bias, *statistics, momentum, eps)
-        y = node.meta["val"][0]
+        y = node.meta[VALUE][0]
         with y.fake_mode:
-            node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+            node.meta[VALUE] = node.target(*fx.node.map_arg(node.args, lambda n: n.meta[VALUE]))
         for user in node.users:
-            user.meta["val"] = node.meta["val"][user.args[1]]
+            user.meta[VALUE] = node.meta[VALUE][user.args[1]]
         for other in backward:
             _read_reserve(graph, node, other)
 
@@ -100,12 +97,13 @@ def batch_norms_as_eager_chooses(graph: fx.Graph) -> None:
 def _read_reserve(graph: fx.Graph, forward: fx.Node, node: fx.Node) -> None:
     with graph.inserting_after(forward):
         reserve = graph.call_function(operator.getitem, (forward, _RESERVE))
-    reserve.meta = {**forward.meta, "val": forward.meta["val"][_RESERVE]}
+    reserve.meta = {**forward.meta, VALUE: forward.meta[VALUE][_RESERVE]}
     grad, x, weight, _, _, mean, invstd, _, eps, _ = node.args
     node.target = aten.cudnn_batch_norm_backward.default
     node.args = (x, grad, weight, None, None, mean, invstd, eps, reserve)
-    x, weight = (n.meta["val"] for n in (x, weight))  # type: ignore[union-attr]
+    x, weight = (n.meta[VALUE] for n in (x, weight))  # type: ignore[union-attr]
     with x.fake_mode:
-        node.meta["val"] = (torch.empty_like(_dense(x)), torch.empty_like(weight), torch.empty_like(weight))
+        node.meta[VALUE] = (torch.empty_like(_dense(x)), torch.empty_like(weight), torch.empty_like(weight))
     for user in node.users:
-        user.meta["val"] = node.meta["val"][user.args[1]]
+        user.meta[VALUE] = node.meta[VALUE][user.args[1]]
+

@@ -1,7 +1,6 @@
 """Layouts that torch's fake tensors get wrong: where a kernel returns other strides than a trace says.
 
-A trace decides by strides which copies are made, and in which order a later sum is taken. Uses private
-names of torch (the decompositions that fake tensors run, and what makes their views); tested with torch 2.13.
+A trace decides by strides which copies are made, and in which order a later sum is taken.
 """
 
 from __future__ import annotations
@@ -13,13 +12,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import _refs
-from torch._decomp import decomposition_table
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate import device as devices
+from rkmate.torch_seam.tensors import FakeTensorMode, suggest_memory_format
 
 aten = torch.ops.aten
 Layout = Callable[..., torch.Tensor]
@@ -176,6 +171,10 @@ _OF_IMAGES: dict[Any, Callable[..., Any]] = {
 @contextmanager
 def as_kernels_return_them() -> Iterator[None]:
     """While a module is captured."""
+    from torch import _refs
+    from torch._decomp import decomposition_table
+    from torch._subclasses.fake_impls import op_implementations_dict
+
     on_cpu, on_gpus = {**_EVERYWHERE, **_ON_CPU}, {**_EVERYWHERE, **_ON_GPUS}
     changed = {op: _as_the_kernel(decomposition_table[op], on_cpu.get(op), on_gpus.get(op))
                for op in {**on_cpu, **on_gpus} if op in decomposition_table}
@@ -187,3 +186,4 @@ def as_kernels_return_them() -> Iterator[None]:
             yield
     finally:
         FakeTensorMode.cache_clear()
+

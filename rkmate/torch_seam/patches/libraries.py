@@ -4,8 +4,6 @@ Hugging Face's transformers build explicit attention masks while they are export
 leaves the masks out and tells the attention kernel that it is causal. A plan is for one shape, so
 what depends on shapes and constants alone may take eager's path: the arithmetic is then eager's, bit
 for bit, and the masks take no memory. What depends on the values of an input keeps the traced path.
-
-Uses private names of torch (the proxies of a trace); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -19,12 +17,14 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributions import Distribution
 from torch.fx.experimental import proxy_tensor
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+
+from rkmate.torch_seam.schema import OpOverload
+from rkmate.torch_seam.tensors import unset_fake_temporarily
 
 _MASKS = "transformers.masking_utils"
 _COMPILING = "is_torchdynamo_compiling"
@@ -130,7 +130,7 @@ def known_value(tensor: torch.Tensor) -> Any:
     todo = [proxy.node]
     while todo:
         node = todo.pop()
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) \
+        if node.op != "call_function" or not isinstance(node.target, OpOverload) \
                 or torch.Tag.nondeterministic_seeded in node.target.tags:
             return None
         needed[node] = None
@@ -144,3 +144,4 @@ def known_value(tensor: torch.Tensor) -> Any:
                 values[node] = node.target(*args, **kwargs)
         result = values[proxy.node]
         return result.tolist() if isinstance(result, torch.Tensor) else None
+

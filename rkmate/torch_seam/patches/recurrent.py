@@ -7,8 +7,7 @@ always makes it, and reports its size.
 
 The gates of a GRU are parts of one tensor, and eager mode's kernels go over such parts row by row.
 Torch's decomposition makes each a tensor of its own, which is gone over as a whole: where a row ends,
-other elements fall to the scalar version of the same function, which rounds otherwise. Uses private
-names of torch (the cells of its decompositions); tested with torch 2.13.
+other elements fall to the scalar version of the same function, which rounds otherwise.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._decomp import decompositions
 from torch.nn import functional as F
 
 from rkmate import device as devices
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.cudnn_rnn import as_autocast_gives_them, is_cudnns, layers_of_cudnn
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.patches.cudnn_rnn import as_autocast_gives_them, is_cudnns, layers_of_cudnn
 
 aten = torch.ops.aten
 
@@ -50,14 +49,14 @@ def make_recurrent_layers_whole(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.mkldnn_rnn_layer.default:
             node.target = torch.ops.rkmate.recurrent_layer.default
-            y, h, c, workspace = node.meta["val"]
+            y, h, c, workspace = node.meta[VALUE]
             size = _workspace_bytes(node)
             with y.fake_mode:
                 workspace = torch.empty(size, dtype=torch.uint8, device=y.device)
-            node.meta["val"] = (y, h, c, workspace)
+            node.meta[VALUE] = (y, h, c, workspace)
             for user in node.users:
                 if user.args[1] == 3:
-                    user.meta["val"] = workspace
+                    user.meta[VALUE] = workspace
 
 
 def _workspace_bytes(node: fx.Node) -> int:
@@ -65,7 +64,7 @@ def _workspace_bytes(node: fx.Node) -> int:
     def real(argument: Any) -> Any:
         if not isinstance(argument, fx.Node):
             return argument
-        like = argument.meta["val"]
+        like = argument.meta[VALUE]
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     workspace = _run(*map(real, node.args))[3]
     return int(workspace.numel() * workspace.element_size())
@@ -84,11 +83,11 @@ def as_eager_runs_them(program: fx.GraphModule) -> None:
     the fused LSTM layer for the first layer only. A single cell is decomposed as in eager mode.
     """
     for node in program.graph.nodes:
-        if node.target is aten.gru_cell.default and devices.of(node.meta["val"]).cpu_kernels:
+        if node.target is aten.gru_cell.default and devices.of(node.meta[VALUE]).cpu_kernels:
             node.target = _cell
         if node.target in _LAYERED:
             if _has_dropout(node, first=3) or node.target is aten.lstm.input \
-                    or _is_elsewhere(node.args[0].meta.get("val")):
+                    or _is_elsewhere(node.args[0].meta.get(VALUE)):
                 node.args = (node.target, *node.args)
                 node.target = _layer_by_layer
         elif node.target in _PACKED and _has_dropout(node, first=4):
@@ -200,6 +199,8 @@ def _cell(x: torch.Tensor, hidden: torch.Tensor, w_in: torch.Tensor, w: torch.Te
 @contextmanager
 def gates_as_eager_computes() -> Iterator[None]:
     """While a module is captured: GRUs on the CPU are decomposed to eager mode's arithmetic."""
+    from torch._decomp import decompositions
+
     def on_cpu(name: str, cell: Callable[..., torch.Tensor]) -> Any:
         original = getattr(decompositions, name)
 
@@ -214,3 +215,4 @@ def gates_as_eager_computes() -> Iterator[None]:
         stack.enter_context(on_cpu("gru_cell_data", lambda inp, hidden, w_in, b_in, w, b: _gated(
             F.linear(inp, w_in, b_in), hidden, w, b)))
         yield
+

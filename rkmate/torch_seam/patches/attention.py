@@ -3,8 +3,6 @@
 Torch asks the device that is there which kernel attention takes, and a trace on the CPU finds the CPU's. For
 a plan that is made for another device, the rules of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`
 are asked here instead, and the kernel's operation is traced: what it keeps for its backward is then right.
-
-Uses private names of torch (the Python kernels of an operation); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch._C import DispatchKey
 
 from rkmate import device as devices
 from rkmate.devices import GPU
+from rkmate.torch_seam.schema import python_kernels_replaced
 
 aten = torch.ops.aten
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
@@ -119,13 +117,6 @@ def attention_of_the_device() -> Iterator[None]:
     if devices.of("cpu").elsewhere is None:
         yield
         return
-    before = dict(_ATTENTION.py_kernels)
-    for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
-        _ATTENTION.py_kernels[key] = _attention
-    _ATTENTION._dispatch_cache.clear()
-    try:
+    with python_kernels_replaced({_ATTENTION: _attention}, below_autograd=True):
         yield
-    finally:
-        _ATTENTION.py_kernels.clear()
-        _ATTENTION.py_kernels.update(before)
-        _ATTENTION._dispatch_cache.clear()
+

@@ -4,15 +4,14 @@
 place of the function's own backward: a straight-through estimator would lose its gradient, a reversed
 gradient its sign. So each call is recorded as one operation, and runs as it is when the joint graph
 is traced from the exported program; its backward is then traced as autograd calls it.
-
-Uses private names of torch (the proxies of a trace, the code of `Function.apply`); tested with torch
-2.13.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +25,9 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.checkpoints import region
-from rkmate.graph.capture.structure import objects_in
+from rkmate.torch_seam.containers import objects_in
+from rkmate.torch_seam.patches.autograd import region
+from rkmate.torch_seam.trace import several_ranks
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,30 @@ class _Recorded(HigherOrderOperator):
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Never runs: `run_as_they_are` replaces it."""
         raise AssertionError("a custom function was left in an exported program")
+
+
+_callers: weakref.WeakKeyDictionary[type, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""Custom functions, and the module that has called each one last."""
+
+
+def _note_caller(function: type[torch.autograd.Function]) -> None:
+    frame = sys._getframe(1) if several_ranks() else None
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            _callers[function] = weakref.ref(module)
+            return
+        frame = frame.f_back
+
+
+def caller_of(context: object) -> nn.Module | None:
+    """Return the module that called the custom function whose context this is; None for anything else.
+
+    A function's backward is traced apart from its forward. Callers are remembered where there are several
+    ranks.
+    """
+    found = _callers.get(getattr(type(context), "_forward_cls", type(None)))
+    return None if found is None else found()
 
 
 @contextmanager
@@ -139,6 +163,7 @@ def _recorded(mode: Any, plain: Callable[..., Any], cls: type[torch.autograd.Fun
                 f"the custom autograd function {cls.__name__} takes a {type(value).__name__} that may "
                 "hold tensors beside those that it is called with, and a captured step would not see "
                 "their gradients: pass the tensors themselves, or use rkmate.dtr")
+    _note_caller(cls)
     proxies = [mode.tracer.unwrap_proxy(args[i]) for i in places]
     with proxy_tensor.disable_proxy_modes_tracing():
         result = plain(cls, *args, **kwargs)
@@ -161,3 +186,4 @@ def _custom_function(call: _Call) -> Callable[..., Any]:
     def custom_function(*tensors: torch.Tensor) -> Any:
         return call.again(*tensors)
     return custom_function
+

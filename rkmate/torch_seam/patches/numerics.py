@@ -4,8 +4,6 @@ Torch decomposes some operations in Python while it traces (resampling, shrinkin
 rounded otherwise, and one of the losses wrong), and chooses some gradients' formulas by values, which
 a trace has not. While a module is captured, the first take torch's own kernels, and the second become
 operations that ask eager autograd when they run.
-
-Uses private names of torch (the Python kernels of an operation); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rkmate import device as devices
+from rkmate.torch_seam import schema
+from rkmate.torch_seam.schema import python_kernels_replaced
+from rkmate.torch_seam.tensors import without_modes
 
 aten = torch.ops.aten
-_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 _library = torch.library.Library("rkmate", "FRAGMENT")
 _library.define("product(Tensor x, int? dim, bool keepdim) -> Tensor")
@@ -72,7 +70,7 @@ def _define(name: str, forward: Callable[..., torch.Tensor],
         return (backward_op(grad, ctx.saved_tensors[0], *ctx.args), *(None for _ in ctx.args))
 
     def below_autograd(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with schema.below_autograd():
             return forward(x, *args)
 
     _library.impl(name, below_autograd, "CompositeExplicitAutograd")
@@ -154,7 +152,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 @functools.cache
 def _same_scale(p: float, dtype: torch.dtype) -> bool:
-    with _disable_current_modes():
+    with without_modes():
         x = torch.linspace(1, 2, 4096, dtype=torch.float64).to(dtype)
         return torch.equal(x * torch.ones_like(x).div_(1 - p), x.clone().mul_(1 / (1 - p)))
 
@@ -177,17 +175,5 @@ def _decomposed() -> list[Any]:
 @contextmanager
 def as_eager_computes() -> Iterator[None]:
     """While a module is captured. (Other threads that trace meanwhile see the same kernels.)"""
-    changed = {op: dict(op.py_kernels) for op in (*_OWN, *_decomposed())}
-    for op in changed:
-        for key in _KEYS:
-            had = op.py_kernels.pop(key, None) is not None
-            if op in _OWN and (had or key is DispatchKey.Autograd):
-                op.py_kernels[key] = _OWN[op]
-        op._dispatch_cache.clear()
-    try:
+    with python_kernels_replaced({**dict.fromkeys(_decomposed()), **_OWN}):
         yield
-    finally:
-        for op, kernels in changed.items():
-            op.py_kernels.clear()
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()

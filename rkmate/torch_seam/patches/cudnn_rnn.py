@@ -4,8 +4,6 @@ A stack's weights are parts of one tensor (`flatten_parameters`), which cuDNN re
 not, they are copied into one for each call. Dropout between layers draws from torch's generator: cuDNN's own
 masks come from a state that nobody can put back, and a second run would draw others. So a stack with dropout
 is several of one layer.
-
-Uses private names of torch (its operations for cuDNN, the modes that are in force); tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rkmate import device as devices
 from rkmate.device.quick_code import call_directly
+from rkmate.torch_seam.tensors import without_modes
 
 aten = torch.ops.aten
 
@@ -79,7 +77,7 @@ def is_cudnns(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     if devices.of(x).cpu_kernels or any(
             t.dtype != x.dtype or t.device != x.device or not t.numel() for t in (x, *tensors)):
         return False
-    with _disable_current_modes():
+    with without_modes():
         return bool(torch.cudnn_is_acceptable(torch.empty(1, dtype=x.dtype, device=x.device)))
 
 
@@ -156,7 +154,7 @@ def _run_backward(x: torch.Tensor, weights: Sequence[torch.Tensor], hx: torch.Te
 @functools.lru_cache(maxsize=256)
 def reserve_bytes(of: _Stack, batch: int, length: int) -> int:
     """What cuDNN keeps for the backward: known once it has run, on zeros."""
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         zero = torch.zeros((), dtype=of.dtype, device=of.device)
         states = of.layers * of.directions, batch
         x = zero.expand(*((batch, length) if of.batch_first else (length, batch)), of.shapes[0][1])
@@ -218,3 +216,4 @@ def layers_of_cudnn(op: Any, x: torch.Tensor, hidden: Any, weights: Sequence[tor
     y, hy, cy, _ = torch.ops.rkmate.cudnn_rnn.default(
         x, list(weights), hx, cx, MODES[op], layers, batch_first, train, bidirectional)
     return (y, hy) if cx is None else (y, hy, cy)
+

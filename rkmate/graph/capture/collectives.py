@@ -1,0 +1,206 @@
+"""Forwards that communicate with other ranks: refused by name, before anything is measured.
+
+A plan decides when an operation runs, and whether it runs again in the backward. Each rank makes a plan of
+its own, from times that it measured itself. A collective has to run on all ranks of its group at the same
+place of their programs, so plans that differ pair up the wrong collectives: a hang, or wrong values without
+an error. Until ranks agree on plans, a forward with a collective is refused while it is traced.
+
+The namespace of an operation decides. Every operation of a trace goes through the mode of fake tensors, in
+the forward and in the backwards of custom functions. What runs on real tensors (submodules that run as they
+are) goes through a dispatch mode. A trace that fails inside of `torch.distributed` itself, before there is an
+operation, is recognised by the files that the error came through.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import fx, nn
+
+from rkmate.errors import CaptureError
+from rkmate.graph.capture.refusals import at_fault, place_of
+from rkmate.torch_seam.patches.custom_functions import caller_of
+from rkmate.torch_seam.schema import schema_of
+from rkmate.torch_seam.tensors import TorchDispatchMode
+from rkmate.torch_seam.trace import fake_operations_seen, process_group, several_ranks
+
+NAMESPACES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd",
+                        "_dtensor", "symm_mem"))
+"""Of torch's operations that communicate."""
+_FILES = tuple(str(Path(torch.__file__).parent / "distributed" / name) for name in (
+    "distributed_c10d.py", "_functional_collectives.py", "nn/functional.py"))
+"""Where `torch.distributed` has its functions that communicate."""
+_GROUPS = ("group_name", "process_group", "group_size")
+"""Arguments of operations that say which ranks take part. An operation without one (`wait_tensor`) only waits
+for another."""
+_SHOWN = 4
+"""Names of parts that a message lists."""
+
+
+class CollectiveError(CaptureError):
+    """The forward, or its backward, communicates with other ranks."""
+
+
+def communicates(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether a call of an operation exchanges data with another rank; a group of one rank has
+    none."""
+    if getattr(operation, "namespace", "") not in NAMESPACES or not several_ranks():
+        return False
+    names = [a.name for a in schema_of(operation).arguments]
+    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    groups = [given.get(name) for name in names if name in _GROUPS]
+    return bool(groups) and all(_size_of(group) != 1 for group in groups)
+
+
+def _size_of(group: Any) -> int | None:
+    """Ranks of a process group, which operations take by name or as an object; None if they are unknown."""
+    if isinstance(group, str):
+        group = process_group(group)
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return group.size() if isinstance(group, dist.ProcessGroup) else group if isinstance(group, int) else None
+
+
+def _caller(model: nn.Module, error: Exception) -> str:
+    """The submodule that has called the custom function whose backward an error came through."""
+    trace, found = error.__traceback__, ""
+    while trace is not None:
+        for context in trace.tb_frame.f_locals.values():
+            caller = caller_of(context)
+            if caller is not None:
+                found = next((n for n, m in model.named_modules() if m is caller), found)
+        trace = trace.tb_next
+    return found
+
+
+class _Refusing(TorchDispatchMode):
+    """Refuses the operations that communicate; runs others as they are."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached: list[CollectiveError] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if communicates(func, args, kwargs):
+            self.reached.append(CollectiveError(str(func)))
+            raise self.reached[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_collectives() -> Iterator[None]:
+    """While a submodule runs on real tensors: an operation that communicates raises a `CollectiveError`
+    instead, which the submodule cannot swallow."""
+    if not several_ranks():
+        yield
+        return
+    with _Refusing() as mode:
+        yield
+    if mode.reached:
+        raise mode.reached[0]
+
+
+@contextmanager
+def collectives_refused(model: nn.Module) -> Iterator[None]:
+    """While a model is captured: its collectives are refused, with the line, the module and the remedy.
+    Torch's own errors about a collective are replaced."""
+    if not several_ranks():
+        yield
+        return
+    here = threading.get_ident()
+    reached: list[tuple[str, Exception]] = []
+
+    def look(func: Any, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == here and communicates(func, args, kwargs):
+            reached.append((str(func), CollectiveError(str(func))))
+            raise reached[-1][1]
+
+    failed: Exception | None = None
+    try:
+        # The backwards of a GPU's functions, too, run on this thread.
+        with fake_operations_seen(look), \
+                torch.autograd.set_multithreading_enabled(False):
+            yield
+    except Exception as error:
+        failed = error
+    if reached:                     # the forward, or torch, may have made another error of it, or none
+        raise _explained(model, *reached[0]) from None
+    if failed is None:
+        return
+    if isinstance(failed, CollectiveError):
+        raise _explained(model, str(failed), failed) from None
+    cause = failed.__cause__ if isinstance(failed.__cause__, Exception) else failed
+    called = _function_reached(cause)
+    if not called:
+        raise failed
+    raise _explained(model, called, cause) from cause
+
+
+def refuse_in_joint(graph: fx.Graph) -> None:
+    """Raise a `CollectiveError` for an operation of a joint graph that communicates."""
+    if not several_ranks():
+        return
+    for node in graph.nodes:
+        # An operation with effects is an argument of the higher-order operation that puts it in order.
+        for k, operation in enumerate((node.target, *node.args)):
+            if communicates(operation, node.args[k:], node.kwargs):
+                raise CollectiveError(_text("the model", "", "", str(operation), "its submodules"))
+
+
+def _function_reached(error: Exception) -> str:
+    """The function of `torch.distributed` that an error came through; empty if there is none."""
+    return next((f"torch.distributed.{f.name}" for f in traceback.extract_tb(error.__traceback__)
+                 if f.filename.startswith(_FILES)), "")
+
+
+def _explained(model: nn.Module, operation: str, error: Exception) -> CollectiveError:
+    """The refusal of an operation that a trace has stopped at."""
+    name = at_fault(model, error) or _caller(model, error)
+    return CollectiveError(_text(type(model).__name__, _outside(model, name), place_of(error, None),
+                                 operation, _parts(model, name)))
+
+
+def _text(model: str, name: str, place: str, operation: str, parts: str) -> str:
+    who = f"its submodule {name}" if name else "it"
+    return (f"{model} cannot be planned{place}: {who} communicates with other ranks ({operation}). "
+            "Each rank would run that at moments of a plan of its own, and ranks with other plans hang, or "
+            "compute wrong values without an error. Plan the parts that do not communicate instead, each "
+            f"with rkmate.apply(part, budget=...), among {parts}")
+
+
+def _parts(model: nn.Module, name: str) -> str:
+    """The largest submodules that hold nothing like the one that communicates, by name."""
+    kind = type(model.get_submodule(name))
+    names = list(_silent(model, "", kind))
+    if hasattr(model, "loss_fn") and "model" in names:
+        return "them the model without its loss (leave loss= out, and compute the loss from the output)"
+    names = [_outside(model, n) for n in names]
+    if not names:
+        return ("submodules, into which what does not communicate has to be moved first, as "
+                f"{kind.__name__} has none")
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _outside(model: nn.Module, name: str) -> str:
+    """The name of a submodule as the user knows it: a model with its loss has the model as a submodule."""
+    return name.removeprefix("model.") if hasattr(model, "loss_fn") else name
+
+
+def _silent(module: nn.Module, name: str, kind: type[nn.Module]) -> Iterator[str]:
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        holds = any(type(m) is kind for m in child.modules())
+        if holds or type(child).forward is nn.Module.forward:
+            yield from _silent(child, path, kind)
+        elif any(True for _ in child.parameters()):
+            yield path

@@ -1,0 +1,152 @@
+"""Allocators and profiler: events of the CPU's memory, the history of CUDA's, and switches of libraries."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd import profiler
+
+_Variable = TypeVar("_Variable", ctypes.c_bool, ctypes.c_int)
+_QUIET = "99"
+"""A log level of the profiler's library above all that it prints."""
+_ERRORS_ONLY = 2
+"""The log level of torch's core library that leaves warnings out."""
+
+
+class Allocation(NamedTuple):
+    """An allocation (bytes > 0) or a free (bytes < 0) that the profiler saw."""
+
+    ns: int
+    """Time, on the profiler's clock."""
+    address: int
+    bytes: int
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler is running."""
+    return bool(profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
+
+
+def allocations(results: Any, kind: str, index: int | None) -> list[Allocation]:
+    """Return the allocations and frees of a device, in order of time.
+
+    results: of a profiler (``kineto_results``). kind, index: the device; None for any index.
+    """
+    allocation = torch._C._profiler._EventType.Allocation
+    found: list[Allocation] = []
+    todo = list(results.experimental_event_tree())
+    while todo:
+        node = todo.pop()
+        todo.extend(node.children)
+        if node.tag != allocation:
+            continue
+        fields = node.extra_fields
+        where = fields.device
+        if (where.type, index if index is None else where.index) == (kind, index):
+            found.append(Allocation(node.start_time_ns, fields.ptr, fields.alloc_size))
+    found.sort(key=lambda change: change.ns)
+    return found
+
+
+@contextmanager
+def memory_events() -> Iterator[Any]:
+    """Run a profiler that records each allocation and free. Its results (``kineto_results``) can be read
+    afterwards."""
+    session: Any = profiler.profile(use_cpu=True, profile_memory=True)
+    with _silence(), session:
+        yield session
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep the profiler's notices off the standard error.
+
+    It announces each start and stop, and warns about each free of a block that it does not know.
+    The first is decided by the environment, which is read when the profiler starts.
+    """
+    level = core_variable(LOG_LEVEL, ctypes.c_int)
+    verbosity = level.value if level is not None else 0
+    announced = os.environ.get("KINETO_LOG_LEVEL")
+    if announced is None:
+        os.environ["KINETO_LOG_LEVEL"] = _QUIET
+    if level is not None:
+        level.value = max(verbosity, _ERRORS_ONLY)
+    try:
+        yield
+    finally:
+        if level is not None:
+            level.value = verbosity
+        if announced is None:
+            os.environ.pop("KINETO_LOG_LEVEL", None)
+
+
+def core_variable(name: str, kind: type[_Variable]) -> _Variable | None:
+    """Return a global variable of torch's core library; None where the build has no such symbol."""
+    file = {"win32": "c10.dll", "darwin": "libc10.dylib"}.get(sys.platform, "libc10.so")
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / file))
+        return kind.in_dll(library, name)
+    except (OSError, ValueError):
+        return None
+
+
+REMEMBERS_SIZES = "FLAGS_caffe2_report_cpu_memory_usage"
+"""Variable: whether the CPU's allocator remembers the size of each block."""
+LOG_LEVEL = "FLAGS_caffe2_log_level"
+"""Variable: below which level the core library prints nothing."""
+
+
+def uses_onednn() -> bool:
+    """Return whether convolutions on a CPU may run by oneDNN."""
+    return bool(torch._C._get_mkldnn_enabled())
+
+
+# -- CUDA --------------------------------------------------------------------------------------
+
+def is_recording_history() -> bool:
+    """Return whether the CUDA allocator records its history."""
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def record_history(enabled: bool) -> None:
+    """Start or stop recording requests and frees, without stacks."""
+    memory: Any = torch.cuda.memory
+    if enabled:
+        memory._record_memory_history(context=None, stacks="python")
+    else:
+        memory._record_memory_history(enabled=None)
+
+
+def history(device: int) -> Sequence[Mapping[str, Any]]:
+    """Return what was recorded on a device, oldest first."""
+    memory: Any = torch.cuda.memory
+    entries: Sequence[Mapping[str, Any]] = memory._snapshot()["device_traces"][device]
+    return entries
+
+
+def allocator_snapshot() -> Mapping[str, Any]:
+    """Return the CUDA allocator's segments and blocks."""
+    memory: Any = torch.cuda.memory
+    found: Mapping[str, Any] = memory._snapshot()
+    return found
+
+
+def mark_history(device: int, text: str) -> None:
+    """Put an entry with a text into the recorded history: a request and its free."""
+    memory: Any = torch.cuda.memory
+    before = memory._get_memory_metadata()
+    memory._set_memory_metadata(text)
+    torch.empty(1, device=torch.device("cuda", device))
+    memory._set_memory_metadata(before)
+
+
+def keep_busy(cycles: int) -> None:
+    """Let the current CUDA stream do nothing for some cycles."""
+    torch.cuda._sleep(cycles)

@@ -1,0 +1,71 @@
+"""Modules: the dictionaries in which `nn.Module` keeps its tensors and hooks, and the hooks around all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+PARAMETERS, BUFFERS, SUBMODULES = "_parameters", "_buffers", "_modules"
+"""Names of a module's dictionaries of tensors and of submodules."""
+HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Names of a module's dictionaries of hooks."""
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+         "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+         "_backward_pre_hooks")
+"""Names of a module's dictionaries of hooks, and of what is known about hooks."""
+REGISTRIES = (BUFFERS, SUBMODULES, PARAMETERS, *HOOKS)
+"""Names of all dictionaries in which a module registers something."""
+WEIGHT_LISTS = ("_all_weights", "_flat_weight_refs", "_flat_weights", "_flat_weights_names")
+"""Attributes in which a recurrent layer keeps lists of its weights."""
+COMPILED_CALL = "_compiled_call_impl"
+"""Name of the attribute that replaces a module's call, where it is not None."""
+SHARED = frozenset((
+    PARAMETERS, BUFFERS, SUBMODULES, "_non_persistent_buffers_set", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"))
+"""Names of what a module and one that stands in its place have in common, as the same objects."""
+
+parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter(PARAMETERS)
+"""Return a module's own parameters, by name: the dictionary itself."""
+buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter(BUFFERS)
+"""Return a module's own buffers, by name: the dictionary itself."""
+submodules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(SUBMODULES)
+"""Return a module's own submodules, by name: the dictionary itself."""
+forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_hooks")
+"""Return the hooks after a module's forward."""
+forward_pre_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
+"""Return the hooks before a module's forward."""
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether hooks are registered around a module's backward."""
+    return any(getattr(module, name) for name in HOOK_KINDS[2:])
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what replaces a module's call; None if nothing does."""
+    return module._compiled_call_impl
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let `call` replace a module's call, hooks included; None for the module's own."""
+    module._compiled_call_impl = call
+
+
+def own_call(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's own call: its forward with its hooks around it."""
+    return module._call_impl
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor],
+                     recurse: bool = True) -> None:
+    """Replace a module's parameters and buffers by what a function makes of them (`Module.to`, say)."""
+    module._apply(function, recurse)
+
+
+def running_data_parallel() -> nn.Module | None:
+    """Return the DistributedDataParallel whose forward is running; None if none is."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module

@@ -1,0 +1,79 @@
+"""Metadata of graph nodes: the only file that knows the keys under which torch's tracer leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+VALUE = "val"
+"""Key of a node's value: a fake tensor, a number, or a container of those."""
+TENSOR_META = "tensor_meta"
+"""Key of a summary of the value."""
+_TAG = "partitioner_tag"
+_FORWARD, _BACKWARD = "is_forward", "is_backward"
+_DESCRIPTOR = "desc"
+_SEQUENCE = "seq_nr"
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+_CUSTOM = "custom"
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Return whether the tracer made the node while it ran the backward."""
+    return bool(node.meta.get(_TAG) == _BACKWARD)
+
+
+def phase_tag(*, backward: bool) -> dict[str, str]:
+    """Return the metadata that assigns a node to the forward or to the backward."""
+    return {_TAG: _BACKWARD if backward else _FORWARD}
+
+
+def without_descriptor(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a node's metadata that does not say which input or output the node is."""
+    return {k: v for k, v in meta.items() if k != _DESCRIPTOR}
+
+
+def descriptor(node: fx.Node) -> Any:
+    """Return what an input node stands for (`trace.role_of` reads it), or of an output node the list of what
+    each result stands for; None if the tracer left nothing."""
+    return node.meta.get(_DESCRIPTOR)
+
+
+def sequence_number(node: fx.Node) -> int | None:
+    """Return autograd's sequence number, which a backward operation shares with the forward operation that it
+    was derived from; None if the tracer left none."""
+    return node.meta.get(_SEQUENCE)
+
+
+def module_stack(node: fx.Node) -> Mapping[str, tuple[str, Any]] | None:
+    """Return the modules whose forwards were running, outermost first, as (path, class); of a backward
+    operation, those of its forward operation. None if the tracer left none."""
+    return next((found for key in _STACKS if (found := node.meta.get(key))), None)
+
+
+def annotation(meta: Mapping[str, Any], key: str) -> Any:
+    """Return what `torch.fx.traceback.annotate` left under a key; None if it left nothing."""
+    return meta.get(_CUSTOM, {}).get(key)
+
+
+def add_like(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Append another node's operation to a graph, under its name, with new arguments.
+
+    The arguments hold no symbolic numbers, so they are set without a search for these.
+    """
+    made = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
+    if args or kwargs:
+        made._update_args_kwargs(args, kwargs)
+    return made
+
+
+def copied(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Append a copy of a node to a graph, which reads the copies of what the node reads."""
+    if node.args or node.kwargs:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+    else:
+        args, kwargs = (), {}
+    made = add_like(graph, node, args, kwargs)
+    made.meta.update(node.meta)
+    return made

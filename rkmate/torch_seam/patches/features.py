@@ -1,0 +1,252 @@
+"""Features of captures that rest on names of torch which are not documented, each with its self test."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.torch_seam import versions
+from rkmate.torch_seam.versions import GROUPS, KERNELS, ONEDNN, Feature
+
+aten = torch.ops.aten
+JOINT_GRAPH = "the joint graph of forward and backward"
+AUTOCAST = "the backward outside of autocast"
+AVERAGES = "batch norms with cumulative averages"
+NUMERICS = "kernels that compute as in eager mode"
+GATES = "gates of a GRU as in eager mode"
+LAYOUTS = "layouts of results as kernels return them"
+CHECKS = "distributions without checks of values"
+MOVES = "modules that are moved to where they are"
+GLOBAL_HOOKS = "hooks around every module"
+VALUES = "values that depend on inputs alone"
+REGIONS = "regions under torch.utils.checkpoint"
+INNER = "gradients inside of a forward"
+GUARDS = "quick guards"
+
+
+class _Model(nn.Module):
+    """One layer and one buffer, whose gradient has a product and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return torch.tanh(self.layer(x))
+
+
+def _joint_graph() -> None:
+    from rkmate.torch_seam import nodes, trace
+
+    trace.load()
+    assert not trace.inside_transform() and not trace.inside_fake_mode()
+    with trace.quiet(), torch.enable_grad():
+        x = torch.ones(3, 2)
+        program = torch.export.export(_Model(), (x,), strict=False).module()
+        graph = trace.export_joint(program, (x,)).graph
+    inputs = [trace.role_of(nodes.descriptor(n)) for n in graph.nodes if n.op == "placeholder"]
+    assert sorted(r.kind for r in inputs) == ["buffer", "input", "parameter", "parameter", "tangent"]
+    assert {r.name for r in inputs if r.kind == "parameter"} == {"layer.weight", "layer.bias"}
+    assert any(trace.is_tangent(n) for n in graph.nodes)
+    end = next(n for n in graph.nodes if n.op == "output")
+    outputs = [trace.role_of(d) for d in nodes.descriptor(end) if d is not None]
+    assert sorted(r.kind for r in outputs) == ["gradient", "gradient", "mutation", "output"]
+    backward = [n for n in graph.nodes if nodes.is_backward(n)]
+    product = next(n for n in graph.nodes if n.target in (aten.addmm.default, aten.mm.default))
+    assert backward and not nodes.is_backward(product)
+    assert isinstance(product.meta[nodes.VALUE], torch.Tensor)
+    assert nodes.sequence_number(product) in {nodes.sequence_number(n) for n in backward}
+    assert any("layer" in str(path) for path, _ in (nodes.module_stack(product) or {}).values())
+
+
+def _enters(context: Callable[[], Any]) -> Callable[[], None]:
+    def check() -> None:
+        with context():
+            pass
+    return check
+
+
+def _autocast() -> None:
+    from rkmate.torch_seam.patches.autograd import backward_without_autocast
+    _enters(backward_without_autocast)()
+
+
+def _averages() -> None:
+    from rkmate.torch_seam.patches.modules import cumulative_averages_as_tensors
+
+    norm, other = (nn.BatchNorm1d(2, momentum=None) for _ in range(2))
+    x = torch.arange(6.0).reshape(3, 2)
+    with cumulative_averages_as_tensors(norm):
+        assert torch.equal(norm(x), other(x))
+    assert torch.equal(norm.state_dict()["running_mean"], other.state_dict()["running_mean"])
+
+
+def _traced(function: Callable[..., Any], *args: torch.Tensor) -> set[Any]:
+    """Return the operators that a function calls, as a trace of it sees them."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(function, tracing_mode="symbolic")(*args).graph
+    return {n.target for n in graph.nodes if n.op == "call_function"}
+
+
+def _numerics() -> None:
+    from rkmate.torch_seam.patches.numerics import as_eager_computes
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.prod(x) + nn.functional.softshrink(x).sum()
+
+    with as_eager_computes():
+        called = _traced(function, torch.ones(3))
+    assert torch.ops.rkmate.product.default in called and aten.softshrink.default in called
+
+
+def _gates() -> None:
+    from torch._decomp import decompositions
+
+    from rkmate.torch_seam.patches.recurrent import gates_as_eager_computes
+
+    cell = nn.GRUCell(2, 2).requires_grad_(False)
+    x, hidden = torch.ones(3, 2), torch.ones(3, 2)
+    with gates_as_eager_computes():
+        made = decompositions.gru_cell_data(
+            x, hidden, cell.weight_ih, cell.bias_ih, cell.weight_hh, cell.bias_hh)
+    assert torch.equal(made, cell(x, hidden))
+
+
+def _layouts() -> None:
+    from rkmate.torch_seam.patches.layouts import as_kernels_return_them
+    from rkmate.torch_seam.tensors import FakeTensorMode
+
+    with as_kernels_return_them(), FakeTensorMode():
+        images = torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        grad = aten.mse_loss_backward.default(torch.empty(()), images, images, 1)
+        assert grad.is_contiguous()
+        assert torch.empty(2, 6).view(2, 1, 6).stride() == (6, 6, 1)
+
+
+def _checks() -> None:
+    from rkmate.torch_seam.patches.libraries import without_value_checks
+
+    with without_value_checks():
+        torch.distributions.Normal(torch.zeros(()), -torch.ones(()))
+
+
+def _moves() -> None:
+    from rkmate.torch_seam.patches.modules import standing_modules_stay
+
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    with standing_modules_stay():
+        assert layer.to(torch.float32).weight is weight
+        assert layer.to(torch.float64).weight.dtype is torch.float64
+
+
+def _global_hooks() -> None:
+    from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
+    global_forward_hooks(), global_backward_hooks()
+
+
+def _values() -> None:
+    from rkmate.torch_seam.trace import values_refused
+    _enters(values_refused)()
+
+
+def _regions() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from rkmate.torch_seam.patches.autograd import regions_marked
+
+    with regions_marked():
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()
+        assert x.grad is not None
+
+
+def _inner() -> None:
+    from rkmate.torch_seam.patches.autograd import noting_inner_gradients
+
+    seen: list[None] = []
+    x = torch.ones(2, requires_grad=True)
+    with noting_inner_gradients(lambda: seen.append(None)):
+        torch.autograd.grad(x.sum(), x)
+    assert seen == [None]
+
+
+def _groups() -> None:
+    from rkmate.torch_seam import compiler
+
+    compiler.load()
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    assert callable(compile_fx_inner) and select_decomp_table()
+    assert isinstance(compiler.has_triton(), bool)
+
+
+def _kernels() -> None:
+    from rkmate.torch_seam import compiler
+
+    assert compiler.settings_key() and all(compiler.environment_of_kernels().values())
+    strided = compiler.names_in_generated_code()["empty_strided_cpu"]((2, 3), (3, 1), torch.float32)
+    compiler.names_in_generated_code()["assert_size_stride"](strided, (2, 3), (3, 1))
+
+
+def _onednn() -> None:
+    from rkmate.torch_seam.compiler import onednn_product
+
+    product = onednn_product()
+    if product is not None:
+        a, b = torch.ones(2, 3), torch.ones(3, 2)
+        assert torch.equal(product(a, b.t(), None, "none", [], ""), a @ b)
+
+
+def _guards() -> None:
+    from rkmate.torch_seam.compiler import TensorGuards, dict_version
+
+    known = {"a": 1}
+    before = dict_version(known)
+    assert dict_version(known) == before
+    known["a"] = 2
+    assert dict_version(known) != before
+    t = torch.ones(2)
+    guards = TensorGuards(t, dynamic_dims_sizes=[[2]], dynamic_dims_strides=[[1]])
+    assert guards.check(t) and not guards.check(torch.ones(3))
+
+
+_BITS = "outputs and gradients of models that use it may differ in their last bits"
+FEATURES = (
+    Feature(JOINT_GRAPH, _joint_graph, None),
+    Feature(AUTOCAST, _autocast, "gradients under autocast may be computed in another type"),
+    Feature(AVERAGES, _averages, "batch norms with momentum=None are refused"),
+    Feature(NUMERICS, _numerics, _BITS),
+    Feature(GATES, _gates, _BITS),
+    Feature(LAYOUTS, _layouts, f"{_BITS}, and predicted bytes may be off"),
+    Feature(CHECKS, _checks, "distributions in a forward are refused"),
+    Feature(MOVES, _moves, "forwards that call Module.to are refused"),
+    Feature(GLOBAL_HOOKS, _global_hooks, None),
+    Feature(VALUES, _values, None),
+    Feature(REGIONS, _regions, "what checkpointing takes is not known"),
+    Feature(INNER, _inner, "forwards that differentiate are refused"),
+    Feature(GROUPS, _groups, "compile=True is refused"),
+    Feature(KERNELS, _kernels, "each process compiles its kernels anew"),
+    Feature(ONEDNN, _onednn, "products run by torch's default library"),
+    Feature(GUARDS, _guards, "each planned call takes longer on the host"),
+)
+"""Features of captures and of compiled groups, in the order of their checks."""
+
+
+@functools.cache
+def check_once() -> None:
+    """Check a torch that was not tested, before the first capture of the process.
+
+    Raises:
+        TorchVersionError: nothing can be captured with it.
+    """
+    if not versions.was_seen():
+        versions.check(FEATURES)

@@ -1,0 +1,201 @@
+"""Patches on `nn.Module` while a model is captured: batch norms with cumulative averages, buffers that a
+forward makes anew, modules that are moved to where they are, and hooks around every module.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rkmate.errors import CaptureError
+from rkmate.torch_seam.modules import buffers_of, parameters_of
+from rkmate.torch_seam.patches.libraries import is_observer
+
+# -- Batch norms with a cumulative average ---------------------------------------------------------
+#
+# With ``momentum=None`` the module reads the number of batches back from its buffer, which no static
+# graph can. Here the factor stays a tensor; values are those of the kernel, which computes the average in
+# double precision.
+
+
+@contextmanager
+def cumulative_averages_as_tensors(model: nn.Module) -> Iterator[None]:
+    """Inside, such modules run the traceable forward."""
+    changed = [m for m in model.modules()
+               if isinstance(m, _BatchNorm) and type(m).forward is _BatchNorm.forward
+               and m.momentum is None and m.training and m.track_running_stats
+               and "forward" not in m.__dict__]
+    for m in changed:
+        m.__dict__["forward"] = partial(_forward, m)
+    try:
+        yield
+    finally:
+        for m in changed:
+            m.__dict__.pop("forward", None)
+
+
+def _forward(m: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    m._check_input_dim(x)
+    assert m.running_mean is not None
+    assert m.running_var is not None
+    assert m.num_batches_tracked is not None
+    m.num_batches_tracked.add_(1)
+    factor = 1.0 / m.num_batches_tracked.double()
+    # At momentum one the running statistics become the batch's own.
+    mean, var = torch.zeros_like(m.running_mean), torch.zeros_like(m.running_var)
+    y = F.batch_norm(x, mean, var, m.weight, m.bias, True, 1.0, m.eps)
+    for running, own in ((m.running_mean, mean), (m.running_var, var)):
+        average = factor * own.double() + (1 - factor) * running.double()
+        running.copy_(average.to(running.dtype))
+    return y
+
+
+# -- Buffers that a forward makes anew -------------------------------------------------------------
+#
+# A trace sees what is written to a tensor, not which tensor a module's buffer is afterwards
+# (``self.mean = 0.9 * self.mean + ...``): the new buffer becomes a write in place.
+
+
+@contextmanager
+def new_buffers_as_writes(model: nn.Module) -> Iterator[None]:
+    """While a model's forward is traced. Raises `CaptureError` as `_Registered.write_back` does."""
+    registered = _Registered(model)
+    yield
+    registered.write_back()
+
+
+class _Registered:
+    """The tensors that a model's modules have registered when a forward begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = type(model).__name__
+        self._buffers = [(path, m, name, t) for path, m in model.named_modules()
+                         for name, t in buffers_of(m).items()]
+        self._parameters = [(path, m, name, t) for path, m in model.named_modules()
+                            for name, t in parameters_of(m).items()]
+
+    def write_back(self) -> None:
+        """Write each buffer that is another tensor by now into the one that it was.
+
+        Raises `CaptureError` for a parameter that was replaced, and for a buffer of another shape or
+        dtype than before.
+        """
+        for path, module, name, before in self._parameters:
+            if parameters_of(module).get(name) is not before:
+                raise CaptureError(f"{self._model}: the forward replaces the parameter "
+                                   f"{_full(path, name)!r}, which a captured step would not repeat")
+        for path, module, name, before in self._buffers:
+            now = buffers_of(module).get(name)
+            if now is before:
+                continue
+            if now is None or before is None or (now.shape, now.dtype, now.device) != (
+                    before.shape, before.dtype, before.device):
+                raise CaptureError(
+                    f"{self._model}: the forward replaces the buffer {_full(path, name)!r} by "
+                    "something of another shape, type or device (or makes or drops it), which a "
+                    "captured step would not repeat: write into it in place, or return it. Where "
+                    "only the first call on inputs of a size does so (a table that it keeps), call "
+                    "the model on such inputs before it is wrapped")
+            with torch.no_grad():
+                before.copy_(now)
+            buffers_of(module)[name] = before
+
+
+def _full(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+# -- Modules that a forward moves to where they are ------------------------------------------------
+
+
+@contextmanager
+def standing_modules_stay() -> Iterator[None]:
+    """While a module is captured: `Module.to` does nothing where it would move nothing. Else it makes its
+    parameters anew, which a trace cannot follow. Other threads' calls run as ever."""
+    here = threading.get_ident()
+    plain = nn.Module.to
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        stays = threading.get_ident() == here and _moves_nothing(self, *args, **kwargs)
+        return self if stays else plain(self, *args, **kwargs)
+
+    with mock.patch.object(nn.Module, "to", to):
+        yield
+
+
+def _moves_nothing(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+    tensors = (*module.parameters(), *module.buffers())
+    return layout is None and all(
+        (device is None or torch.empty(0, device=device).device == t.device)
+        and (dtype is None or t.dtype is dtype or not (t.is_floating_point() or t.is_complex()))
+        for t in tensors)
+
+
+# -- Hooks around every module of the process ------------------------------------------------------
+
+
+_COUNTING = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker",
+             "torch.distributed.tensor.debug._comm_mode")
+"""Torch's own, which note what runs (to count operations): they compute nothing."""
+
+
+def global_forward_hooks() -> list[Callable[..., Any]]:
+    """Those around forwards that may compute something."""
+    return [h for place in _forward_places() if place for h in place.values() if not _only_looks(h)]
+
+
+def global_backward_hooks() -> list[Callable[..., Any]]:
+    """Those around backwards that may compute something."""
+    before, after = (torch.nn.modules.module._global_backward_pre_hooks,
+                     torch.nn.modules.module._global_backward_hooks)
+    return [h for h in (*before.values(), *after.values()) if not _only_looks(h)]
+
+
+@contextmanager
+def hooks_of_the_model_alone(model: nn.Module) -> Iterator[None]:
+    """Global forward hooks run around the modules of a model, and around none of those that a trace puts
+    around it. One that changes what the model itself takes or returns raises `CaptureError`: it runs around
+    what stands in the model's place, too."""
+    places = _forward_places()
+    if not any(places):
+        yield
+        return
+    mine, before = {id(m) for m in model.modules()}, [dict(place) for place in places]
+
+    def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, *args: Any) -> Any:
+            found = hook(module, *args) if id(module) in mine else None
+            if found is not None and module is model:
+                raise CaptureError(
+                    f"a forward hook around every module changes what {type(model).__name__} itself takes or "
+                    "returns, and would do so a second time around the planned module: register it at the "
+                    "modules that it is for (Module.register_forward_hook)")
+            return found
+        return run
+
+    try:
+        for place in places:
+            place.update({key: guarded(hook) for key, hook in place.items()})
+        yield
+    finally:
+        for place, hooks in zip(places, before, strict=True):
+            place.update(hooks)
+
+
+def _forward_places() -> tuple[dict[int, Callable[..., Any]], ...]:
+    return torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks
+
+
+def _only_looks(hook: Callable[..., Any]) -> bool:
+    return is_observer(hook) or getattr(hook, "__module__", None) in _COUNTING
+

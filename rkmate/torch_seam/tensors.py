@@ -1,0 +1,161 @@
+"""Tensors: versions, bases, storages, tensors without memory, calls that bypass modes and subclasses, and
+what autograd's engine is about to do with a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+T = TypeVar("T", bound=torch.Tensor)
+_ORDINARY = frozenset((torch.Tensor, nn.Parameter))
+
+
+def all_ordinary(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether no tensor is of a class of its own, whose operations may use autograd."""
+    return _ORDINARY.issuperset(map(type, tensors))
+
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Return how often a tensor's memory was written to. Views share the count."""
+base_of: Callable[[torch.Tensor], Any] = attrgetter("_base")
+"""Return the tensor that a tensor is a view of; None if it is not a view."""
+
+
+def storage_id(of: torch.Tensor | torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage as long as it lives. Tensors without memory have one too."""
+    storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
+    return int(storage._cdata)
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """Return how many references a tensor's storage has."""
+    return int(torch._C._storage_Use_Count(storage_id(tensor)))
+
+
+# -- around modes and subclasses ---------------------------------------------------------------
+
+without_modes = _disable_current_modes
+"""A context without the dispatch and function modes that are active."""
+
+
+@contextmanager
+def outside_trace() -> Iterator[None]:
+    """Compute with real tensors in the middle of a trace: no modes, no subclasses, no gradients."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def without_torch_function() -> Any:
+    """Return a context in which neither function modes nor ``__torch_function__`` are asked."""
+    return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def read_directly() -> Iterator[None]:
+    """Do not ask subclasses of tensors. The context also decorates functions.
+
+    A fake tensor is of a subclass, and torch asks a subclass in Python for each attribute that is read, which
+    takes many times as long as the read. Do not run a model's own code inside, nor read a caller's tensors,
+    which may be of subclasses that answer otherwise.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a subclass that overrides nothing."""
+
+
+# -- tensors without memory --------------------------------------------------------------------
+
+def wrapper_tensor(cls: type[T], shape: Sequence[int], stride: Sequence[int], offset: int, *,
+                   dtype: torch.dtype, device: torch.device, requires_grad: bool = False) -> T:
+    """Return a tensor of a subclass that has a shape and strides, and no memory.
+
+    offset: of the first element in its storage, in elements.
+    """
+    made: T = torch.Tensor._make_wrapper_subclass(
+        cls, shape, stride, offset, dtype=dtype, device=device, requires_grad=requires_grad)
+    return made
+
+
+def fake_like(other: FakeTensor, plain: torch.Tensor, requires_grad: bool) -> FakeTensor:
+    """Return a fake tensor in the mode and on the device of another one that was not computed from anything.
+
+    plain: a tensor on the meta device with the storage, shape and strides to have. Takes a fraction of the
+    time of the constructor, which counts for the values of a whole graph.
+    """
+    made: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor, plain, requires_grad, dispatch_device=True, device_for_backend_keys=other.fake_device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    made.__dict__.update(other.__dict__)
+    return made
+
+
+# -- many tensors in one call ------------------------------------------------------------------
+
+_form = attrgetter("dtype", "device")
+
+
+def copy_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Write each value into its target, with one kernel for all of one type on one device."""
+    if len({*map(_form, targets), *map(_form, values)}) == 1:
+        torch._foreach_copy_([*targets], [*values])
+        return
+    for members in _groups([(t.dtype, t.device, v.dtype, v.device)
+                            for t, v in zip(targets, values, strict=True)]):
+        torch._foreach_copy_([targets[k] for k in members], [values[k] for k in members])
+
+
+def add_to_all(targets: Sequence[torch.Tensor], number: int) -> None:
+    """Add a number to each tensor, with one kernel for all of one type on one device."""
+    if len({*map(_form, targets)}) == 1:
+        torch._foreach_add_([*targets], number)
+        return
+    for members in _groups([(t.dtype, t.device) for t in targets]):
+        torch._foreach_add_([targets[k] for k in members], number)
+
+
+def _groups(forms: Sequence[object]) -> list[list[int]]:
+    """Return the places of equal forms, grouped."""
+    groups: dict[object, list[int]] = {}
+    for k, form in enumerate(forms):
+        groups.setdefault(form, []).append(k)
+    return [*groups.values()]
+
+
+# -- autograd ----------------------------------------------------------------------------------
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Return, inside a backward, whether that is going to add to a parameter's ``.grad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:            # torch.autograd.grad was asked for this parameter's gradient
+        return False
+
+
+def keeps_graph() -> bool:
+    """Return, inside a backward, whether the graph stays for another one (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks are registered that see a tensor's gradient before it is accumulated."""
+    return bool(tensor._backward_hooks)
+
+
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks are registered that run after a tensor's gradient was accumulated."""
+    return bool(tensor._post_accumulate_grad_hooks)

@@ -1,0 +1,171 @@
+"""Traces: the joint graph of AOTAutograd and the roles of its inputs and outputs, modes that are active, and
+what a trace prints."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+from torch import fx, nn
+from torch._functorch._aot_autograd import descriptors as D
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from rkmate.torch_seam import nodes
+
+RoleKind = Literal["parameter", "buffer", "piece", "input", "tangent", "output", "mutation", "gradient",
+                   "token", "other"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What an input or an output of a joint graph stands for."""
+
+    kind: RoleKind
+    """Inputs: a parameter, a buffer, a piece of one (of a tensor subclass), an argument, the gradient of an
+    output (tangent), the order of effects (token). Outputs: a result, the new value of something that is
+    written to, a gradient."""
+    name: str = ""
+    """Path of the parameter or buffer; attribute of a piece."""
+    index: int = -1
+    """Number of the argument, of the result, or of the result whose gradient a tangent is."""
+    of: Role | None = None
+    """What a piece is of, what a mutation writes to, what a gradient is of; what "other" is the tangent of a
+    mutation of."""
+
+
+def role_of(descriptor: Any) -> Role:
+    """Return what a descriptor says (`nodes.descriptor`)."""
+    if isinstance(descriptor, D.ParamAOTInput):
+        return Role("parameter", descriptor.target)
+    if isinstance(descriptor, D.BufferAOTInput):
+        return Role("buffer", descriptor.target)
+    if isinstance(descriptor, D.SubclassGetAttrAOTInput):
+        return Role("piece", str(descriptor.attr), of=role_of(descriptor.base))
+    if isinstance(descriptor, D.PlainAOTInput):
+        return Role("input", index=descriptor.idx)
+    if isinstance(descriptor, D.TangentAOTInput) and isinstance(descriptor.output, D.PlainAOTOutput):
+        return Role("tangent", index=descriptor.output.idx)
+    if isinstance(descriptor, D.PlainAOTOutput):
+        return Role("output", index=descriptor.idx)
+    if isinstance(descriptor, D.InputMutationAOTOutput):
+        return Role("mutation", of=role_of(descriptor.mutated_input))
+    if isinstance(descriptor, D.GradAOTOutput):
+        return Role("gradient", of=role_of(descriptor.grad_of))
+    if "Token" in type(descriptor).__name__:
+        return Role("token")
+    written = getattr(getattr(descriptor, "output", None), "mutated_input", None)
+    return Role("other", of=None if written is None else role_of(written))
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Return whether an input of a joint graph is the gradient of one of its outputs."""
+    return isinstance(nodes.descriptor(node), D.TangentAOTInput)
+
+
+def export_joint(program: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Return the joint graph of forward and backward, its inputs and outputs with descriptors.
+
+    Call `load` before contexts replace what the import binds.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with contextlib.ExitStack() as stack:
+        return aot_export_joint_with_descriptors(stack, program, tuple(tensors)).graph_module
+
+
+def load() -> None:
+    """Import what `export_joint` needs: seconds, with torch._dynamo."""
+
+
+# -- modes that are active ---------------------------------------------------------------------
+
+def inside_transform() -> bool:
+    """Return whether a torch.func transform (vmap, grad, jvp) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def inside_fake_mode() -> bool:
+    """Return whether a trace on fake tensors is running, which have no values."""
+    return detect_fake_mode() is not None
+
+
+@contextmanager
+def values_refused() -> Iterator[None]:
+    """Let a trace fail where an operation's result depends on values, in number or in shape."""
+    with mock.patch.multiple(ShapeEnv, allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False):
+        yield
+
+
+@contextmanager
+def fake_operations_seen(look: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+    """Call `look` with each operation on fake tensors, its arguments and its keywords, in all threads."""
+    plain = FakeTensorMode.dispatch
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        look(func, args, kwargs)
+        return plain(mode, func, types, args, kwargs or {})
+
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatch):
+        yield
+
+
+def several_ranks() -> bool:
+    """Return whether this process is one of several ranks of an initialised process group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def process_group(name: str) -> Any:
+    """Return the process group that functional collectives know under a name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+    return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
+
+
+# -- what a trace prints -----------------------------------------------------------------------
+
+def _printing() -> tuple[ModuleType, ...]:
+    """Return the modules that print the graph so far, and the line that failed, to the standard error. The
+    first takes seconds to load, with torch._dynamo."""
+    import torch.export._trace
+    import torch.fx.graph_module
+
+    return torch.export._trace, torch.fx.graph_module
+
+
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what torch prints about a failing trace from the user, who gets it as the exception.
+
+    What other threads print and log, and what the model itself prints, is seen.
+    """
+    here = threading.get_ident()
+
+    def printed(*values: Any, **how: Any) -> None:
+        if threading.get_ident() != here:
+            builtins.print(*values, **how)
+
+    def is_seen(record: logging.LogRecord) -> bool:
+        return record.thread != here or record.levelno >= logging.CRITICAL
+
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    with ExitStack() as stack:
+        for module in _printing():
+            stack.enter_context(mock.patch.object(module, "print", printed, create=True))
+        for logger in loggers:
+            logger.addFilter(is_seen)
+            stack.callback(logger.removeFilter, is_seen)
+        yield

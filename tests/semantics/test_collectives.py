@@ -1,0 +1,474 @@
+"""Two gloo processes whose forwards communicate: refused by name on each rank, with a remedy that works.
+
+Both ranks start once, go through all kinds, and are killed at a time limit: nothing here can hang.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rkmate
+from rkmate.errors import RkmateError
+from rkmate.graph.capture.collectives import CollectiveError, communicates, refuse_in_joint
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.settings import PlannerSettings
+from rkmate.sharing import _sendable
+
+pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
+              pytest.mark.xdist_group("two processes")]
+
+LIMIT = 240.0
+"""Seconds after which both ranks are killed."""
+QUICK = {"options": OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
+         "planner": PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)}
+Way = Callable[[torch.Tensor], torch.Tensor]
+T = TypeVar("T")
+
+
+def _functional() -> Any:
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g.clone()
+
+
+class _ReducedBackward(torch.autograd.Function):
+    """The way into a tensor-parallel region."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        g = g.clone()
+        dist.all_reduce(g)
+        return g
+
+
+class _ReducedBackwardLater(_ReducedBackward):
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        g = g.clone()
+        dist.all_reduce(g, async_op=True).wait()
+        return g
+
+
+class _Exchanged(torch.autograd.Function):
+    """Ulysses: the sequence for the heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        dist.all_to_all_single(y, x.contiguous())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return _Exchanged.forward(ctx, g)
+
+
+def _all_reduce(x: torch.Tensor) -> torch.Tensor:
+    return _functional().all_reduce(x, "sum", dist.group.WORLD)
+
+
+def _all_gather(x: torch.Tensor) -> torch.Tensor:
+    return _functional().all_gather_tensor_autograd(x, 0, dist.group.WORLD).view(2, *x.shape).mean(0)
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    y = x.detach().clone()
+    dist.all_reduce(y)
+    return x + y
+
+
+def _later(x: torch.Tensor) -> torch.Tensor:
+    y = x.detach().clone()
+    work = dist.all_reduce(y, async_op=True)
+    z = x.sin()
+    work.wait()
+    return z + y
+
+
+def _of_nn(x: torch.Tensor) -> torch.Tensor:
+    import torch.distributed.nn.functional as of_nn
+
+    return of_nn.all_reduce(x)
+
+
+def _objects(x: torch.Tensor) -> torch.Tensor:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, dist.get_rank())
+    return x * sum(found)
+
+
+def _value(x: torch.Tensor) -> torch.Tensor:
+    count = torch.tensor(x.shape[0])
+    dist.all_reduce(count)
+    return x / count.item()
+
+
+def _swallowed(x: torch.Tensor) -> torch.Tensor:
+    y = x.detach().clone()
+    try:
+        dist.all_reduce(y)
+    except RkmateError:
+        y = y + 1
+    return x + y
+
+
+def _by_itself(x: torch.Tensor) -> torch.Tensor:
+    return _functional().all_reduce(x.detach(), "sum", _ALONE[0]) + x
+
+
+_ALONE: list[Any] = []
+"""The group that this rank is alone in."""
+WAYS: dict[str, Way] = {
+    "functional all_reduce": _all_reduce, "functional all_gather": _all_gather, "in place": _detached,
+    "a function's forward": _Reduced.apply, "a function's backward": _ReducedBackward.apply,
+    "a function's backward, async": _ReducedBackwardLater.apply, "all to all": _Exchanged.apply,
+    "async": _later, "torch.distributed.nn": _of_nn, "objects": _objects, "a value": _value,
+    "swallowed": _swallowed}
+
+
+class _Block(nn.Module):
+    def __init__(self, way: Way, opaque: bool) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.GELU())))
+        self.mixed = _Mixed(way, opaque)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mixed(self.mlp(x))
+
+
+class _Mixed(nn.Module):
+    def __init__(self, way: Way, opaque: bool) -> None:
+        super().__init__()
+        self.way, self.opaque = way, opaque
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.opaque and x.detach().abs().max() > 1e9:      # no trace gets beyond this
+            return x
+        return self.way(x)
+
+
+class _Net(nn.Module):
+    def __init__(self, way: Way, opaque: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_Block(way, opaque) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _data(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _steps(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    """Losses and gradients of three steps."""
+    found = []
+    for step in range(3):
+        loss = model(_data(rank, step))
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+    return found
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) > 1 and all(map(torch.equal, some, others))
+
+
+def _caught(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        kind = "CaptureError" if isinstance(error, rkmate.CaptureError) else type(error).__name__
+        return kind, str(error)
+    return "nothing", ""
+
+
+def _alone(rank: int, turn: int, work: Callable[[], T]) -> T | None:
+    """One rank works while the other waits: whoever communicates hangs until the time limit."""
+    found = work() if rank == turn else None
+    dist.barrier()
+    return found
+
+
+def _refused(rank: int, turn: int, way: Way, opaque: bool) -> dict[str, Any]:
+    model, x = _Net(way, opaque), _data(rank)
+    settings = Settings(opaque="auto" if opaque else (), **QUICK)     # type: ignore[arg-type]
+    before = copy.deepcopy(model.state_dict()), [dict(m.__dict__) for m in model.modules()], \
+        torch.get_rng_state()
+    error = _alone(rank, turn, lambda: _caught(
+        lambda: rkmate.wrap(model, (x,), budget=0.8, progress=False, settings=settings)))
+    left = all(map(torch.equal, before[0].values(), model.state_dict().values())) and \
+        [dict(m.__dict__) for m in model.modules()] == before[1] and \
+        torch.equal(torch.get_rng_state(), before[2]) and all(p.grad is None for p in model.parameters())
+    return {"error": error, "left as it was": left,
+            "trains as before": _equal(_steps(model, rank), _steps(_Net(way, opaque), rank))}
+
+
+def _applied(rank: int) -> dict[str, Any]:
+    """The whole refused; the parts that the message names planned."""
+    model = _Net(_detached)
+    rkmate.apply(model, budget=0.8, progress=False)
+    error = _caught(lambda: model(_data(rank)))
+    rkmate.remove(model)
+    names = error[1].rpartition(" among ")[2].split(", ")
+    for name in names:
+        rkmate.apply(model.get_submodule(name), budget=1.0, progress=False,
+                     settings=Settings(**QUICK))  # type: ignore[arg-type]
+    found = _steps(model, rank)
+    plans = [shown.plan for n in names if (shown := rkmate.applied(model.get_submodule(n))) is not None]
+    return {"error": error, "names": names, "planned": len([p for p in plans if p is not None]),
+            "equal": _equal(found, _steps(_Net(_detached), rank))}
+
+
+def _shared(rank: int) -> dict[str, Any]:
+    found = {}
+    for name, way, opaque in (("traced", _detached, False), ("opaque", _ReducedBackward.apply, True)):
+        settings = Settings(opaque="auto" if opaque else (), **QUICK)     # type: ignore[arg-type]
+        found[name] = _caught(lambda way=way, opaque=opaque, settings=settings: rkmate.shared_plan(
+            _Net(way, opaque), (_data(rank),), budget=0.8, progress=False, settings=settings))
+    return found
+
+
+def _replicated(rank: int) -> dict[str, Any]:
+    """What exchanges gradients around a planned forward is no part of it."""
+    planned = rkmate.wrap(_Net(torch.tanh), (_data(rank),), budget=1.0, progress=False,
+                          settings=Settings(**QUICK))  # type: ignore[arg-type]
+    return {"equal": _equal(_steps(DistributedDataParallel(planned), rank),
+                            _steps(DistributedDataParallel(_Net(torch.tanh)), rank))}
+
+
+def _in_groups_of_one(rank: int) -> dict[str, Any]:
+    groups = [dist.new_group([r]) for r in range(2)]
+    _ALONE[:] = [groups[rank]]
+    model = _Net(_by_itself)
+    planned = rkmate.wrap(model, (_data(rank),), budget=1.0, progress=False,
+                          settings=Settings(**QUICK))  # type: ignore[arg-type]
+    return {"equal": _equal(_steps(planned, rank), _steps(_Net(_by_itself), rank))}
+
+
+REFUSED: dict[str, tuple[Way, bool]] = {
+    **{name: (way, False) for name, way in WAYS.items()}, "opaque": (_detached, True),
+    "opaque, swallowed": (_swallowed, True), "opaque, a function's backward": (_ReducedBackward.apply, True)}
+"""Ways to communicate, and whether the submodule runs as it is. The ranks plan in turns."""
+TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    **{name: lambda rank, turn=k % 2, way=way, opaque=opaque: _refused(rank, turn, way, opaque)
+       for k, (name, (way, opaque)) in enumerate(REFUSED.items())},
+    "applied": _applied, "shared": _shared, "replicated": _replicated, "groups of one": _in_groups_of_one}
+
+
+def _rank(rank: int, folder: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2,
+                            timeout=timedelta(seconds=LIMIT))
+    for name, task in TASKS.items():
+        try:
+            found = task(rank)
+        except Exception:
+            found = {"failed": traceback.format_exc()}
+        torch.save(found, f"{folder}/{name}-{rank}.pt")
+        if "failed" in found:
+            break               # the other rank may be anywhere now
+    os._exit(0)                 # no destructor of the group waits for the other rank
+
+
+Found = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both ranks have found, by task."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(rank, str(folder)), daemon=True) for rank in range(2)]
+    end = time.monotonic() + LIMIT
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(max(0.0, end - time.monotonic()))
+    for process in ranks:
+        process.kill()
+        process.join()
+    files = {name: [folder / f"{name}-{rank}.pt" for rank in range(2)] for name in TASKS}
+    return {name: [torch.load(p, weights_only=False) if p.exists() else
+                   {"failed": "this rank did not come to an end"} for p in paths]
+            for name, paths in files.items()}
+
+
+def _assert_refused(error: tuple[str, str], *, swallowed: bool = False) -> None:
+    kind, text = error
+    assert kind == "CaptureError", text
+    assert f"{Path(__file__).name}:" in text, text
+    assert "communicates with other ranks (" in text
+    operation = text.partition("communicates with other ranks (")[2]
+    assert operation.startswith(("c10d.", "_c10d_functional.", "_c10d_functional_autograd.",
+                                 "torch.distributed.")), text
+    assert all(other not in text for other in ("linalg", "remap", "rkmate.dtr")), text
+    assert text.count("rkmate.apply(part, budget=...)") == 1
+    # The traceback of an error that the forward has swallowed does not reach its module.
+    assert "among blocks.0" + ".mlp, blocks.1.mlp" * (not swallowed) in text, text
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_name(found: Found, name: str) -> None:
+    for number, rank in enumerate(found[name]):
+        assert "failed" not in rank, rank["failed"]
+        if number == list(REFUSED).index(name) % 2:
+            _assert_refused(rank["error"], swallowed="swallowed" in name)
+        assert rank["left as it was"]
+        assert rank["trains as before"]
+
+
+@pytest.mark.parametrize(("name", "line"), [
+    ("in place", "dist.all_reduce(y)"), ("a function's backward, async", "async_op=True")])
+def test_the_submodule_and_the_line_are_named(found: Found, name: str, line: str) -> None:
+    text, = (rank["error"][1] for rank in found[name] if rank["error"] is not None)
+    assert "its submodule blocks.0.mixed communicates" in text or "blocks.1.mixed communicates" in text
+    assert line in text
+
+
+def test_the_parts_that_the_message_names_can_be_planned(found: Found) -> None:
+    for rank in found["applied"]:
+        assert "failed" not in rank, rank["failed"]
+        _assert_refused(rank["error"])
+        assert rank["names"] == ["blocks.0.mlp", "blocks.1.mlp"]
+        assert rank["planned"] == 2
+        assert rank["equal"]
+
+
+def test_a_shared_plan_is_refused_on_every_rank(found: Found) -> None:
+    first, second = found["shared"]
+    assert "failed" not in first, first["failed"]
+    assert first == second
+    for error in first.values():
+        _assert_refused(error)
+
+
+@pytest.mark.parametrize("name", ["replicated", "groups of one"])
+def test_it_is_planned(found: Found, name: str) -> None:
+    for rank in found[name]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank["equal"]
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[None]:
+    """A group of two ranks of which one is there, and whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_a_loss_that_communicates() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(rkmate.CaptureError, match=r"the model without its loss \(leave loss= out"):
+        rkmate.wrap(model, (torch.randn(2, 4),), budget=1.0, progress=False,
+                    loss=lambda y: _detached(y).sum())
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_no_part_is_left() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _detached(x * self.weight)
+
+    with pytest.raises(rkmate.CaptureError, match="has to be moved first, as Whole has none"):
+        rkmate.wrap(Whole(), (torch.randn(2, 4),), budget=1.0, progress=False)
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_another_shape_that_communicates() -> None:
+    """A later size that could be planned without a capture of its own."""
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _detached(self.lin(x)) if x.shape[0] > 8 else self.lin(x)
+
+    run = rkmate.wrap(Long(), (torch.randn(2, 4),), budget=1.0, progress=False, costs="analytic")
+    for size in (4, 6):
+        run(torch.randn(size, 4)).sum().backward()
+    with pytest.raises(rkmate.CaptureError, match="it communicates with other ranks"):
+        run(torch.randn(16, 4))
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_operations_of_a_joint_graph() -> None:
+    _functional()
+    operation = torch.ops._c10d_functional.all_reduce.default
+    name = dist.group.WORLD.group_name             # type: ignore[union-attr]
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(operation, (x, "sum", name)))
+    with pytest.raises(CollectiveError, match=r"_c10d_functional\.all_reduce"):
+        refuse_in_joint(graph)
+    ordered = fx.Graph()
+    x = ordered.placeholder("x")
+    ordered.output(ordered.call_function(torch.add, (x, operation, x, "sum", name)))
+    with pytest.raises(CollectiveError, match=r"_c10d_functional\.all_reduce"):
+        refuse_in_joint(ordered)
+    waiting = fx.Graph()
+    x = waiting.placeholder("x")
+    waiting.output(waiting.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,)))
+    refuse_in_joint(waiting)
+
+
+def test_without_a_group_nothing_communicates() -> None:
+    _functional()
+    assert not communicates(torch.ops._c10d_functional.all_reduce.default, (torch.ones(1), "sum", "0"), {})
+
+
+class _OfTwoWords(rkmate.CaptureError):
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name}: {why}")
+
+
+def test_errors_that_other_processes_cannot_read_are_sent_as_their_nearest_class() -> None:
+    sent = _sendable(_OfTwoWords("a", "b"))
+    assert (type(sent), str(sent)) == (rkmate.CaptureError, "a: b")
+    infeasible = rkmate.InfeasibleBudget("too little", 3)
+    assert _sendable(infeasible) is infeasible
