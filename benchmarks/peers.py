@@ -31,7 +31,7 @@ import rkmate
 from rkmate.cli.demo_models import UNet
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.registry import PLANNERS
-from rkmate.show.looks import look_of
+from rkmate.show.styles import look_of
 
 FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "as checkpoint", "smallest", "loss alone")
 PEERS = ("checkpoint", "sequential", *(f"{b} {f}" for b in ("aot_eager", "inductor")

@@ -84,7 +84,7 @@ def measure(layers: int, width: int, length: int) -> None:
     from rkmate.pipeline.chains import solve
     from rkmate.pipeline.prepare import prepare, trace
     from rkmate.pipeline.settings import Settings
-    from rkmate.planners.chain_search import smallest_of_chain
+    from rkmate.planners.chain import smallest_of_chain
     from rkmate.planners.registry import planner
     from rkmate.support.progress import Progress
 

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from rkmate.planners.dag import Dag
+from rkmate.planners.canonical import Dag
 from rkmate.planners.lower_sets import LowerSetProgram
 from rkmate.rotor import RotorChain, rotor
 

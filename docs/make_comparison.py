@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.cli.demos import make_demo
+from rkmate.cli.targets import make_demo
 from rkmate.comparison.table import Row
 from rkmate.show.amounts import size
 

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.cli.demos import make_demo
 from rkmate.cli.main import main
+from rkmate.cli.targets import make_demo
 
 IMAGES = Path(__file__).parent / "images"
 COSTS = "analytic"

@@ -19,8 +19,8 @@ from rkmate.ir.link import Link
 from rkmate.ir.schedule import Schedule
 from rkmate.ir.several_calls import peak_of_calls
 from rkmate.ir.simulate import simulate
-from rkmate.planners.send_all import send_all
 from rkmate.show.plan import Plan
+from tests.planners.send_all import send_all
 
 BUFFERS = 4096
 

@@ -1,4 +1,4 @@
-"""The factories of the demo models; the table of them is in demos.py, which loads no torch."""
+"""The factories of the demo models; the table of them is in targets.py, which loads no torch."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rkmate import __version__
-from rkmate.cli import compare, curve, pictures, plan, simulate
+from rkmate.cli import commands, simulate
 from rkmate.cli.arguments import check_files
-from rkmate.cli.demos import DEMOS
-from rkmate.cli.targets import TargetError
+from rkmate.cli.targets import DEMOS, TargetError
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, PlanError, RkmateError
 
 _EXIT: tuple[tuple[type[BaseException], int], ...] = (
@@ -63,17 +62,20 @@ class _Command:
     run: Callable[[argparse.Namespace], int]
     """Returns the exit status."""
     target: bool = True
-    """It takes a model, and its help says what a target is."""
+    """Whether the command takes a model; then its help says what a target is."""
 
 
 _COMMANDS = (
-    _Command("plan", "make a plan and say what it does", plan.add_arguments, plan.run),
-    _Command("curve", "plans for several budgets: time against memory", curve.add_arguments, curve.run),
-    _Command("draw", "draw a plan's graphs, or its memory over time", pictures.add_draw_arguments,
-             pictures.run_draw),
-    _Command("report", "write one HTML page about a plan", pictures.add_report_arguments,
-             pictures.run_report),
-    _Command("compare", "every planner at equal budgets", compare.add_arguments, compare.run),
+    _Command("plan", "make a plan and say what it does", commands.add_plan_arguments,
+             commands.run_plan),
+    _Command("curve", "plans for several budgets: time against memory", commands.add_curve_arguments,
+             commands.run_curve),
+    _Command("draw", "draw a plan's graphs, or its memory over time", commands.add_draw_arguments,
+             commands.run_draw),
+    _Command("report", "write one HTML page about a plan", commands.add_report_arguments,
+             commands.run_report),
+    _Command("compare", "every planner at equal budgets", commands.add_compare_arguments,
+             commands.run_compare),
     _Command("simulate", "replay a log of operations under dynamic rematerialization",
              simulate.add_arguments, simulate.run, target=False),
 )
@@ -112,10 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rkmate", description=_ABOUT, epilog=epilog,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"rkmate {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         about = f"{command.about[0].upper()}{command.about[1:]}."
-        made = commands.add_parser(command.name, help=command.about, description=about,
+        made = subparsers.add_parser(command.name, help=command.about, description=about,
                                    epilog=epilog if command.target else _STATUS,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
         made.set_defaults(run=command.run)

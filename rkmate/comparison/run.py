@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +14,6 @@ from rkmate.api import checked_sample
 from rkmate.budget import Budget, parse_budget
 from rkmate.comparison.measured import Bench
 from rkmate.comparison.table import Comparison, Row
-from rkmate.comparison.time_left import seconds_left
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.attempts import attempted
@@ -185,3 +185,19 @@ def _measured(bench: Bench, found: Sequence[tuple[Row, Plan | None]],
         rows += bench.today()
         tasks.done()
     return rows
+
+
+def seconds_left(done: Sequence[tuple[str, float]], coming: Sequence[str]) -> float | None:
+    """Seconds of the tasks that come: each as long as its method's mean so far, or the mean of all where its
+    method has not run. None while nothing is done.
+
+    `done`: (method, seconds). A planner takes about as long for one budget as for the next, and planners
+    differ by three orders of magnitude: one rate for all of them would say nothing.
+    """
+    if not done:
+        return None
+    every = mean(seconds for _, seconds in done)
+    own: dict[str, list[float]] = {}
+    for method, seconds in done:
+        own.setdefault(method, []).append(seconds)
+    return sum(mean(own[m]) if m in own else every for m in coming)

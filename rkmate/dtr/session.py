@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from rkmate import device as devices
 from rkmate.budget import parse_budget
+from rkmate.device.random_state import RandomState
 from rkmate.dtr.errors import RuntimeStateError
 from rkmate.dtr.heuristics import make_heuristic
 from rkmate.dtr.runtime.engine import Engine
 from rkmate.dtr.runtime.logging import LogWriter
 from rkmate.dtr.runtime.report import Report
-from rkmate.dtr.state import State
 from rkmate.errors import ArgumentError, RkmateError
 from rkmate.torch_seam.tensors import TorchDispatchMode
 
@@ -249,3 +250,23 @@ def heuristic_maker(name: str, seed: int) -> Callable[[], Any]:
     """A maker of fresh heuristics, checked now. Raises ``ArgumentError``."""
     make_heuristic(name, seed)
     return lambda: make_heuristic(name, seed)
+
+
+class State:
+    """What a failed step must leave as it was: a module's buffers, and the generators' states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Buffers are small compared with activations; NumPy's memory keeps the copies out of the budget.
+        self._buffers = [
+            (b, b.detach().cpu().reshape(-1).view(torch.uint8).numpy().copy())
+            for b in model.buffers()
+            if b.layout is torch.strided
+        ]
+        self._random = RandomState.of(*devices.in_use())
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(torch.from_numpy(value).view(buffer.dtype).reshape(buffer.shape))
+        self._random.restore()

@@ -6,11 +6,9 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from rkmate.dtr.heuristics import make_heuristic
-from rkmate.dtr.heuristics.protocol import Heuristic
+from rkmate.dtr.heuristics import Heuristic, make_heuristic
 from rkmate.dtr.log import CONSTANT, Compute, LoggedOperation, Program, Retain
-from rkmate.dtr.node import Node
-from rkmate.dtr.pool import Columns, Pool
+from rkmate.dtr.pool import Columns, Node, Pool
 from rkmate.errors import ArgumentError
 
 Status = Literal["ok", "OOM", "thrash"]

@@ -10,8 +10,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.dtr.errors import BudgetExceeded, ThrashingError
 from rkmate.dtr.runtime.report import Report
-from rkmate.dtr.session import Session
-from rkmate.dtr.state import State
+from rkmate.dtr.session import Session, State
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.stand_in import StandIn
 from rkmate.torch_seam.containers import pytree

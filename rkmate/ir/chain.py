@@ -133,7 +133,7 @@ class Chain:
     """Bytes of the gradients alive between the backward of block i and that of block i-1;
     ``grads[L]``: of the outputs, there from the loss on."""
     pinned: tuple[int, ...] = ()
-    """Per block: bytes that the user holds once its first forward runs, cumulated over the blocks
+    """Per block: bytes that the user holds once its first forward runs, cumulative over the blocks
     so far, and to the end (outputs of the model). Counted here and nowhere else. Empty: none."""
     grads_at_start: int = 0
     """The part of ``grads[L]`` that is there during the first forward already."""
@@ -150,7 +150,7 @@ class Chain:
             raise GraphError(f"a chain of {n} blocks needs {n + 1} cuts and gradient sizes, got "
                              f"{len(self.cuts)} and {len(self.grads)}")
         if self.pinned and (len(self.pinned) != n or list(self.pinned) != sorted(self.pinned)):
-            raise GraphError("held bytes must be cumulated, one number for each block")
+            raise GraphError("`pinned` must be cumulative: one non-decreasing number per block")
         for i, cut in enumerate(self.cuts):
             for j in cut:
                 if self.sizes.get(j, -1) < 0:

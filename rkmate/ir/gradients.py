@@ -1,4 +1,5 @@
-"""The memory of the backward's own data, which no choice of recomputations changes.
+"""The memory of the backward's own data, which no choice of recomputations changes, and the least
+memory of any schedule.
 
 Backward nodes run once, in the graph's order, so a gradient lives from its producer (or the loss) to
 its last reader, its release, or the end, whatever is recomputed in between.
@@ -6,6 +7,7 @@ its last reader, its release, or the end, whatever is recomputed in between.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rkmate.ir.cd import CDGraph
@@ -13,7 +15,7 @@ from rkmate.ir.cd import CDGraph
 
 @dataclass(frozen=True)
 class GradientMemory:
-    """Per backward node, in order; bytes."""
+    """Bytes of gradients, per backward node, in order."""
 
     at_loss: int
     """Gradients that arrive at the loss and that somebody reads."""
@@ -55,3 +57,27 @@ def gradient_memory(graph: CDGraph) -> GradientMemory:
         dying.append(gone)
         live -= graph.bytes(gone)
     return GradientMemory(at_loss, tuple(before), tuple(during), tuple(dying))
+
+
+def least_memory(graph: CDGraph, pinned: Iterable[int] = ()) -> int:
+    """Return the bytes that every schedule takes at least that runs each backward computation once, in the
+    graph's order, and sends nothing away, whatever operations take besides what they read and make.
+    `pinned`: D nodes that the user holds.
+
+    While a backward computation runs, there are the gradients that are still read, what it reads of the
+    forward, its results and its temporaries. A result takes the place of a gradient that dies there, or of
+    any forward value, as a schedule may drop one there that it makes anew.
+    """
+    held = frozenset(pinned)
+    forward = {j for c in graph.c[:graph.loss] for j in c.outputs} - held
+    memory = gradient_memory(graph)
+    # A pinned gradient that arrives at the loss is among the gradients.
+    other = graph.bytes(held.difference(graph.output_grads))
+    most = 0
+    for b, alive, dying in zip(graph.backward, memory.during, memory.dying, strict=True):
+        node = graph.c[b]
+        place = max((graph.d[j].size for j in node.donors if j in forward or (j in dying and j not in held)),
+                    default=0)
+        read = graph.bytes(j for j in node.inputs if j in forward)
+        most = max(most, other + alive + read + node.overhead - place)
+    return most

@@ -1,4 +1,4 @@
-"""A plan: what is computed when, what it costs, and how it was found."""
+"""A plan: what is computed when, what it costs, how it was found, and what it was made for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,42 @@ from typing import Any, TypeVar
 
 from rkmate.errors import GraphError, PlanError
 from rkmate.ir.cd import Cost, read_cost
-from rkmate.ir.origin import Origin, read_origin
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
 from rkmate.ir.summary import GraphSummary, read_summary
 from rkmate.support.json_store import write_json
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model, the sample inputs, the device and the versions that a plan was made with: for people."""
+
+    model: str
+    """Name of the model's class."""
+    parameters: int
+    """How many numbers its parameters have; one that two modules share counts once."""
+    trained: int
+    """How many numbers its trained parameters have."""
+    inputs: tuple[tuple[str, str], ...]
+    """(name, ``float32[8, 128]``) of each tensor among the sample inputs."""
+    device: str
+    """``cpu``, ``cuda:0``."""
+    versions: tuple[tuple[str, str], ...]
+    """(name, version): rkmate, torch, python."""
+
+    def content(self) -> dict[str, Any]:
+        """Return the content as JSON takes it."""
+        return {**vars(self), "inputs": [list(i) for i in self.inputs],
+                "versions": [list(v) for v in self.versions]}
+
+
+def read_origin(content: Mapping[str, Any] | None) -> Origin | None:
+    """The opposite of `Origin.content`; None of None. Raises `KeyError`, `TypeError` or `ValueError`."""
+    if content is None:
+        return None
+    return Origin(str(content["model"]), int(content["parameters"]), int(content["trained"]),
+                  tuple((str(n), str(s)) for n, s in content["inputs"]), str(content["device"]),
+                  tuple((str(n), str(v)) for n, v in content["versions"]))
+
 
 _FORMAT = 4
 _KERNEL = "kernel"
@@ -159,7 +191,7 @@ class PlanData:
             "note": self.note, "variant": self.variant,
             "fingerprint": self.fingerprint,
             "blocks": [vars(b) for b in self.blocks], "runs": [vars(r) for r in self.runs],
-            "steps": [_step(s) for s in self.schedule.steps],
+            "steps": [step_content(s) for s in self.schedule.steps],
             "costs": [c.row() for c in self.costs], "nodes": dict(self.nodes),
             "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
             "source": self.source, "origin": None if self.origin is None else self.origin.content(),
@@ -171,7 +203,7 @@ class PlanData:
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
-    steps = tuple(_read_step(s) for s in content["steps"])
+    steps = tuple(read_step(s) for s in content["steps"])
     costs = tuple(read_cost(c) for c in content["costs"])
     return dict(  # noqa: C408 - the arguments of a plan
         planner=str(content["planner"]), budget_bytes=int(content["budget_bytes"]),
@@ -194,9 +226,10 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         nodes=dict(content["nodes"]), origin=read_origin(content.get("origin")))
 
 
-def _step(step: Step) -> int | str:
-    """``3``: compute node 3, ``"3 kernel 1"`` by the first of its other kernels; ``-4``: free storage 3;
-    ``"loss"``; ``"out 3"``, ``"leave 3"``, ``"in 3"``: copy storage 3 away, free it then, copy it back."""
+def step_content(step: Step) -> int | str:
+    """Return a step as JSON. ``3``: compute node 3, ``"3 kernel 1"`` by the first of its other kernels;
+    ``-4``: free storage 3; ``"loss"``; ``"out 3"``, ``"leave 3"``, ``"in 3"``: copy storage 3 away, free it
+    then, copy it back."""
     if isinstance(step, Compute):
         return f"{step.c} {_KERNEL} {step.kernel}" if step.kernel else step.c
     if isinstance(step, Loss):
@@ -206,7 +239,8 @@ def _step(step: Step) -> int | str:
     return f"{step.kind} {step.d}"
 
 
-def _read_step(value: Any) -> Step:
+def read_step(value: Any) -> Step:
+    """Read a step that `step_content` wrote, or an older version did. Raises `ValueError` or `TypeError`."""
     if value == "loss":
         return Loss()
     if isinstance(value, str) and value.partition(" ")[0] in _COPIES:

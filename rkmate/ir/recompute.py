@@ -1,4 +1,5 @@
-"""What must run again to have something, and what runs again for nothing."""
+"""What must run again to have something, what runs again for nothing, and what regions under checkpointing
+run again."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from rkmate.ir.cd import CDGraph
+from rkmate.ir.schedule import Schedule, from_order
 
 
 def missing_nodes(graph: CDGraph, wanted: Iterable[int], available: Iterable[int] = (),
@@ -27,7 +29,7 @@ def missing_nodes(graph: CDGraph, wanted: Iterable[int], available: Iterable[int
 
 
 class LeanOrder(NamedTuple):
-    """An order in which nothing runs again for nothing."""
+    """An order without useless repetitions."""
 
     order: list[int]
     """C nodes."""
@@ -66,3 +68,45 @@ def without_waste(graph: CDGraph, order: Sequence[int], loss_at: int,
         wanted.update(j for j in node.inputs if j not in there)
         kept.append(order[k])
     return LeanOrder(kept[::-1], len(kept) - before, carried)
+
+
+def checkpointed(graph: CDGraph, region: Sequence[int | None], pinned: Iterable[int] = ()) -> Schedule:
+    """Return the schedule of a graph as ``torch.utils.checkpoint`` runs it: each region keeps its inputs, and
+    runs again as a whole in the backward (Chen et al. 2016, arXiv:1604.06174, with regions that the program
+    names).
+
+    `region`: per C node, the region that it belongs to; None for those outside, and for the backward. A
+    region runs again before the first backward node that reads what was made inside of it, as far as the
+    backward reads it. `pinned`: D nodes that the user holds.
+    """
+    pinned = frozenset(pinned)
+    inside = _inside(graph, region, pinned)
+    wanted: dict[int | None, set[int]] = {}
+    for node in graph.c[graph.loss:]:
+        for j in node.inputs:
+            if j in inside:
+                wanted.setdefault(inside[j], set()).add(j)
+    order = list(range(graph.loss))
+    there = {j for j in range(len(graph.d)) if j not in inside}
+    for i in range(graph.loss, len(graph.c)):
+        for r in sorted({inside[j] for j in graph.c[i].inputs if j not in there}):
+            again = sorted(missing_nodes(graph, wanted[r], there))
+            order += again
+            there.update(j for k in again for j in graph.c[k].outputs)
+        order.append(i)
+    return from_order(graph, order, graph.loss, pinned)
+
+
+def _inside(graph: CDGraph, region: Sequence[int | None], pinned: frozenset[int]) -> dict[int, int]:
+    """D nodes that the forward makes in a region and reads nowhere else, with that region."""
+    readers: dict[int, set[int | None]] = {}
+    for i, node in enumerate(graph.c[:graph.loss]):
+        for j in node.inputs:
+            readers.setdefault(j, set()).add(region[i])
+    left = pinned.union(graph.outputs, graph.inputs)
+    inside: dict[int, int] = {}
+    for i, node in enumerate(graph.c[:graph.loss]):
+        r = region[i]
+        if r is not None:
+            inside.update((j, r) for j in node.outputs if j not in left and readers.get(j, {r}) == {r})
+    return inside

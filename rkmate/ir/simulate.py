@@ -1,18 +1,17 @@
 """The simulator: the only judge of a schedule.
 
 It replays the steps, checks that every input is present, and reports time and memory. Planners
-never grade themselves.
+never grade themselves. Where each D node is (absent, on the device, away, or on its way), `Residency` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from rkmate.errors import ScheduleError
 from rkmate.ir.cd import CDGraph, CNode, Kernel
 from rkmate.ir.link import Clocks
-from rkmate.ir.residency import Residency
 from rkmate.ir.schedule import (
     Compute,
     CopyIn,
@@ -50,7 +49,7 @@ class Simulation:
     copies_out: tuple[tuple[int, float, float], ...] = ()
     """(D node, start, end) of each copy out, in seconds."""
     copies_in: tuple[tuple[int, float, float], ...] = ()
-    """The same of each copy back."""
+    """(D node, start, end) of each copy back, in seconds."""
 
 
 def buffers_of(graph: CDGraph, schedule: Schedule) -> int:
@@ -172,3 +171,64 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
         raise ScheduleError(f"the schedule never runs {', '.join(left_out[:5])}")
     return Simulation(peak, peak_at, clocks.now if copies else seconds, saved, tuple(timeline),
                       clocks.stalled, where.bytes, tuple(clocks.out), tuple(clocks.back))
+
+
+class Residency:
+    """What is away, and what is being copied. Checks each step of it; raises `ScheduleError`."""
+
+    def __init__(self, graph: CDGraph, pinned: Collection[int]) -> None:
+        self.graph = graph
+        self.pinned = pinned
+        self.leaving: set[int] = set()
+        """D nodes that are being copied out and still in memory."""
+        self.away: set[int] = set()
+        """D nodes with a copy that is away, to the end of the step."""
+        self.coming: set[int] = set()
+        """D nodes that are being copied back and not read yet."""
+        self.bytes = 0
+        """Bytes that are away. They stay there: most are away at the end of the step."""
+
+    def read(self, d: int) -> None:
+        """Note that a computation reads D node `d`, and has waited for it."""
+        self.coming.discard(d)
+
+    def make(self, d: int, step: int) -> None:
+        """Note that a computation makes `d`."""
+        if d in self.leaving or d in self.coming:
+            raise self._wrong(step, f"makes {self._name(d)} while it is copied")
+
+    def free(self, d: int, step: int) -> None:
+        """Note that `d` is freed without waiting for a copy."""
+        if d in self.leaving or d in self.coming:
+            raise self._wrong(step, f"frees {self._name(d)} while it is copied")
+
+    def copy_out(self, d: int, step: int, there: bool) -> None:
+        """Note that a copy out of `d` begins. `there`: whether `d` is in memory."""
+        if not there or d in self.coming:
+            raise self._wrong(step, f"copies {self._name(d)} away, which is not in memory")
+        if d in self.away:
+            raise self._wrong(step, f"copies {self._name(d)} away a second time")
+        if self.graph.producer[d] is None or d in self.pinned:
+            raise self._wrong(step, f"copies {self._name(d)} away, which somebody else holds")
+        self.leaving.add(d)
+        self.away.add(d)
+        self.bytes += self.graph.d[d].size
+
+    def leave(self, d: int, step: int) -> None:
+        """Note that `d` is freed when its copy out has ended."""
+        if d not in self.leaving:
+            raise self._wrong(step, f"lets {self._name(d)} leave, which is not being copied away")
+        self.leaving.discard(d)
+
+    def copy_in(self, d: int, step: int, there: bool) -> None:
+        """Note that a copy back of `d` begins. `there`: whether `d` is in memory."""
+        if d not in self.away or there:
+            raise self._wrong(step, f"copies {self._name(d)} back, which is not away")
+        self.coming.add(d)
+
+    def _name(self, d: int) -> str:
+        return self.graph.d[d].name
+
+    @staticmethod
+    def _wrong(step: int, why: str) -> ScheduleError:
+        return ScheduleError(f"step {step}: {why}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.pipeline.prepare import Prepared
-from rkmate.planners.save_set_program import SaveSetProgram
+from rkmate.planners.save_set import SaveSetProgram
 
 SECONDS = 0.6
 """How long the program of one variant may take."""
@@ -17,7 +17,7 @@ def bytes_of_any(prepared: Prepared) -> int:
 
 def seconds_of_any(prepared: Prepared, limit: int) -> float:
     """Seconds that every schedule within so many bytes takes that runs each backward computation once, in
-    order, by the fastest kernels (`rkmate.planners.save_set_program`)."""
+    order, by the fastest kernels (`rkmate.planners.save_set`)."""
     program = _program(prepared)
     kept = None if limit < program.least_bytes else program.solve(limit, (), time_limit=SECONDS)
     again = 0.0 if kept is None else kept.bound

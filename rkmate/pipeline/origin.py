@@ -13,7 +13,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.graph.capture.structure import take_apart
-from rkmate.ir.origin import Origin
+from rkmate.ir.plan import Origin
 
 
 def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin:

@@ -29,7 +29,7 @@ from rkmate.pipeline.planning import warn_of
 from rkmate.pipeline.prepare import Prepared, Traced, block, prepare, with_operation_costs
 from rkmate.pipeline.room import room_within
 from rkmate.pipeline.variants import Variant, first, is_faster, named
-from rkmate.planners.chain_search import ChainSearch
+from rkmate.planners.chain import ChainSearch
 from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner
 from rkmate.planners.registry import planner as find_planner

@@ -32,11 +32,10 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.passes.simplify import Choices, simplify
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
-from rkmate.ir.checkpointed import checkpointed
 from rkmate.ir.kernels import choose_kernels
 from rkmate.ir.link import Link
-from rkmate.ir.origin import Origin
-from rkmate.ir.plan import BlockInfo
+from rkmate.ir.plan import BlockInfo, Origin
+from rkmate.ir.recompute import checkpointed
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.several_calls import peak_of_calls
 from rkmate.ir.simulate import Simulation, simulate

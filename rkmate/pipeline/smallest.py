@@ -17,9 +17,8 @@ from rkmate.pipeline.chains import Solved, solve, solve_with
 from rkmate.pipeline.prepare import Blocked, Prepared, with_operation_costs
 from rkmate.pipeline.room import wholly_measured
 from rkmate.planners.finish import finish
-from rkmate.planners.protocol import Composed, Outcome, Planner, Problem
+from rkmate.planners.protocol import Composed, Outcome, Planner, Problem, smallest_budget
 from rkmate.planners.several_calls import smallest_steps
-from rkmate.planners.smallest import smallest_budget
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.errors import InfeasibleBudget
-from rkmate.ir.least_memory import least_memory
+from rkmate.ir.gradients import least_memory
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs
 from rkmate.measure.unmeasured import with_ample_temporaries, with_likely_temporaries, without_temporaries
@@ -18,8 +18,7 @@ from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.prepare import Blocked, Prepared, block, with_operation_costs
 from rkmate.pipeline.smallest import is_quick, lean_problem
 from rkmate.pipeline.variants import Variant, others
-from rkmate.planners.protocol import Planner
-from rkmate.planners.smallest import smallest_budget
+from rkmate.planners.protocol import Planner, smallest_budget
 from rkmate.support.gc_pause import gc_pause
 
 LONG = 10.0

@@ -46,7 +46,7 @@ class Auto:
         return tuple(turn.planner.name for turn in self.turns)
 
     def with_settings(self, settings: PlannerSettings) -> Auto:
-        """The same planner, its default under other settings."""
+        """Return a copy of the planner whose default planner has other settings."""
         configured = getattr(self.default, "with_settings", None)
         return self if configured is None else replace(self, default=configured(settings))
 

@@ -1,20 +1,166 @@
-"""From a sequence of lower sets to an order of computations (Kusumoto et al. 2019, section 3).
+"""Plain graphs, sequences of lower sets of them, and the order of computations that such a sequence means.
 
-The canonical strategy keeps the boundary of each lower set in the forward. When the backward
-reaches a block, it computes the block's other nodes again. What of them is freed when is left
-to liveness: the schedule frees every value after its last reader.
+`Dag` is the language of Kusumoto et al. (2019), section 2: V is the set of intermediate variables (inputs and
+parameters left out), T_v the time to compute v, M_v its size. Sets of nodes are Python integers, one bit a
+node.
+
+The canonical strategy (section 3) keeps the boundary of each lower set in the forward. When the backward
+reaches a block, it computes the block's other nodes again. What of them is freed when is left to liveness:
+the schedule frees every value after its last reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from rkmate.ir.cd import CDGraph
+from rkmate.errors import GraphError
+from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Compute, Free, Schedule, Step, from_order
 from rkmate.ir.simulate import simulate
-from rkmate.planners.dag import Dag, members
+
+
+@dataclass(frozen=True)
+class Dag:
+    """Nodes 0 .. n-1 in a topological order."""
+
+    times: tuple[float, ...]
+    """Seconds to compute each node."""
+    sizes: tuple[int, ...]
+    """Bytes of each node's value."""
+    edges: tuple[tuple[int, int], ...]
+    """(v, w): computing w reads v; v < w."""
+
+    def __post_init__(self) -> None:
+        if len(self.times) != len(self.sizes):
+            raise GraphError(f"{len(self.times)} times for {len(self.sizes)} sizes")
+        for v, w in self.edges:
+            if not 0 <= v < w < len(self.times):
+                raise GraphError(f"edge ({v}, {w}): nodes must be numbered in a topological order")
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    @cached_property
+    def after(self) -> tuple[int, ...]:
+        """For each node the set of nodes that read it."""
+        result = [0] * len(self)
+        for v, w in self.edges:
+            result[v] |= 1 << w
+        return tuple(result)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """For each node the set of nodes that it reads."""
+        result = [0] * len(self)
+        for v, w in self.edges:
+            result[w] |= 1 << v
+        return tuple(result)
+
+    def boundary(self, lower: int) -> int:
+        """Members of a lower set that something outside reads."""
+        return sum(1 << v for v in members(lower) if self.after[v] & ~lower)
+
+    def readers(self, nodes: int) -> int:
+        """delta+: all nodes that read one of `nodes`."""
+        result = 0
+        for v in members(nodes):
+            result |= self.after[v]
+        return result
+
+    def read(self, nodes: int) -> int:
+        """delta-: all nodes that one of `nodes` reads."""
+        result = 0
+        for v in members(nodes):
+            result |= self.before[v]
+        return result
+
+    def time(self, nodes: int) -> float:
+        """T(S), in seconds."""
+        return sum(self.times[v] for v in members(nodes))
+
+    def bytes(self, nodes: int) -> int:
+        """M(S), in bytes."""
+        return sum(self.sizes[v] for v in members(nodes))
+
+    def training_graph(self, backward_times: Iterable[float] | None = None) -> CDGraph:
+        """Forward and backward of this graph, as equation (2) of the paper counts them.
+
+        The gradient of v is made by one node, which reads the gradients of what reads v and the
+        forward values that these were computed from (terms iii and iv); for a sink, v itself.
+        Backward times are 0 unless given. The forward nodes keep their numbers.
+        """
+        n = len(self)
+        back = list(backward_times) if backward_times is not None else [0.0] * n
+        d = [DNode(f"v{v}", self.sizes[v]) for v in range(n)]
+        d += [DNode(f"g{v}", self.sizes[v], "grad") for v in range(n)]
+        c = [CNode(f"f{v}", "forward", tuple(members(self.before[v])), (v,), self.times[v])
+             for v in range(n)]
+        for v in range(n - 1, -1, -1):
+            after = self.after[v]
+            data = members(self.read(after) if after else 1 << v)
+            inputs = (*data, *(n + w for w in members(after)))
+            c.append(CNode(f"b{v}", "backward", inputs, (n + v,), back[v]))
+        return CDGraph(tuple(d), tuple(c), n).verify()
+
+
+def members(nodes: int) -> list[int]:
+    """The nodes of a set, in order."""
+    result = []
+    while nodes:
+        low = nodes & -nodes
+        result.append(low.bit_length() - 1)
+        nodes ^= low
+    return result
+
+
+def forward_dag(graph: CDGraph, pinned: Iterable[int] = ()) -> Dag:
+    """The forward of a CD graph: one node a computation, as large as its outputs.
+
+    What the user holds counts 0 bytes: no strategy can free it.
+    """
+    pinned = set(pinned)
+    edges = sorted({(p, i) for i in graph.forward for j in graph.c[i].inputs
+                    if (p := graph.producer[j]) is not None})
+    return Dag(tuple(graph.c[i].time for i in graph.forward),
+               tuple(graph.bytes(j for j in graph.c[i].outputs if j not in pinned)
+                     for i in graph.forward), tuple(edges))
+
+
+@dataclass(frozen=True)
+class TrainedForward:
+    """The forward of a captured model without what is computed once and kept (masks, positions).
+
+    Such constants are inputs in the paper's sense. As nodes they would cross every cut, double the
+    number of lower sets each, and leave no place where a single value is alive.
+    """
+
+    dag: Dag
+    """What depends on trained values."""
+    nodes: tuple[int, ...]
+    """For each node of `dag`, its C node."""
+    whole: Dag
+    """All of the forward, node for node."""
+
+    def lift(self, sets: Sequence[int]) -> tuple[int, ...]:
+        """Lower sets of `dag` as lower sets of `whole`: the constants belong to all of them."""
+        constants = (1 << len(self.whole)) - 1
+        for c in self.nodes:
+            constants &= ~(1 << c)
+        return tuple(sum((1 << self.nodes[v] for v in members(lower)), constants) for lower in sets)
+
+
+def trained_forward(graph: CDGraph, block_c: Iterable[Iterable[int]],
+                    pinned: Iterable[int] = ()) -> TrainedForward:
+    """Leave out of the forward the C nodes that belong to no block: they depend on no block's."""
+    whole = forward_dag(graph, pinned)
+    nodes = sorted({c for block in block_c for c in block if c < graph.loss})
+    place = {c: v for v, c in enumerate(nodes)}
+    edges = tuple((place[v], place[w]) for v, w in whole.edges if v in place and w in place)
+    return TrainedForward(Dag(tuple(whole.times[c] for c in nodes),
+                              tuple(whole.sizes[c] for c in nodes), edges), tuple(nodes), whole)
 
 
 @dataclass(frozen=True)
@@ -42,7 +188,7 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
               origin: Sequence[int] | None = None) -> Canonical:
     """The order of computations of a sequence of lower sets.
 
-    `dag` is the forward of `graph`, node for node (`rkmate.planners.dag.forward_dag`). `keep_last`:
+    `dag` is the forward of `graph`, node for node (`rkmate.planners.canonical.forward_dag`). `keep_last`:
     the last block's values stay for its backward, which comes next, instead of being computed
     twice in a row. `by_blocks`: the forward runs block after block, as in the paper; otherwise in
     the graph's order, so that random numbers are drawn as without a plan. `origin`: for each

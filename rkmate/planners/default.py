@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rkmate.planners import settings as planner_settings
-from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
+from rkmate.planners.chain import ChainSearch, smallest_of_chain
 from rkmate.planners.dtr_offline import DtrOffline
 from rkmate.planners.finish import finish
-from rkmate.planners.lower_set_planner import LowerSetPlanner
+from rkmate.planners.lower_sets import LowerSetPlanner
 from rkmate.planners.offload_search import Offloading
 from rkmate.planners.protocol import (
     Candidate,
@@ -59,7 +59,7 @@ class Entry:
     cases: frozenset[Case]
     """When it is asked."""
     seconds: float = math.inf
-    """Its share of the time, where it can stop early."""
+    """The strategy's share of the time, where it can stop early."""
     done_by: float = math.inf
     """Seconds after which it and those before it should be done; it has `LEAST_SECONDS` anyway."""
     gap: float | None = None
@@ -111,7 +111,7 @@ class Default:
         return self.settings or planner_settings.DEFAULT.now()
 
     def with_settings(self, settings: PlannerSettings) -> Default:
-        """The same planner under other settings."""
+        """Return a copy of the planner with other settings."""
         return replace(self, settings=settings)
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
@@ -178,8 +178,8 @@ class Default:
         return replace(outcome, bound=search.bound, smallest=min(least, peak), others=search.others)
 
     def _smallest(self, problem: Problem) -> Candidate:
-        """The schedule with the smallest peak that is known: of the chain, or of the program over the
-        whole graph, asked for less and less. A pure function of the problem, but for the clock where a
+        """Return the schedule with the smallest peak that is known: of the chain, or of the program over the
+        whole graph, asked for less and less. A pure function of the problem, except for the clock where a
         program takes long."""
         settings = self._settings
 

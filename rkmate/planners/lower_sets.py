@@ -1,12 +1,22 @@
-"""The general recomputation problem over lower sets (Kusumoto et al. 2019, sections 3 and 4).
+"""Planners that choose a sequence of lower sets: the program of Kusumoto et al., and Chen's segments.
 
-A strategy is an increasing sequence of lower sets, from the empty set (left out) to V. The boundary
-of each is kept in the forward; in the backward, block by block, the rest is computed again.
-Equation (1) is the time that this adds, equation (2) the memory that each block's backward needs.
+A strategy is an increasing sequence of lower sets, from the empty set (left out) to V. The boundary of each
+is kept in the forward; in the backward, block by block, the rest is computed again
+(`rkmate.planners.canonical`). The simulator says what each strategy really needs.
+
+- `LowerSetProgram` solves the general recomputation problem (Kusumoto et al. 2019, sections 3 and 4).
+  Equation (1) is the time that a strategy adds, equation (2) the memory that each block's backward needs.
+  Equation (2) is a plain graph's model of memory; a captured graph has saved values, temporaries and
+  gradients of its own. So `LowerSetPlanner` asks for strategies at several budgets of that model.
+- `Chen` has checkpoints at every sqrt(n)-th node (Chen et al. 2016, arXiv:1604.06174), as a sequence of lower
+  sets (Kusumoto et al., section 2). Chen's heuristic for skip connections: a checkpoint may stand only where
+  a single value crosses, so that no skip connection passes by it. Algorithm 3 of that paper chooses
+  checkpoints by memory: a segment ends at the first such place after its values have reached b bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,8 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rkmate.errors import ArgumentError, RkmateError
+from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Floats, Ints
-from rkmate.planners.dag import Dag, members
+from rkmate.planners.canonical import Canonical, Dag, canonical, members, trained_forward, without_liveness
+from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, judged
 
 Family = Literal["exact", "pruned"]
 Centric = Literal["time", "memory"]
@@ -327,3 +339,141 @@ def lower_sets(dag: Dag, budget: int, family: Family = "pruned",
                centric: Centric = "time") -> LowerSets | None:
     """Solve one graph for one budget in bytes; see `LowerSetProgram`."""
     return LowerSetProgram(dag, family).solve(budget, centric)
+
+
+STRATEGY_BUDGETS = 12
+"""Budgets of equation (2) that strategies are made for."""
+TIME_STEPS = 500
+"""Steps of T(V) in which measured times are counted."""
+
+
+@dataclass(frozen=True)
+class LowerSetPlanner:
+    """One family, time-centric or memory-centric (section 4.4), with or without liveness."""
+
+    name: str
+    family: Family = "pruned"
+    centric: Centric = "time"
+    liveness: bool = True
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`. `time_limit`: the exact family refuses graphs
+        for which it would take longer."""
+        try:
+            limit = TIME_LIMIT if time_limit is None else time_limit
+            candidates = problem.once(self.name, lambda: self._candidates(problem, limit))
+        except TooManyLowerSets as error:
+            return infeasible(str(error))
+        if not candidates:
+            return infeasible("block after block, the forward would draw random numbers in another "
+                              "order")
+        return best(candidates, budget)
+
+    def _candidates(self, problem: Problem, time_limit: float) -> list[Candidate]:
+        graph = problem.graph
+        forward = trained_forward(graph, problem.block_c, problem.pinned)
+        dag = forward.dag
+        if not len(dag):
+            return [judged(problem, range(len(graph.c)), graph.loss)]
+        program = LowerSetProgram(dag, self.family, time_limit=time_limit, budgets=STRATEGY_BUDGETS,
+                                  time_steps=TIME_STEPS)
+        low = program.minimum_bytes()
+        high = 2 * dag.bytes((1 << len(dag)) - 1)    # one block for all: nothing needs more
+        found: dict[tuple[int, ...], str] = {((1 << len(dag)) - 1,): "1 lower set"}
+        for k in range(STRATEGY_BUDGETS):
+            solution = program.solve(low + (high - low) * k * k // (STRATEGY_BUDGETS - 1) ** 2, self.centric)
+            if solution is not None:
+                found[solution.sets] = f"{len(solution.sets)} lower sets"
+        result = []
+        for sets, note in found.items():
+            for last in (True, False):
+                strategy = canonical(graph, forward.whole, forward.lift(sets), keep_last=last,
+                                     by_blocks=not self.liveness)
+                if self.liveness:
+                    result.append(judged(problem, strategy.order, strategy.loss_at, note))
+                elif _draws_in_order(graph, strategy):
+                    schedule = without_liveness(graph, strategy, problem.pinned)
+                    seen = problem.simulate(schedule)
+                    result.append(Candidate(schedule, seen.peak, seen.seconds, note))
+        return result
+
+
+def _draws_in_order(graph: CDGraph, strategy: Canonical) -> bool:
+    """Whether the first runs of random operations come as in the graph.
+
+    Without liveness only the paper's order makes sense, block after block; a reordered forward
+    would give other random numbers to each operation.
+    """
+    first = dict.fromkeys(c for c in strategy.order if graph.c[c].random)
+    return list(first) == sorted(first)
+
+
+CHEN_BUDGETS = 24
+"""How many values of b algorithm 3 is tried with."""
+
+
+def split_points(dag: Dag) -> list[int]:
+    """Nodes v after which v alone is still read: candidates for checkpoints."""
+    last = [after.bit_length() - 1 for after in dag.after]
+    ends: list[int] = [0] * len(dag)
+    for u, reader in enumerate(last):
+        if reader > u:
+            ends[reader] += 1
+    result = []
+    open_ = 0        # nodes so far that are still to be read
+    for v in range(len(dag)):
+        open_ += (last[v] > v) - ends[v]
+        if open_ == 1 and last[v] > v:
+            result.append(v)
+    return result
+
+
+def sqrt_segments(dag: Dag) -> list[int]:
+    """Lower sets that end at every floor(sqrt(n))-th of n split points, and V."""
+    points = split_points(dag)
+    stride = max(1, math.isqrt(len(points)))
+    return _prefixes(dag, points[stride - 1::stride])
+
+
+def memory_segments(dag: Dag, limit: int) -> list[int]:
+    """Algorithm 3: a segment ends at the first split point where it holds `limit` bytes."""
+    points = set(split_points(dag))
+    ends = []
+    pinned = 0
+    for v in range(len(dag)):
+        pinned += dag.sizes[v]
+        if v in points and pinned >= limit:
+            ends.append(v)
+            pinned = 0
+    return _prefixes(dag, ends)
+
+
+def _prefixes(dag: Dag, ends: Sequence[int]) -> list[int]:
+    whole = (1 << len(dag)) - 1
+    sets = [(1 << (v + 1)) - 1 for v in ends]
+    return [*sets, whole] if whole not in sets else sets
+
+
+@dataclass(frozen=True)
+class Chen:
+    """sqrt(n) segments and algorithm 3 with several b; the fastest that fits is taken."""
+
+    name: str = "chen"
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`."""
+        def make() -> list[Candidate]:
+            forward = trained_forward(problem.graph, problem.block_c, problem.pinned)
+            dag = forward.dag
+            whole = (1 << len(dag)) - 1
+            total = dag.bytes(whole)
+            found = {(whole,): "one segment", tuple(sqrt_segments(dag)): "sqrt(n) segments"}
+            for k in range(1, CHEN_BUDGETS + 1):
+                sets = tuple(memory_segments(dag, max(1, total * k // CHEN_BUDGETS)))
+                found.setdefault(sets, f"segments of {total * k // CHEN_BUDGETS} bytes")
+            strategies = [(canonical(problem.graph, forward.whole, forward.lift(sets),
+                                     keep_last=last, by_blocks=False), note)
+                          for sets, note in found.items() for last in (True, False)]
+            return [judged(problem, s.order, s.loss_at, note) for s, note in strategies]
+
+        return best(problem.once(self.name, make), budget)

@@ -1,8 +1,8 @@
-"""Recomputation and copies together: whose copies make the fastest step.
+"""Plan recomputation and copies together: the schedule whose copies make the fastest step.
 
 A schedule for a larger budget recomputes less, and copies bring it within the smaller one; how much larger
 is best is tried out. Then recomputations are traded for copies, those first that take longest for the bytes
-of what they make, and copies that are waited for are traded for recomputations.
+of their outputs, and copies that are waited for are traded for recomputations.
 """
 
 from __future__ import annotations
@@ -14,12 +14,68 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rkmate.ir.cd import CDGraph
-from rkmate.ir.schedule import Schedule
-from rkmate.planners.offload import Offloaded, offload
-from rkmate.planners.offload_gaps import gaps_of
-from rkmate.planners.offload_trades import fewer_runs, one_more_run, runs_by_price, without_copies
+from rkmate.ir.recompute import missing_nodes
+from rkmate.ir.schedule import Compute, Free, Loss, Schedule, freed_after, from_order
+from rkmate.planners.finish import without_runs, without_waste
+from rkmate.planners.offload import Offloaded, gaps_of, offload
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, found_in, infeasible, whole_step
 from rkmate.planners.settings import PlannerSettings
+
+
+def without_copies(graph: CDGraph, schedule: Schedule, pinned: Collection[int]) -> Schedule:
+    """Return the schedule of the same computations that keeps everything that is needed again in memory."""
+    return from_order(graph, schedule.order, schedule.loss_at, pinned)
+
+
+def runs_by_price(graph: CDGraph, schedule: Schedule) -> list[int]:
+    """Return the step indices of all recomputations, those first that take longest for each byte that would
+    have to be kept or copied in their place."""
+    seen: set[int] = set()
+    found: list[tuple[float, int]] = []
+    for k, step in enumerate(schedule.steps):
+        if isinstance(step, Compute):
+            if step.c in seen:
+                gone = freed_after(schedule.steps, k)
+                node = graph.c[step.c]
+                kept = graph.bytes(j for j in node.outputs if j not in gone)
+                found.append((-node.time / (kept + 1), k))
+            seen.add(step.c)
+    return [k for _, k in sorted(found)]
+
+
+def fewer_runs(graph: CDGraph, schedule: Schedule, dropped: Collection[int],
+               pinned: Sequence[int]) -> Schedule:
+    """Return the schedule without the recomputations at `dropped` step indices, nor what ran again only for
+    them."""
+    order, loss_at = without_runs(schedule, set(dropped))
+    return without_waste(graph, from_order(graph, order, loss_at, pinned), tuple(pinned))
+
+
+def one_more_run(graph: CDGraph, schedule: Schedule, d: int, at: int,
+                 pinned: Sequence[int]) -> Schedule | None:
+    """Return the schedule that makes a D node anew right before the step with index `at`, which reads it;
+    None where what decides, or adds to a gradient, would run again."""
+    alive = set(graph.inputs)
+    order: list[int] = []
+    loss_at = place = 0
+    for k, step in enumerate(schedule.steps):
+        if k == at:
+            place = len(order)
+            runs = sorted(missing_nodes(graph, [d], alive - {d}))
+            if any(graph.c[i].decides for i in runs):
+                return None
+            order += runs
+        if isinstance(step, Loss):
+            loss_at = len(order)
+        elif isinstance(step, Compute):
+            order.append(step.c)
+            if k < at:
+                alive.update(graph.c[step.c].outputs)
+        elif isinstance(step, Free) and k < at:
+            alive.discard(step.d)
+    assert place
+    return without_waste(graph, from_order(graph, order, loss_at, pinned), tuple(pinned))
+
 
 NEAR = 1e-9
 """Relative: what is nearer is equal."""
@@ -28,8 +84,8 @@ SHARES = (0.6, 0.35, 0.15, 0.05)
 BASE_SECONDS = 1.5
 """How long each of them may take, where what plans it can stop early."""
 OF_PLAN, OF_BASE = 0.5, 0.125
-"""Of the time that is left, where it is limited: what copies for the whole step may take, the plan without
-copies, and the program with them; and each of the larger budgets."""
+"""Shares of the time that is left, where it is limited: what copies for the whole step may take, the plan
+without copies, and the program with them; and each of the larger budgets."""
 DROPPED = 6
 """How often the number of recomputations that are dropped is halved, or moved by as much."""
 SMALLEST_TRIES = 12
@@ -43,7 +99,7 @@ Plan = Callable[[Problem, int, float | None, Sequence[Candidate] | None], Outcom
 
 
 def without_link(problem: Problem) -> Problem:
-    """The same problem where nothing can be sent away."""
+    """Return the problem without its link: nothing can be sent away."""
     return problem.once("without a link", lambda: replace(problem, graph=replace(problem.graph, link=None)))
 
 
@@ -57,7 +113,7 @@ class Offloading:
     save_set: Callable[[Problem, int, float | None], Outcome]
     """What else is asked of the problem, for some seconds: its bound holds for schedules with copies."""
     seconds: float
-    """How long copies may be looked for, beside what these take; and how long for those that make the
+    """How long copies may be looked for, next to what these take; and how long for those that make the
     smallest peak of a schedule."""
     near: float
     """How near to its lower bound, relative to it, a schedule is good enough."""
@@ -115,7 +171,7 @@ class Offloading:
         plain = self.smallest_plan(without_link(problem))
         found = [plain, *(c for base in (whole_step(problem), plain) if (c := problem.once(
             ("smallest with copies", base.schedule, self.seconds),
-            partial(_smallest_of, problem, base, self.seconds))) is not None)]
+            partial(smallest_with_copies, problem, base, self.seconds))) is not None)]
         return min(found, key=lambda c: (c.peak, c.seconds))
 
 
@@ -135,7 +191,7 @@ class _Search:
 
     @property
     def fastest(self) -> float:
-        """Of what fits."""
+        """Seconds of the fastest schedule that fits; inf without one."""
         return min((c.seconds for c in self.inside), default=math.inf)
 
     @property
@@ -253,7 +309,7 @@ def _halfway(until: float) -> float:
     return (time.perf_counter() + until) / 2
 
 
-def _smallest_of(problem: Problem, base: Candidate, seconds: float) -> Candidate | None:
+def smallest_with_copies(problem: Problem, base: Candidate, seconds: float) -> Candidate | None:
     """The smallest peak that copies make of a schedule, however long they take. `seconds`: of looking for it;
     each try has half of what is left."""
     until = time.perf_counter() + seconds

@@ -1,7 +1,8 @@
-"""What every planner takes and returns, and how its result is judged."""
+"""What every planner takes and returns, how its result is judged, and how planners are asked."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar, runtime_checkable
@@ -96,7 +97,7 @@ class Planner(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in the registry."""
+        """The planner's name in the registry."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """The fastest schedule that the planner knows within `budget` bytes.
@@ -112,12 +113,12 @@ class Composed(Planner, Protocol):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Names of those that it asks."""
+        """Names of the planners that it asks."""
 
     def further(self, problem: Problem, budget: int, *, time_limit: float | None = None,
                 known: Sequence[Candidate] = ()) -> Outcome:
-        """As `plan`, for one more budget of the same problem: it spends less time on it, and begins with
-        the fastest of the schedules that are `known` and fit."""
+        """Plan for a further budget of a problem that was planned before: spend less time on it than `plan`,
+        and begin with the fastest of the schedules that are `known` and fit."""
 
     def smallest_budget(self, problem: Problem, above: int) -> int:
         """The smallest budget that it is known to meet, in bytes, where `above` is too small: asked for
@@ -189,7 +190,7 @@ def hoisted(problem: Problem) -> tuple[int, ...]:
 
 
 def beside_chain(problem: Problem) -> int:
-    """Bytes that stand beside the chain: what is hoisted for its blocks, and what the user holds."""
+    """Bytes that are in memory next to the chain: what is hoisted for its blocks, and what the user holds."""
     graph, outside = problem.graph, frozenset(hoisted(problem))
     constants = {j for i in outside for j in graph.c[i].outputs
                  if any(r not in outside for r in graph.readers[j])}
@@ -219,3 +220,40 @@ def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcom
         return infeasible(note)
     winner = min(inside, key=lambda c: (c.seconds, c.peak))
     return Outcome(winner.schedule, "ok", winner.seconds, note=winner.note or note, ops=winner.ops)
+
+
+SMALLEST_SECONDS = 4.0
+"""How long a planner may be asked for smaller and smaller budgets: an error should not take minutes."""
+SMALLEST_TRIES = 24
+"""How often the range is halved, at most."""
+
+
+def smallest_budget(planner: Planner, problem: Problem, above: int, *,
+                    seconds: float = SMALLEST_SECONDS) -> int | None:
+    """Return the smallest budget, in bytes, that a planner is known to meet, to be named where a budget is
+    too small; None where it has no schedule at all.
+
+    Found by bisection on what the planner returns, unless the planner knows it. `above`: a budget that it
+    does not meet. Each try has a quarter of the time that is left: a planner that answers at once is asked
+    `SMALLEST_TRIES` times, one that takes long is asked less and less thoroughly.
+    """
+    if isinstance(planner, Composed):
+        return planner.smallest_budget(problem, above)
+    until = time.perf_counter() + seconds
+    best: int | None = None
+    low, high = above, 2 * max(above, whole_step(problem).peak)
+    for _ in range(SMALLEST_TRIES):
+        left = until - time.perf_counter()
+        if left <= 0:
+            break
+        middle = high if best is None else (low + high) // 2
+        outcome = planner.plan(problem, middle, time_limit=left / 4)
+        if outcome.schedule is not None:
+            best = high = problem.simulate(outcome.schedule).peak
+        elif best is None:
+            return None
+        else:
+            low = middle
+        if high - low <= 1:
+            break
+    return best

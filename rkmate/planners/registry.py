@@ -6,17 +6,13 @@ from typing import Protocol, runtime_checkable
 
 from rkmate.errors import ArgumentError
 from rkmate.planners.auto import Auto
-from rkmate.planners.chain_programs import ChainProgram
-from rkmate.planners.checkmate import CheckmatePlanner
-from rkmate.planners.checkmate_lp import CheckmateRounded
-from rkmate.planners.chen import Chen
+from rkmate.planners.chain import ChainProgram, RecomputeAll, SaveAll, Sequential
+from rkmate.planners.checkmate import CheckmatePlanner, CheckmateRounded
 from rkmate.planners.default import Default
 from rkmate.planners.dtr_offline import DtrOffline
-from rkmate.planners.ends import RecomputeAll, SaveAll
-from rkmate.planners.lower_set_planner import LowerSetPlanner
+from rkmate.planners.lower_sets import Chen, LowerSetPlanner
 from rkmate.planners.protocol import Composed, Planner
 from rkmate.planners.save_set import SaveSet
-from rkmate.planners.sequential import Sequential
 from rkmate.planners.settings import PlannerSettings
 from rkmate.support.warn import warn
 
@@ -49,7 +45,7 @@ left."""
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _SINGLE}
 PLANNERS["auto"] = Auto(_DEFAULT, (PLANNERS["save-all"],), tuple(PLANNERS[name] for name in _AUTO))
 SENDING = ("rockmate", "save-set", "auto")
-"""Those that copy data away where it can be sent (`CDGraph.link`); all others recompute alone."""
+"""Planners that copy data away where it can be sent (`CDGraph.link`); all others only recompute."""
 RENAMED = {"keep-set": "save-set"}
 """Old names, understood for one more version."""
 

@@ -49,12 +49,12 @@ class PlannerSettings:
     dtr_nodes: int = 1500
     """Up to how many computations dtr is asked: its time grows with the square."""
     lower_set_nodes: int = 300
-    """The same for lower sets."""
+    """Up to how many computations lower sets are asked."""
     fine: int = 4
     """A table for small budgets ends at this many times the least memory of the chain, with half as many
     slots: the one for all budgets has a dozen below the least memory of a deep model."""
     offload_seconds: float = 10.0
-    """How long copies may be looked for, where data can be sent away, beside what it takes to plan without
+    """How long copies may be looked for, where data can be sent away, next to what it takes to plan without
     them; once a budget cannot be met, how long for those that take the least memory."""
     partial_save_blocks: int = 40
     """Up to how many blocks the chain's program lets forwards keep something for one another. Its time

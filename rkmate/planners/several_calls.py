@@ -20,14 +20,14 @@ from rkmate.planners.protocol import (
     ask,
     best,
     found_in,
+    smallest_budget,
     whole_step,
 )
-from rkmate.planners.smallest import smallest_budget
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
-"""Of the most that each call can hold within a budget: what is asked first."""
+"""Shares of the most that each call can hold within a budget: what is asked first."""
 CLOSER = 2
-"""Then so many times, between the best of these and the one beside it."""
+"""How often a share between the best of these and the next best is asked afterwards."""
 RESERVES = (0.0, 0.25, 0.5, 1.0)
 """Reserves that the smallest budget is looked for with, of the peak of the whole step of one call."""
 
@@ -109,7 +109,7 @@ class _Search:
             outcome = ask(self.planner, part, limit, time_limit=self.time_limit, known=())
             new = _judged(self.problem, part, outcome, self.calls)
             found += new
-            # Gradients that wait for the other calls', and gradients of inputs, are beside all this.
+            # Gradients that wait for the other calls', and gradients of inputs, come on top.
             over = min((c.peak for c in new), default=0) - self.budget
             if over <= 0:
                 break

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from rkmate.ir.link import Link
 from rkmate.ir.plan import PlanData
 from rkmate.show.amounts import count, duration, share, size
-from rkmate.show.labels import label
-from rkmate.show.replay import Occupancy
+from rkmate.show.replay import Occupancy, label
 
 Spans = Sequence[tuple[int, float, float]]
 """(D node, start, end) of copies, in seconds."""
 
 _NOTHING = 1e-5
-"""Of a step: waits that are not spoken of."""
+"""Share of a step: shorter waits are not mentioned."""
 
 
 @dataclass(frozen=True)
@@ -24,24 +23,24 @@ class Copies:
 
     link: Link
     tensors: int
-    """That are copied away."""
+    """Number of tensors that are copied away."""
     away_bytes: int
-    """Of them, all of which stay where they are to the end of the step."""
+    """Bytes of the tensors that are copied away; the copies stay there to the end of the step."""
     back_bytes: int
-    """That are copied back; more than are away where some come back several times."""
+    """Bytes that are copied back: more than `away_bytes` if some come back several times."""
     out_seconds: float
-    """In which something is copied away."""
+    """Seconds in which something is copied away."""
     in_seconds: float
-    """In which something is copied back."""
+    """Seconds in which something is copied back."""
     busy_seconds: float
-    """In which something is copied in one direction, or in both."""
+    """Seconds in which something is copied in one direction, or in both."""
     stalled: float
-    """In which the step waits for copies."""
+    """Seconds in which the step waits for copies."""
     step_seconds: float
     out_before_loss: bool
-    """Whether all begin to go in the forward."""
+    """Whether all copies away begin in the forward."""
     in_after_loss: bool
-    """Whether all begin to come back in the backward."""
+    """Whether all copies back begin in the backward."""
 
     @property
     def waits(self) -> bool:
@@ -50,7 +49,7 @@ class Copies:
 
     @property
     def place(self) -> str:
-        """Where to."""
+        """The place that data are copied to, in words."""
         return place_of(self.link)
 
 
@@ -83,7 +82,7 @@ def _covered(spans: Iterable[tuple[int, float, float]]) -> float:
 
 
 def away_bytes(plan: PlanData) -> int:
-    """Of what a plan copies away."""
+    """Return the bytes that a plan copies away."""
     return plan.graph.cd.bytes(plan.schedule.copied)
 
 

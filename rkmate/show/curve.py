@@ -11,8 +11,7 @@ from typing import Any, overload
 from rkmate.show.amounts import duration, size
 from rkmate.show.copies import away_bytes
 from rkmate.show.plan import Plan
-from rkmate.show.plots import save
-from rkmate.show.time_memory import Point, overhead, time_memory
+from rkmate.show.plots import Point, overhead, save, time_memory
 
 _SENT = "sent away"
 

@@ -1,7 +1,8 @@
 """Graphs of a plan as DOT text: the chain, the forward graph, one block's computations and data.
 
 The styles follow the Rockmate paper's figures 8, 10, 11, 13 and 14: computations are boxes, data are
-ellipses, forward and backward differ in colour, constants and the loss have shapes of their own.
+ellipses, forward and backward differ in colour, constants and the loss have shapes of their own. Repeated
+blocks of a chain are folded: of twelve equal layers, the first is drawn, "12 times".
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import graphviz
 
@@ -18,9 +20,54 @@ from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import count, duration, size
 from rkmate.show.copies import block_sent
-from rkmate.show.fold import folded, stands_for
-from rkmate.show.labels import WHOLE, label_lines, short_path
-from rkmate.show.replay import Occupancy
+from rkmate.show.replay import WHOLE, Occupancy, label_lines, short_path
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks in a row that come several times."""
+
+    first: int
+    """The first of them."""
+    length: int
+    """Blocks of one turn."""
+    times: int
+
+    @property
+    def blocks(self) -> range:
+        """The blocks of the first turn, which stand for the others."""
+        return range(self.first, self.first + self.length)
+
+    @property
+    def last(self) -> int:
+        """The last block of the last turn."""
+        return self.first + self.length * self.times - 1
+
+
+def folded(labels: Sequence[str]) -> tuple[Group, ...]:
+    """A chain of blocks, by their classes, as groups: at each place the repetition that covers most blocks,
+    of those the shortest. ``A BC BC BC D`` are three groups, the second one of two blocks, three times."""
+    groups: list[Group] = []
+    at = 0
+    while at < len(labels):
+        found = Group(at, 1, 1)
+        for length in range(1, (len(labels) - at) // 2 + 1):
+            same = at
+            while same + length < len(labels) and labels[same] == labels[same + length]:
+                same += 1
+            times = (same - at) // length + 1
+            if times > 1 and times * length > found.times * found.length:
+                found = Group(at, length, times)
+        groups.append(found)
+        at = found.last + 1
+    return tuple(groups)
+
+
+def stands_for(groups: Sequence[Group]) -> dict[int, int]:
+    """Per block, the block of the first turn that is drawn for it."""
+    return {group.first + k: group.first + k % group.length
+            for group in groups for k in range(group.length * group.times)}
+
 
 Link = Callable[[int], str | None]
 """The address of a block's own page; None: no link."""

@@ -29,7 +29,7 @@ class Plan(PlanData):
         return table(self)
 
     def _repr_html_(self) -> str:
-        from rkmate.show.page import summary_html
+        from rkmate.show.report import summary_html
 
         return summary_html(self)
 

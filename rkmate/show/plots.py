@@ -1,16 +1,20 @@
-"""matplotlib, which is optional: imported when a picture is asked for."""
+"""Figures by matplotlib, which is optional and imported when a picture is asked for; time against memory."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.ir.plan import PlanData
+from rkmate.show import styles
+from rkmate.show.amounts import size
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 _STYLE: dict[str, Any] = {
@@ -63,7 +67,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def corners(times: Any, levels: Any) -> tuple[Any, Any]:
-    """Of arrays of times and of levels (one row each), only the points where a level changes."""
+    """Return only the points where a level changes, of arrays of times and of levels (one row each)."""
     changes = (levels[:, 1:] != levels[:, :-1]).any(axis=0)
     kept = np.append(True, changes) | np.append(changes, True)
     kept[[0, -1]] = True
@@ -95,3 +99,91 @@ def svg_text(made: Any) -> str:
         made.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg"):]
+
+
+_MIB = float(1 << 20)
+_STEEP = 6
+"""Greatest over middle extra time from which the axis of time is logarithmic."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What another method costs, measured."""
+
+    name: str
+    peak_bytes: int
+    step_seconds: float
+    """On the same scale as the plans' ``baseline_seconds``: divide a measured time by the measured
+    time without rematerialization, and multiply."""
+
+
+@runtime_checkable
+class WithPoints(Protocol):
+    """Plans that bring the points of other methods along."""
+
+    points: tuple[Point, ...]
+
+
+def overhead(plans: Sequence[PlanData], seconds: float) -> float:
+    """The extra time of a step that takes `seconds`, on the scale of the plans."""
+    base = plans[0].baseline_seconds if plans else 0.0
+    return seconds / base - 1 if base else 0.0
+
+
+def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None, title: str,
+                narrow: bool = False, beside: Mapping[str, Sequence[PlanData]] | None = None) -> Any:
+    """The figure; `here` is a plan to mark, `narrow` for a page as wide as a telephone, `beside` other plans
+    of the model, by what they are called. Raises `MissingExtra` without matplotlib."""
+    with styled():
+        made, axes = figure(NARROW, 4.2) if narrow else figure(6.4, 3.6)
+        _draw(axes, plans, points, here, beside or {})
+        axes.legend(**(below(axes) if narrow else {}))
+        axes.set_title(title)
+    return made
+
+
+def _draw(axes: Any, plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None,
+          beside: Mapping[str, Sequence[PlanData]]) -> None:
+    plans = sorted(plans, key=lambda p: p.peak_bytes)
+    axes.plot([p.peak_bytes / _MIB for p in plans], [100 * p.overhead for p in plans],
+              color=styles.FORWARD_LINE, marker="o", markersize=4, linewidth=1.2,
+              drawstyle="steps-post", label=", ".join(dict.fromkeys(p.planner for p in plans)))
+    others = [p for other in beside.values() for p in other]
+    for k, (name, other) in enumerate(beside.items()):
+        of = sorted(other, key=lambda p: p.peak_bytes)
+        axes.plot([p.peak_bytes / _MIB for p in of], [100 * p.overhead for p in of],
+                  color=styles.FAINT, marker="o", markersize=3, linewidth=1.0, drawstyle="steps-post",
+                  linestyle=("--", ":", "-.")[k % 3], label=name)
+    sending = [p for p in plans if p.schedule.copied]
+    if sending:
+        axes.plot([p.peak_bytes / _MIB for p in sending], [100 * p.overhead for p in sending], marker="o",
+                  markersize=8, markerfacecolor="none", markeredgecolor=styles.AWAY_LINE, linestyle="none",
+                  label="with copies away and back")
+    known = {p.minimum_bytes for p in plans if p.minimum_bytes is not None}
+    if known:
+        axes.axvspan(0, min(known) / _MIB, color="#f5d5d2", alpha=0.6, linewidth=0,
+                     label=f"no schedule fits (under {size(min(known))})")
+    if here is not None:
+        axes.plot([here.peak_bytes / _MIB], [100 * here.overhead], marker="D", markersize=7,
+                  color=styles.BUDGET, linestyle="none", label=f"this plan ({here.overhead:+.1%})")
+    for k, q in enumerate(points):
+        axes.plot([q.peak_bytes / _MIB], [100 * overhead(plans, q.step_seconds)],
+                  marker="sXP^v*"[k % 6], markersize=7, linestyle="none", color=styles.INK,
+                  label=q.name)
+    right = max([p.baseline_peak_bytes for p in (*plans, *others)] + [q.peak_bytes for q in points]
+                + ([here.peak_bytes] if here else []), default=1) / _MIB
+    axes.set_xlim(0, right * 1.05)
+    overheads = [100 * p.overhead for p in (*plans, *others)] + [
+        100 * overhead(plans, q.step_seconds) for q in points]
+    low, high = min([0.0, *overheads]), max([1.0, *overheads])
+    if high > _STEEP * (sorted(overheads)[len(overheads) // 2] + 1):
+        # The last megabytes cost many times more than the others: both ends stay readable.
+        axes.set_yscale("symlog", linthresh=5)
+        ticks = [t for t in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if t <= high * 2]
+        axes.set_yticks(ticks, [str(t) for t in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(low - 0.3, high * 1.6)
+    else:
+        axes.set_ylim(low - 0.03 * high, high * 1.12)
+    axes.set_xlabel("peak of a step in MiB")
+    axes.set_ylabel("extra time in %")

@@ -1,6 +1,7 @@
 """A plan's schedule replayed with names: what is in memory at each step, of which kind, and whose it is.
 
-The levels and the clocks are the simulator's own: the stacked kinds add up to its timeline, step by step.
+The levels and the clocks are the simulator's own: the stacked kinds add up to its timeline, step by step. In
+words, tables and pictures, an operation is named by the module of the user's model, then by itself (`label`).
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Occupancy:
     alive_at_loss: frozenset[int]
     """Storages that the forward leaves to the backward, in memory."""
     away_at_loss: frozenset[int]
-    """Those that it leaves to the backward elsewhere."""
+    """Storages that the forward leaves to the backward in another place."""
     spans: tuple[Span, ...]
     """When each storage is there."""
     absences: tuple[tuple[int, int, int], ...]
@@ -128,7 +129,7 @@ class Occupancy:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.moments[-1].end
 
     @property
@@ -203,7 +204,7 @@ def replay(plan: PlanData) -> Occupancy:
 
 
 def replay_baseline(plan: PlanData) -> Occupancy:
-    """The same model without rematerialization."""
+    """Replay the model's step without rematerialization."""
     graph, cd = plan.graph, plan.graph.cd
     schedule = from_order(cd, range(len(cd.c)), cd.loss, graph.pinned)
     return replay_schedule(graph, choose_kernels(cd, schedule, pinned=graph.pinned,
@@ -347,3 +348,29 @@ class _Walk:
     def close(self, end: int) -> None:
         for j, first in self.alive.items():
             self.spans.append(Span(j, first, end, self.kind[j]))
+
+
+WHOLE = "the model itself"
+"""Where an operation of no submodule stands."""
+
+
+def label(path: str, operation: str) -> str:
+    """``encoder.layer.3.attention: softmax``; an operation of the model itself stands alone."""
+    return f"{path}: {operation}" if path and operation else path or operation
+
+
+def label_lines(path: str, operation: str) -> tuple[str, ...]:
+    """`label` in two lines, for the nodes of a graph."""
+    return (f"{path}:", operation) if path else (operation,)
+
+
+def short_path(path: str, within: str) -> str:
+    """Return a module path relative to another one's, which is named next to it."""
+    if path == within:
+        return ""
+    return path.removeprefix(f"{within}.") if within else path
+
+
+def shortened(text: str, length: int) -> str:
+    """At most `length` characters; the end stays, where module paths differ."""
+    return text if len(text) <= length else f"...{text[3 - length:]}"

@@ -1,8 +1,12 @@
-"""Memory over time, predicted and measured; which block is in memory when; what copies do meanwhile."""
+"""Memory over time, predicted and measured; which block is in memory when; the clocks of a step side by side.
+
+The clocks are *lanes*: computing, copying away, copying back. Below them, how much is away.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +17,25 @@ from rkmate.ir.peak import Peak
 from rkmate.ir.plan import PlanData
 from rkmate.show import styles
 from rkmate.show.amounts import size
+from rkmate.show.copies import copies_of
 from rkmate.show.graphs import block_memory, block_name
-from rkmate.show.labels import label, short_path, shortened
-from rkmate.show.lanes import draw_away, draw_lanes
 from rkmate.show.plots import BESIDE, NARROW, below, corners, figure, save, styled, time_unit
-from rkmate.show.replay import KIND_NAMES, KINDS, Occupancy, replay, replay_baseline
+from rkmate.show.replay import (
+    KIND_NAMES,
+    KINDS,
+    Occupancy,
+    label,
+    replay,
+    replay_baseline,
+    short_path,
+    shortened,
+)
 
 _MIB = float(1 << 20)
 _MOST_ROWS = 40
 """Blocks in the lower picture; of longer chains, every second, third, ... is shown."""
 _VISIBLE = 1e-3
-"""Of the peak: what a kind needs to be named beside the picture."""
+"""Share of the peak that a kind needs to be named next to the picture."""
 _HIGHEST_OUTLINE = 5
 """Over the budget: a plain step that is still drawn. A higher one would press the rest flat."""
 
@@ -262,3 +274,83 @@ def _row_name(plan: PlanData, block: int, letters: int) -> str:
     path = info.path or "(the model)"
     return f"{shortened(path, letters)}  {info.label}{block}"
 
+
+LANES = ("computing", "out", "back")
+_SINGLE = 40
+"""Copies of a direction up to which each is a bar of its own; more are drawn as one where they touch."""
+Bars = list[tuple[float, float]]
+"""(start, end) in seconds."""
+
+
+def draw_lanes(axes: Any, replayed: Occupancy) -> None:
+    """Three rows: when the step computes and when it waits for copies; when it copies away; when back."""
+    scale, unit = time_unit(replayed.seconds)
+    kinds: dict[str, Bars] = {"forward": [], "backward": [], "again": [], "waits": []}
+    for m in replayed.moments:
+        if m.waited:
+            kinds["waits"].append((m.start - m.waited, m.start))
+        if m.computation is not None and m.end > m.start:
+            phase = replayed.graph.computations[m.computation].phase
+            kinds["again" if m.again else phase].append((m.start, m.end))
+    for kind, colour, name in (("forward", styles.FORWARD_LINE, "forward"),
+                               ("backward", styles.BACKWARD_LINE, "backward"),
+                               ("again", styles.AGAIN, "recomputation"),
+                               ("waits", styles.WAIT, f"waits: {_waits(replayed)}")):
+        _bars(axes, 0, joined(kinds[kind]), scale, color=colour, label=name, linewidth=0)
+    for row, copies in enumerate((replayed.simulation.copies_out, replayed.simulation.copies_in), 1):
+        bars: Bars = [(start, end) for _, start, end in copies]
+        single = len(bars) <= _SINGLE
+        _bars(axes, row, bars if single else joined(bars), scale, color=styles.AWAY_LINE,
+              edgecolor="white", linewidth=0.4 if single else 0, label=_busy(replayed) if row == 1 else None)
+    axes.set_yticks(range(len(LANES)), LANES)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(LANES) - 0.5, -0.5)
+    axes.axvline(replayed.loss_seconds * scale, color=styles.INK, linewidth=0.8, linestyle=":")
+    axes.set_xlim(0, replayed.seconds * scale)
+    axes.tick_params(labelbottom=True)
+    axes.set_xlabel(f"predicted time in {unit}")
+
+
+def draw_away(axes: Any, replayed: Occupancy) -> None:
+    """How much is away and not in memory, over time."""
+    scale, unit = time_unit(replayed.seconds)
+    starts = np.array([m.start for m in replayed.moments])
+    ends = np.append(starts[1:], replayed.seconds)
+    levels = np.array([replayed.away_bytes()], dtype=float) / _MIB
+    edges, heights = corners(np.ravel(np.column_stack((starts, ends))) * scale, np.repeat(levels, 2, axis=1))
+    axes.fill_between(edges, heights[0], color=styles.AWAY_LINE, alpha=0.55, linewidth=0,
+                      label=f"away, not in memory:\n{size(float(levels.max()) * _MIB)} at most")
+    axes.axvline(replayed.loss_seconds * scale, color=styles.INK, linewidth=0.8, linestyle=":")
+    axes.set_ylim(0, max(float(levels.max()), 1e-6) * 1.1)
+    axes.set_xlim(0, replayed.seconds * scale)
+    axes.set_ylabel("away in MiB")
+    axes.set_xlabel(f"predicted time in {unit}")
+
+
+def joined(bars: Sequence[tuple[float, float]]) -> Bars:
+    """Bars that touch as one."""
+    result: Bars = []
+    for start, end in bars:
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((start, end))
+    return result
+
+
+def _bars(axes: Any, row: int, bars: Bars, scale: float, **looks: Any) -> None:
+    if bars:
+        axes.barh([row] * len(bars), [(end - start) * scale for start, end in bars],
+                  left=[start * scale for start, _ in bars], height=0.62, **looks)
+
+
+def _waits(replayed: Occupancy) -> str:
+    scale, unit = time_unit(replayed.simulation.stalled)
+    return f"{replayed.simulation.stalled * scale:.3g} {unit}"
+
+
+def _busy(replayed: Occupancy) -> str:
+    copies = copies_of(replayed)
+    assert copies is not None                   # something is copied
+    return (f"copies: {size(copies.away_bytes)},\n{copies.busy_seconds / copies.step_seconds:.0%} "
+            "of the step")

@@ -16,10 +16,10 @@ import torch
 from rkmate import device as devices
 from rkmate.device import away_file
 from rkmate.device.copy_engine import CopyEngine
-from rkmate.device.fake import FakeDevice
 from rkmate.device.forms import bytes_of
 from rkmate.errors import ArgumentError, OffloadError, RkmateWarning
 from rkmate.measure.meter import measure_peak, tracking
+from tests.device.fake import FakeDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is memory:rkmate.errors.RkmateWarning")
 CPU = devices.of("cpu")

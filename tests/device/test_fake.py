@@ -9,9 +9,9 @@ from torch import nn
 import rkmate
 from rkmate import device as devices
 from rkmate.device import Device, cpu, cuda
-from rkmate.device.fake import FakeDevice, Ledger
 from rkmate.device.statistics import PeakWatch
 from rkmate.measure.meter import measure_peak
+from tests.device.fake import FakeDevice, Ledger
 
 KB = 1024
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from rkmate import device as devices
-from rkmate.device.fake import FakeDevice
 from rkmate.device.random_state import STATE_BYTES, RandomState, set_state, state_of, unchanged_random_state
-from rkmate.dtr.state import State
+from rkmate.dtr.session import State
+from tests.device.fake import FakeDevice
 
 
 class Own(FakeDevice):

@@ -18,7 +18,7 @@ from rkmate import device as devices
 from rkmate.cli import targets
 from rkmate.device.cpu import Cpu
 from rkmate.device.cuda import Cuda
-from rkmate.device.fake import FakeDevice
+from tests.device.fake import FakeDevice
 
 PACKAGE = Path(rkmate.__file__).parent
 

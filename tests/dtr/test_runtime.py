@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import rkmate.dtr
-from rkmate.device.fake import FakeDevice
 from rkmate.dtr import BudgetExceeded, RuntimeStateError, ThrashingError
 from rkmate.dtr.runtime import rematerialize, sizes
 from rkmate.dtr.runtime.arguments import Arguments
 from rkmate.dtr.runtime.rates import expected_nanoseconds
 from rkmate.errors import ArgumentError
 from rkmate.measure.meter import measure_peak
+from tests.device.fake import FakeDevice
 
 
 class Residual(nn.Module):

@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from rkmate.device.fake import FakeDevice
 from rkmate.torch_seam.patches.layouts import as_kernels_return_them
+from tests.device.fake import FakeDevice
 
 aten = torch.ops.aten
 ORDERS = {"contiguous": (0, 1, 2, 3), "channels last": (0, 2, 3, 1), "turned": (1, 0, 2, 3),

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.device.fake import Ledger
 from rkmate.runtime import module as modules
+from tests.device.fake import Ledger
 from tests.options import options_of
 from tests.semantics.steps import Tower
 

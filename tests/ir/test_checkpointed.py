@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rkmate.ir.cd import CDGraph, CNode, DNode
-from rkmate.ir.checkpointed import checkpointed
+from rkmate.ir.recompute import checkpointed
 from rkmate.ir.simulate import simulate
 
 

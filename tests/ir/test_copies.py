@@ -11,12 +11,11 @@ from rkmate.errors import PlanError, ScheduleError
 from rkmate.ir.allocator import MIB, CachingAllocator
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.link import Clocks, Link, read_link
-from rkmate.ir.plan import PlanData, _read_step, _step
+from rkmate.ir.plan import PlanData, read_step, step_content
 from rkmate.ir.reserved import reserved_bytes
-from rkmate.ir.residency import Residency
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
 from rkmate.ir.several_calls import peak_of_calls
-from rkmate.ir.simulate import simulate
+from rkmate.ir.simulate import Residency, simulate
 from rkmate.ir.summary import GraphSummary
 
 LINK = Link(10.0, 20.0)
@@ -110,8 +109,8 @@ def test_without_a_link_nothing_is_copied() -> None:
 
 
 def test_steps_and_link_are_written_and_read() -> None:
-    assert tuple(_read_step(_step(s)) for s in AWAY) == AWAY
-    assert _step(CopyOut(3)) == "out 3" and _step(Leave(3)) == "leave 3" and _step(CopyIn(3)) == "in 3"
+    assert tuple(read_step(step_content(s)) for s in AWAY) == AWAY
+    assert [step_content(s) for s in (CopyOut(3), Leave(3), CopyIn(3))] == ["out 3", "leave 3", "in 3"]
     link = Link(1.0, 2.0, 0.5, 3, 4, "host")
     assert read_link(link.content()) == link and read_link(LINK.content()) == LINK
     assert read_link(None) is None

@@ -9,7 +9,7 @@ import pytest
 from rkmate.errors import ScheduleError
 from rkmate.ir.cd import CDGraph, CNode, Cost, DNode, Kernel, read_cost
 from rkmate.ir.kernels import choose_kernels, seconds_to_save
-from rkmate.ir.plan import _read_step, _step
+from rkmate.ir.plan import read_step, step_content
 from rkmate.ir.schedule import Compute, Free, Loss, from_order, in_place_donor
 from rkmate.ir.simulate import simulate
 
@@ -84,20 +84,20 @@ def test_graphs_without_such_kernels_are_left_alone() -> None:
 @pytest.mark.parametrize("step", [Compute(3), Compute(0), Compute(3, kernel=1), Compute(3, 2), Free(0),
                                   Free(7), Loss()])
 def test_steps_in_a_file(step: Compute | Free | Loss) -> None:
-    found = _read_step(_step(step))
+    found = read_step(step_content(step))
     assert found == step
     assert type(found) is type(step)
 
 
 def test_steps_of_older_files() -> None:
-    assert _read_step("3 unchunked") == Compute(3, kernel=1)
+    assert read_step("3 unchunked") == Compute(3, kernel=1)
 
 
 @pytest.mark.parametrize("text", ["3 whole", "x unchunked", "3 at once", "losses", "3 kernel", "3 kernel x",
                                   "3 unchunked 1"])
 def test_other_steps_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"unpack|kernel|literal"):
-        _read_step(text)
+        read_step(text)
 
 
 @pytest.mark.parametrize("cost", [Cost(0.5, 3), Cost(0.5, 3, (Kernel(0.25, 7),)),

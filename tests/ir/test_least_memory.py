@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from rkmate.ir.cd import CDGraph, CNode, Cost, DNode
-from rkmate.ir.least_memory import least_memory
+from rkmate.ir.gradients import least_memory
 from rkmate.ir.schedule import from_order
 from rkmate.ir.simulate import simulate
 from tests.ir.graphs import graphs, line, orders

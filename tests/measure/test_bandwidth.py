@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from rkmate import device
-from rkmate.device.fake import FakeDevice
-from rkmate.device.fake_copies import FakeCopies, FakeEngine
 from rkmate.errors import OffloadError, RkmateWarning
 from rkmate.measure import bandwidth
 from rkmate.measure.bandwidth import measure_link
 from rkmate.measure.meter import measure_peak
+from tests.device.fake import FakeCopies, FakeDevice, FakeEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is memory:rkmate.errors.RkmateWarning")
 CPU = device.of("cpu")

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkmate import MeasureSettings, Settings
-from rkmate.device.fake import FakeDevice
 from rkmate.measure.caches import Caches, made_just_before, touched_bytes
 from rkmate.measure.costs import measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.pipeline.prepare import block, trace
 from rkmate.support.progress import Progress
+from tests.device.fake import FakeDevice
 
 MODEL = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
 X = torch.randn(4, 8)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from rkmate.device.fake import FakeDevice
 from rkmate.graph.blocks.identity import block_text
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
@@ -17,6 +16,7 @@ from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.prepare import Prepared, held_tensors, prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.support.progress import Progress
+from tests.device.fake import FakeDevice
 
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)))
 X = torch.randn(4, 8)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.device.fake import FakeDevice, Ledger
 from rkmate.runtime.first_step import FirstStep
+from tests.device.fake import FakeDevice, Ledger
 
 
 def ledger(mark: int = 1000) -> Ledger:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rkmate import device
-from rkmate.device.fake import FakeDevice
 from rkmate.errors import RkmateWarning
 from rkmate.ir.cd import Cost, Kernel
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
+from tests.device.fake import FakeDevice
 
 CPU, SETTINGS = device.of("cpu"), MeasureSettings()
 NUMBERS = (Cost(0.5, 0), Cost(0.25, 64, (Kernel(0.125, 128), Kernel(0.0625, 256))))

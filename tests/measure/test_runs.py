@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rkmate.device.fake import FakeDevice
 from rkmate.measure import runs
 from rkmate.measure.runs import Timings, runs_within
 from rkmate.measure.settings import MeasureSettings
+from tests.device.fake import FakeDevice
 
 
 def test_all_run_often_where_there_is_time() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.device.fake import FakeDevice
 from rkmate.pipeline import prepare as prepare_module
+from tests.device.fake import FakeDevice
 
 
 def full_for(times: int, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:

@@ -12,12 +12,12 @@ from torch import nn
 
 import rkmate
 from rkmate.budget import DeviceShare, parse_budget
-from rkmate.device.fake import FakeDevice
 from rkmate.errors import InfeasibleBudget
 from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.reserved import Beside
 from rkmate.pipeline import reserved as reserved_module
 from rkmate.pipeline.reserved import DeviceRoom, largest_that_fits
+from tests.device.fake import FakeDevice
 
 MB = 10**6
 

@@ -10,7 +10,7 @@ from rkmate.errors import ScheduleError
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.link import Link
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Leave, Loss, Schedule, Step, from_order
-from rkmate.planners.offload_gaps import may_be_sent
+from rkmate.planners.offload import may_be_sent
 from rkmate.planners.protocol import Problem
 
 

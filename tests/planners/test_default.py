@@ -20,14 +20,13 @@ from rkmate.pipeline.prepare import trace
 from rkmate.pipeline.settings import Settings
 from rkmate.planners import default
 from rkmate.planners.auto import Auto
-from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
+from rkmate.planners.chain import ChainSearch, SaveAll, smallest_of_chain
 from rkmate.planners.default import Default
-from rkmate.planners.ends import SaveAll
 from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in, infeasible, whole_step
 from rkmate.planners.registry import PLANNERS, planner
 from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
-from tests.compare.models import residual
+from tests.comparison.models import residual
 from tests.models import BANK
 from tests.planners.prepared import QUICK, solved_of
 from tests.planners.problems import stack
@@ -230,14 +229,14 @@ def test_to_word_an_error_takes_a_bounded_time(monkeypatch: pytest.MonkeyPatch) 
     """By a clock of the test's own, which only the planner moves on."""
     from types import SimpleNamespace
 
-    from rkmate.planners import smallest
+    from rkmate.planners import protocol
 
     problem = stack(3)
     slow = Slow(whole_step(problem).peak)
-    monkeypatch.setattr(smallest, "time", SimpleNamespace(perf_counter=lambda: sum(slow.given)))
-    assert smallest.smallest_budget(slow, problem, 10) == whole_step(problem).peak
-    assert len(slow.given) > 3 and sum(slow.given) <= smallest.SECONDS
-    assert smallest.smallest_budget(Slow(10**9), problem, 10) is None
+    monkeypatch.setattr(protocol, "time", SimpleNamespace(perf_counter=lambda: sum(slow.given)))
+    assert protocol.smallest_budget(slow, problem, 10) == whole_step(problem).peak
+    assert len(slow.given) > 3 and sum(slow.given) <= protocol.SMALLEST_SECONDS
+    assert protocol.smallest_budget(Slow(10**9), problem, 10) is None
 
 
 def test_ample_budgets_solve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

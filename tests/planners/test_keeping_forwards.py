@@ -13,7 +13,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.attempts import plan_of
 from rkmate.pipeline.settings import Settings
-from rkmate.planners.chain_search import ChainSearch, smallest_of_chain
+from rkmate.planners.chain import ChainSearch, smallest_of_chain
 from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Outcome
 from rkmate.planners.settings import PlannerSettings

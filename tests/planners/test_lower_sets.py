@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rkmate.errors import ArgumentError, GraphError
-from rkmate.planners.dag import Dag, members
+from rkmate.planners.canonical import Dag, members
 from rkmate.planners.lower_sets import (
     LowerSetProgram,
     TooManyLowerSets,

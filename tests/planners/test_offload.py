@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from rkmate.ir.link import Link
 from rkmate.ir.schedule import CopyIn, CopyOut, Leave, save_all
 from rkmate.ir.simulate import simulate
-from rkmate.planners.offload import Offloaded, _judged, _without_each, offload
-from rkmate.planners.offload_gaps import gaps_of
-from rkmate.planners.offload_place import Placement
+from rkmate.planners.offload import Offloaded, Placement, gaps_of, judged_within, offload, without_each
 from rkmate.planners.protocol import Problem, whole_step
-from rkmate.planners.send_all import send_all
 from tests.ir.graphs import line
 from tests.planners.links import linked, sent
 from tests.planners.problems import problem_of, problems, stack, training_graph
+from tests.planners.send_all import send_all
 
 FAST = Link(1e6, 1e6)
 
@@ -112,8 +110,8 @@ def test_what_might_be_overwritten_leaves_at_once_where_it_is_copied() -> None:
 def test_more_than_may_be_away_is_no_result() -> None:
     graph = replace(line(4), link=Link(1e6, 1e6))
     schedule = send_all(graph, save_all(graph))
-    assert _judged(graph, schedule, 1000, (), 0) is not None
-    assert _judged(replace(graph, link=Link(1e6, 1e6, most_bytes=29)), schedule, 1000, (), 0) is None
+    assert judged_within(graph, schedule, 1000, (), 0) is not None
+    assert judged_within(replace(graph, link=Link(1e6, 1e6, most_bytes=29)), schedule, 1000, (), 0) is None
 
 
 def test_nothing_is_tried_out_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +122,8 @@ def test_nothing_is_tried_out_when_the_time_is_over(monkeypatch: pytest.MonkeyPa
     waits = placed.waits()[0]
     counted: list[int] = []
     monkeypatch.setattr(Placement, "waits", lambda self: counted.append(1) or (waits, self.at))
-    assert _without_each(placed, 10**6, waits, until=0.0) == waits and not counted
-    assert _without_each(placed, 10**6, waits, until=float("inf")) == waits and counted
+    assert without_each(placed, 10**6, waits, until=0.0) == waits and not counted
+    assert without_each(placed, 10**6, waits, until=float("inf")) == waits and counted
 
 
 links = st.builds(Link, st.sampled_from([0.5, 1.0, 3.0, 20.0]), st.sampled_from([0.5, 1.0, 3.0, 20.0]),

@@ -13,8 +13,8 @@ from rkmate.ir.cd import CDGraph
 from rkmate.ir.link import Link
 from rkmate.planners import offload_search
 from rkmate.planners.default import Default
-from rkmate.planners.offload_gaps import gaps_of
-from rkmate.planners.offload_search import Offloading, _sent, _smallest_of, without_link
+from rkmate.planners.offload import gaps_of, offload
+from rkmate.planners.offload_search import Offloading, smallest_with_copies, without_link
 from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in, infeasible, whole_step
 from rkmate.planners.save_set import SaveSet
 from rkmate.planners.settings import PlannerSettings
@@ -181,8 +181,9 @@ def test_the_smallest_peak_where_not_all_can_be_away_at_once() -> None:
     problem = twice_away()
     whole = whole_step(problem)
     least = gaps_of(problem.graph, whole.schedule, problem.pinned).least
-    assert _sent(problem, whole.schedule, least, float("inf")) is None
-    found = _smallest_of(problem, whole, 10.0)
+    assert offload(problem.graph, whole.schedule, least, pinned=problem.pinned,
+                   reserve_at_loss=problem.reserve_at_loss) is None
+    found = smallest_with_copies(problem, whole, 10.0)
     assert found is not None and least < found.peak < whole.peak
     assert problem.simulate(found.schedule).peak == found.peak
 
@@ -228,7 +229,7 @@ def test_the_time_that_the_smallest_peak_may_take(monkeypatch: pytest.MonkeyPatc
     clock = Clock()
     clock.use(monkeypatch)
     problem = linked(stack(3), Link(1.0, 1.0, most_bytes=1))
-    assert _smallest_of(problem, whole_step(problem), 7.0) is None
+    assert smallest_with_copies(problem, whole_step(problem), 7.0) is None
     assert len(clock.spent) > 1 and sum(clock.spent) <= 7.0
 
 

@@ -10,8 +10,7 @@ from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Leave, Schedule, from_o
 from rkmate.ir.simulate import simulate
 from rkmate.pipeline.runs import runs_of
 from rkmate.planners.protocol import Candidate, Problem, ask, found_in
-from rkmate.planners.save_set import SaveSet
-from rkmate.planners.save_set_program import SaveSetProgram, add_checkpoint_time, gradient_bytes
+from rkmate.planners.save_set import SaveSet, SaveSetProgram, add_checkpoint_time, gradient_bytes
 from tests.models import BANK
 from tests.planners.problems import problem_of, stack, training_graph
 

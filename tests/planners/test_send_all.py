@@ -11,8 +11,8 @@ from rkmate.ir.cd import CDGraph
 from rkmate.ir.link import Link
 from rkmate.ir.schedule import Compute, CopyOut, Free, Leave, Loss, Schedule, from_order, save_all
 from rkmate.ir.simulate import simulate
-from rkmate.planners.send_all import gaps, send_all
 from tests.ir.graphs import line, orders
+from tests.planners.send_all import gaps, send_all
 
 LINK = Link(1e9, 1e9)
 

@@ -13,10 +13,8 @@ import rkmate
 from rkmate.graph.blocks.cut import cut
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.pipeline.chains import Solved
-from rkmate.planners.chain_programs import by_stages
-from rkmate.planners.ends import save_all
+from rkmate.planners.chain import Sequential, by_stages, save_all
 from rkmate.planners.protocol import Problem, beside_chain, expand
-from rkmate.planners.sequential import Sequential
 from rkmate.rotor import replay
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak

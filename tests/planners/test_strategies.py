@@ -13,18 +13,21 @@ from rkmate.ir.cd import CNode, DNode
 from rkmate.ir.chain import Backward, Forward, ForwardPlain
 from rkmate.ir.schedule import Loss, from_order
 from rkmate.ir.simulate import simulate
-from rkmate.planners.canonical import cached, canonical, plain_peak, without_liveness
-from rkmate.planners.chain_programs import one_option, revolve, rotor
-from rkmate.planners.checkmate import Checkmate, plain_graph
-from rkmate.planners.checkmate_lp import round_relaxation
-from rkmate.planners.chen import memory_segments, split_points, sqrt_segments
-from rkmate.planners.dag import Dag, forward_dag, trained_forward
+from rkmate.planners.canonical import (
+    Dag,
+    cached,
+    canonical,
+    forward_dag,
+    plain_peak,
+    trained_forward,
+    without_liveness,
+)
+from rkmate.planners.chain import one_option, recompute_all, revolve, rotor, save_all, segments, sequential
+from rkmate.planners.checkmate import Checkmate, plain_graph, round_relaxation
 from rkmate.planners.dtr_offline import dtr_order
-from rkmate.planners.ends import recompute_all, save_all
-from rkmate.planners.lower_sets import LowerSetProgram
+from rkmate.planners.lower_sets import LowerSetProgram, memory_segments, split_points, sqrt_segments
 from rkmate.planners.protocol import Problem, expand
 from rkmate.planners.registry import planner
-from rkmate.planners.sequential import segments, sequential
 from rkmate.rotor.replay import replay
 from tests.planners.problems import problem_of, stack, training_graph
 

@@ -17,12 +17,12 @@ from torch import nn
 import rkmate
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Schedule, Step
-from rkmate.planners.send_all import Gap, gaps, inserted
 from tests.capturing import captured_once
 from tests.clocks import count_times
 from tests.copying import LateEngine, sending, use
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample
+from tests.planners.send_all import Gap, gaps, inserted
 from tests.random_modules.programs import Program, Recipe, recipes
 from tests.random_modules.test_random_modules import QUICK, _loss
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.planners.send_all import send_all
 from rkmate.show.plan import Plan
 from tests.capturing import captured_once
 from tests.copying import BUFFERS, LateEngine, sending, use
 from tests.equality import assert_same_step, measured_peak
 from tests.models import BANK, Sample
+from tests.planners.send_all import send_all
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 

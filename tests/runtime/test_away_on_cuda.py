@@ -14,13 +14,13 @@ import rkmate
 from rkmate.device.cuda_copies import SLAB, pool_of
 from rkmate.ir.link import Link
 from rkmate.measure.meter import measure_peak
-from rkmate.planners.send_all import send_all
 from rkmate.show.copies import away_bytes
 from tests.copying import sending
 from tests.device.test_cuda_copies import no_waiting
 from tests.equality import assert_same_step
 from tests.models import BANK, Sample
 from tests.options import options_of
+from tests.planners.send_all import send_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 LINK = Link(1e10, 1e10, 1e-5, place="host")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rkmate
 from rkmate.errors import ArgumentError
-from rkmate.ir.checkpointed import checkpointed
+from rkmate.ir.recompute import checkpointed
 from rkmate.measure.step import measure_step
 from rkmate.pipeline import prepare
 

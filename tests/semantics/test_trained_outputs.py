@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.comparison.worker import loss_of
+from rkmate.comparison.measured import loss_of
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline.settings import checked_trains

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rkmate
-from rkmate.cli.plan import as_json
+from rkmate.cli.commands import as_json
 from rkmate.ir.schedule import CopyOut
 from rkmate.ir.simulate import simulate
 from rkmate.show import report
@@ -19,11 +19,10 @@ from rkmate.show.amounts import duration, size
 from rkmate.show.copies import block_sent, copied_rows, copies_of
 from rkmate.show.curve import Curve
 from rkmate.show.graphs import block_graph, chain_graph
-from rkmate.show.lanes import LANES, joined
-from rkmate.show.modules import by_module
-from rkmate.show.page import source_html
 from rkmate.show.replay import KIND_NAMES, KINDS, replay, replay_baseline
-from rkmate.show.timeline import copies_figure
+from rkmate.show.report import source_html
+from rkmate.show.timeline import LANES, copies_figure, joined
+from rkmate.show.words import by_module
 from tests.show.models import curve, in_one_process, wrapped
 from tests.show.sending import BUFFERS, PLACE, sent_plan
 

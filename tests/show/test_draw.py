@@ -10,13 +10,14 @@ import pytest
 
 import rkmate
 from rkmate.show import draw
-from rkmate.show.fold import folded, stands_for
 from rkmate.show.graphs import (
     block_graph,
     captured_graph,
     chain_graph,
     collapsed_graph,
+    folded,
     simplified_graph,
+    stands_for,
 )
 from rkmate.show.replay import replay
 from tests.show.models import BLOCKS, curve, in_one_process, long_plan, scores_plan, wrapped

@@ -12,8 +12,7 @@ import torch
 
 import rkmate
 from rkmate.ir.peak import Peak
-from rkmate.show.labels import label, short_path
-from rkmate.show.replay import KIND_NAMES, KINDS, replay
+from rkmate.show.replay import KIND_NAMES, KINDS, label, replay, short_path
 from rkmate.show.timeline import block_schedule
 from tests.show.models import curve, in_one_process, scores_plan, tower, wrapped
 

@@ -6,8 +6,8 @@ import pytest
 
 from rkmate.ir.simulate import simulate
 from rkmate.show.graphs import block_memory
-from rkmate.show.modules import by_module
 from rkmate.show.replay import KINDS, replay, replay_baseline
+from rkmate.show.words import by_module
 from tests.show.models import PLANS, curve, in_one_process, wrapped
 
 pytestmark = in_one_process

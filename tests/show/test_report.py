@@ -19,9 +19,8 @@ import torch
 
 import rkmate
 from rkmate.show import draw, report
-from rkmate.show.labels import label
-from rkmate.show.page import own_ids, source_html
-from rkmate.show.replay import replay
+from rkmate.show.replay import label, replay
+from rkmate.show.report import own_ids, source_html
 from tests.show.models import curve, in_one_process, scores_plan, tower, wrapped
 
 pytestmark = in_one_process

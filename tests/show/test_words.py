@@ -9,9 +9,8 @@ import torch
 
 import rkmate
 from rkmate.show.amounts import count, duration, share, size
-from rkmate.show.labels import label, label_lines, shortened
-from rkmate.show.modules import ModuleRow, alike
-from rkmate.show.replay import replay
+from rkmate.show.replay import label, label_lines, replay, shortened
+from rkmate.show.words import ModuleRow, alike
 from tests.show.models import PLANS, Waves, in_one_process, wrapped
 
 pytestmark = in_one_process

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rkmate.dtr.node import Node
+from rkmate.dtr.pool import Node
 from rkmate.torch_seam.schema import OpOverload
 
 

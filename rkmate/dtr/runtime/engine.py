@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-from rkmate.dtr.heuristics.protocol import Heuristic
-from rkmate.dtr.interrupts import Interrupts
+from rkmate.dtr.heuristics import Heuristic
 from rkmate.dtr.runtime.arguments import Arguments
 from rkmate.dtr.runtime.buffer import Buffer, Operation, Place
 from rkmate.dtr.runtime.logging import LogWriter
@@ -318,3 +320,44 @@ def _recorded(call: _Call, demand: _Demand, ran: Ran) -> Operation:
     else:
         operation.hoped_bytes = ran.extra
     return operation
+
+
+class Interrupts:
+    """Lets Ctrl-C arrive between two operations only: holds ``KeyboardInterrupt`` back while the runtime's
+    own state is between two values.
+
+    Only where Python's default handler is installed, and in the main thread, which alone gets it.
+    """
+
+    __slots__ = ("busy", "waiting", "_installed")
+
+    def __init__(self) -> None:
+        self.busy = False
+        """Whether an operation is being run and recorded."""
+        self.waiting = False
+        """Whether an interrupt came meanwhile."""
+        self._installed = False
+
+    def install(self) -> None:
+        """Take over from the default handler."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._arrive)
+            self._installed = True
+
+    def remove(self) -> None:
+        """Give the default handler back."""
+        if self._installed:
+            self._installed = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def deliver(self) -> None:
+        """Raise what waits."""
+        if self.waiting:
+            self.waiting = False
+            raise KeyboardInterrupt
+
+    def _arrive(self, number: int, frame: FrameType | None) -> None:
+        if not self.busy:
+            raise KeyboardInterrupt
+        self.waiting = True

@@ -9,7 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from rkmate.dtr.errors import BudgetExceeded
-from rkmate.dtr.heuristics.protocol import Heuristic
+from rkmate.dtr.heuristics import Heuristic
 from rkmate.dtr.pool import Columns, Pool
 from rkmate.dtr.runtime.buffer import Buffer, Operation
 from rkmate.dtr.runtime.report import Report

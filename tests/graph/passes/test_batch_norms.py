@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rkmate
-from rkmate.device.fake import FakeDevice
 from rkmate.graph.passes.batch_norms import BY_GROUPS, LEAST_PIXELS, groups_of
 from rkmate.measure.meter import measure_peak
+from tests.device.fake import FakeDevice
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

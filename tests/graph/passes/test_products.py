@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.device import cpu, onednn
-from rkmate.device.fake import FakeDevice
 from rkmate.graph.passes.alternatives import alternatives
 from rkmate.graph.passes.products import BY_ONEDNN, LEAST, PRODUCT, product
 from rkmate.graph.passes.tiles.source import products
@@ -27,6 +26,7 @@ from rkmate.pipeline.prepare import block, prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, PLAIN
 from rkmate.support.progress import Progress
+from tests.device.fake import FakeDevice
 from tests.equality import measured_peak
 from tests.graph.passes.graphs import Made, aten, run, targets
 from tests.models import Sample

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from rkmate.device.fake import FakeDevice
 from rkmate.torch_seam.patches import cudnn_batch_norm
+from tests.device.fake import FakeDevice
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 

@@ -14,11 +14,10 @@ from torch import nn
 
 import rkmate
 from rkmate.comparison import measured
-from rkmate.comparison.measured import Bench
+from rkmate.comparison.measured import Bench, interleaved, loss_of
 from rkmate.comparison.table import Row
-from rkmate.comparison.worker import interleaved, loss_of
 from rkmate.errors import ArgumentError
-from tests.compare.models import residual, stack
+from tests.comparison.models import residual, stack
 
 
 @dataclass

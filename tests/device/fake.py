@@ -1,21 +1,25 @@
-"""A test double: an accelerator over the CPU's tensors, with its own rounding, counters and clock.
+"""A test double: an accelerator over the CPU's tensors, with its own rounding, counters, clock and copies.
 
 Inside ``with FakeDevice() as device:`` every CPU tensor counts as being on it, so what the package does
-on an accelerator runs where there is none.
+on an accelerator runs where there is none. Its copies are done when they begin.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from rkmate.device.away_bytes import AwayBytes
+from rkmate.device.call_copies import CallCopies, Sent
 from rkmate.device.copy_engine import StepCopies
 from rkmate.device.copy_times import ends_by_threads
-from rkmate.device.fake_copies import FakeEngine
+from rkmate.device.forms import Form
 from rkmate.device.protocol import MemoryState
 from rkmate.device.registry import standing_in
 from rkmate.device.statistics import StatisticsMeter, measured
@@ -24,6 +28,64 @@ from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.peak import Peak
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.tensors import TorchDispatchMode, storage_id
+
+
+class FakeEngine:
+    """Sends to bytes of Python's."""
+
+    def __init__(self, place: str, most_bytes: int | None = None, *, verify: bool = False,
+                 buffer_bytes: int = 0) -> None:
+        """`buffer_bytes`: that an open call takes, for nothing."""
+        self.place, self.most_bytes, self.verify, self.buffer_bytes = place, most_bytes, verify, buffer_bytes
+        self.away = AwayBytes(place, most_bytes)
+        self.calls: weakref.WeakSet[FakeCopies] = weakref.WeakSet()
+        """The open calls."""
+
+    def open(self, *, verify: bool = False) -> FakeCopies:
+        """See `CopyEngine.open`. Nothing gets lost here."""
+        return FakeCopies(self)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(eq=False)
+class _Stored(Sent):
+    content: bytes = b""
+
+
+class FakeCopies(CallCopies[_Stored]):
+    """The copies of one call."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._calls = engine.calls
+        self._buffers: torch.Tensor | None = torch.empty(engine.buffer_bytes, dtype=torch.uint8, device="cpu")
+        super().__init__(engine.place, torch.device("cpu"), engine.away)
+        self._calls.add(self)
+
+    def _take(self, form: Form, tensor: torch.Tensor) -> _Stored:
+        return _Stored(form, tensor)
+
+    def _send(self, sent: _Stored, content: torch.UntypedStorage) -> None:
+        sent.content = ctypes.string_at(content.data_ptr(), sent.form.nbytes)
+
+    def _wait_out(self, sent: _Stored) -> None:
+        """It has been copied."""
+
+    def _fetch(self, sent: _Stored, content: torch.UntypedStorage) -> None:
+        ctypes.memmove(content.data_ptr(), sent.content, sent.form.nbytes)
+
+    def _wait_back(self, sent: _Stored) -> None:
+        """It has been copied."""
+
+    def _give_up(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._buffers = None
+        self._calls.discard(self)
+
 
 T = TypeVar("T")
 
@@ -94,7 +156,7 @@ class FakeDevice:
         """Not taken yet."""
         self.copy_buffer_bytes = copy_buffer_bytes
         self.engines: list[FakeEngine] = []
-        """All that were asked for."""
+        """The engines that were asked for."""
         self._stack = ExitStack()
         self._counters: list[_Counting] = []
 

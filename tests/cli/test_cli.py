@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 import rkmate
-from rkmate.cli.demos import DEMOS, Demo
 from rkmate.cli.main import main
-from rkmate.cli.targets import load_target
+from rkmate.cli.targets import DEMOS, Demo, load_target
 from rkmate.show.draw import has_dot
 
 TARGET = "tests.show.targets:sample"
@@ -205,13 +204,13 @@ def test_a_demo_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: C
 def test_the_command_is_silent_on_stderr() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rkmate.cli", "plan", "mlp", "--budget", "60%", *FAST],
-        capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).parent.parent)
+        capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).parents[2])
     assert done.stdout.startswith("rkmate plan")
     assert not done.stderr
 
 
 def test_simulate_replays_a_log(capsys: Captured) -> None:
-    log = Path(__file__).parent / "dtr" / "data" / "logs" / "lin_unit_16.log"
+    log = Path(__file__).parents[1] / "dtr" / "data" / "logs" / "lin_unit_16.log"
     assert main(["simulate", str(log), "--ratio", "0.9", "--json"]) == 0
     assert "baseline_memory" in json.loads(capsys.readouterr().out)
 

@@ -17,15 +17,15 @@ from torch import nn
 import rkmate
 from rkmate.cli.main import main
 from rkmate.comparison import run
+from rkmate.comparison.run import seconds_left
 from rkmate.comparison.table import Row
-from rkmate.comparison.time_left import seconds_left
 from rkmate.errors import ArgumentError, MissingExtra
 from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
-from rkmate.show.looks import LOOKS, OTHER, look_of
+from rkmate.show.styles import LOOKS, OTHER, look_of
 from tests.capturing import captured_once
 from tests.clocks import NO_CLOCK
-from tests.compare.models import residual
+from tests.comparison.models import residual
 from tests.options import options_of
 
 pytestmark = pytest.mark.xdist_group("compare")

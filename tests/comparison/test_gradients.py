@@ -7,7 +7,7 @@ import pytest
 import rkmate
 from rkmate.planners.registry import PLANNERS
 from tests.capturing import captured_once
-from tests.compare.models import residual
+from tests.comparison.models import residual
 from tests.equality import assert_same_step, measured_peak
 
 BUDGET = 0.65

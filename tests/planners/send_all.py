@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
-from rkmate.planners.offload_gaps import may_be_sent
+from rkmate.planners.offload import may_be_sent
 
 
 class Gap(NamedTuple):

@@ -1,0 +1,196 @@
+"""The commands on a model: plan, curve, draw, report, compare. Torch is loaded when they run, not before."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rkmate.cli.arguments import add_options, add_target, budget_of, elsewhere_options, planning_options
+from rkmate.cli.targets import Target, load_target
+from rkmate.errors import ArgumentError
+from rkmate.ir.plan import PlanData
+from rkmate.show.copies import copies_of
+from rkmate.show.replay import replay
+
+if TYPE_CHECKING:
+    from rkmate.show.plan import Plan
+
+
+def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``plan``."""
+    add_target(plan, budget=True)
+    plan.add_argument("--save", metavar="FILE", help="write the plan, for rkmate.wrap(plan=...)")
+    plan.add_argument("--source", metavar="FILE", help="write the generated Python")
+    plan.add_argument("--explain", action="store_true", help="explain it in sentences too")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Plan, write and print; returns the exit status 0."""
+    import rkmate
+
+    there = elsewhere_options(args)
+    target = load_target(args.target, None if there else args.device)
+    budget, options = budget_of(args.budget), planning_options(args)
+    if args.source:
+        wrapped = rkmate.wrap(target.model, target.args, target.kwargs, budget=budget, **options)
+        made = wrapped.plan
+        Path(args.source).write_text(wrapped.source, encoding="utf-8")
+    else:
+        made = rkmate.plan(target.model, target.args, target.kwargs, budget=budget, **options, **there)
+    if args.save:
+        made.save(args.save)
+    if args.json:
+        print(json.dumps(as_json(made) | ({"explanation": made.explain()} if args.explain else {})))
+    else:
+        print(made)
+        if args.explain:
+            print(f"\n{made.explain()}")
+    return 0
+
+
+def as_json(plan: PlanData) -> dict[str, Any]:
+    """The figures of a plan, as ``--json`` prints them. Bytes and seconds."""
+    copies = copies_of(replay(plan)) if plan.graph.link is not None else None
+    sent = {} if copies is None else {"offload": {
+        "place": copies.link.place, "tensors": copies.tensors, "away_bytes": copies.away_bytes,
+        "busy_seconds": copies.busy_seconds, "stalled_seconds": copies.stalled,
+        "out_bytes_per_second": copies.link.out_bytes_per_second,
+        "in_bytes_per_second": copies.link.in_bytes_per_second}}
+    return {"planner": plan.planner, "budget_bytes": plan.budget_bytes, "peak_bytes": plan.peak_bytes,
+            "baseline_peak_bytes": plan.baseline_peak_bytes, "minimum_bytes": plan.minimum_bytes,
+            "step_seconds": plan.step_seconds, "baseline_seconds": plan.baseline_seconds,
+            "bound_seconds": plan.bound_seconds,
+            "overhead": plan.overhead, "blocks": [vars(b) for b in plan.blocks],
+            "stage_seconds": dict(plan.stage_seconds), "nodes": dict(plan.nodes), "note": plan.note, **sent}
+
+
+def add_curve_arguments(curve: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``curve``."""
+    add_target(curve, budget=False)
+    curve.add_argument("--budgets", nargs="+", metavar="B", help="which (default: ten, evenly)")
+    curve.add_argument("--plot", metavar="FILE", help="draw it (.svg, .png, .pdf)")
+    curve.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_curve(args: argparse.Namespace) -> int:
+    """Plan, draw and print; returns the exit status 0."""
+    import rkmate
+    from rkmate.show.plots import check_suffix
+
+    if args.plot:
+        check_suffix(args.plot)
+    there = elsewhere_options(args)
+    target = load_target(args.target, None if there else args.device)
+    budgets = None if args.budgets is None else [budget_of(b) for b in args.budgets]
+    curve = rkmate.tradeoff(target.model, target.args, target.kwargs, budgets=budgets,
+                            **planning_options(args), **there)
+    if args.plot:
+        curve.plot(args.plot)
+    print(json.dumps([as_json(p) for p in curve]) if args.json else curve)
+    return 0
+
+
+def add_draw_arguments(draw: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``draw``."""
+    add_target(draw, budget=True, plan_file=True)
+    draw.add_argument("file", metavar="FILE", help="picture to write (.svg, .png, .pdf, .dot)")
+    draw.add_argument("--what", default="chain", help="chain, forward, simplified, block, schedule, "
+                      "copies, or memory (default: chain)")
+    draw.add_argument("--block", metavar="N", help="number or class of the block")
+    draw.add_argument("--whole", action="store_true",
+                      help="every operation of a large forward, which else is folded into its blocks")
+
+
+def add_report_arguments(report: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``report``."""
+    add_target(report, budget=True, plan_file=True)
+    report.add_argument("file", metavar="FILE", help="page to write (.html)")
+    report.add_argument("--no-curve", action="store_true", help="leave the other budgets out")
+
+
+def run_draw(args: argparse.Namespace) -> int:
+    """Draw one picture; returns the exit status 0."""
+    from rkmate.show.draw import check
+    from rkmate.show.plots import check_suffix
+
+    if args.what == "memory":
+        if args.whole:
+            raise ArgumentError("--whole goes with --what forward and --what simplified")
+        check_suffix(args.file)
+    else:
+        check(args.file, args.what, args.block, args.whole)
+    plan, _ = _read_or_make(args, source=False)
+    if args.what == "memory":
+        plan.plot(args.file)
+        print(args.file)
+    else:
+        print(plan.draw(args.file, args.what, args.block, whole=args.whole))
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write the page; returns the exit status 0."""
+    import rkmate
+
+    plan, target = _read_or_make(args, source=True)
+    curve: Sequence[Plan] = ()
+    if target is not None and not args.no_curve:
+        curve = rkmate.tradeoff(target.model, target.args, target.kwargs, **planning_options(args))
+    print(plan.report(args.file, curve=curve))
+    return 0
+
+
+def _read_or_make(args: argparse.Namespace, source: bool) -> tuple[Plan, Target | None]:
+    """The plan of a file, or a plan for a model."""
+    import rkmate
+
+    if args.target.endswith(".json"):
+        if args.budget is not None:
+            raise ArgumentError("a saved plan has its budget: leave --budget out")
+        return rkmate.Plan.load(args.target), None
+    if args.budget is None:
+        raise ArgumentError("give a --budget, or the file of a saved plan as TARGET")
+    target = load_target(args.target, args.device)
+    budget, options = budget_of(args.budget), planning_options(args)
+    if source:
+        return rkmate.wrap(target.model, target.args, target.kwargs, budget=budget, **options).plan, target
+    return rkmate.plan(target.model, target.args, target.kwargs, budget=budget, **options), target
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``compare``."""
+    parser.add_argument("target", metavar="TARGET", help="module:factory, or a demo model")
+    parser.add_argument("--budgets", nargs="+", metavar="B",
+                        help="600MiB, 1.5GB, 50%%, 0.5, auto or bytes "
+                        "(default: 100%% 80%% 60%% 50%% 40%% 30%%)")
+    parser.add_argument("--planners", nargs="+", metavar="NAME",
+                        help="which (default: all but auto)")
+    parser.add_argument("--measure", action="store_true",
+                        help="also train under each schedule, in processes of their own")
+    parser.add_argument("--time-limit", type=float, metavar="S",
+                        help="seconds that a planner has for one budget (default: 20)")
+    parser.add_argument("--plot", metavar="FILE", help="draw it (.svg, .png, .pdf)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda")
+    add_options(parser)
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Compare and print; returns the exit status 0. Raises what `rkmate.compare` raises."""
+    from rkmate.comparison.run import BUDGETS, TIME_LIMIT, compare
+
+    target = load_target(args.target, args.device)
+    budgets = BUDGETS if args.budgets is None else [budget_of(b) for b in args.budgets]
+    result = compare(target.model, target.args, target.kwargs, budgets=budgets,
+                     planners=args.planners, measure=args.measure,
+                     time_limit=TIME_LIMIT if args.time_limit is None else args.time_limit,
+                     **planning_options(args))
+    if args.plot:
+        Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
+        result.plot(args.plot)
+    print(result.to_json() if args.json else result)
+    return 0

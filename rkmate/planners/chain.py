@@ -1,0 +1,298 @@
+"""Planners that work on the chain of blocks; the simulator judges their sequences on the whole graph.
+
+- ``rk-rotor``: rk-Rotor with all options of each block (Rockmate, section 3.4).
+- ``rotor``: one option a block, the one that keeps all and recomputes nothing (Rotor, theorem 1).
+- ``revolve``: cuts only are kept; each backward follows its block's own forward at once (the
+  automatic-differentiation model; Rotor, section 5.3, and appendix C of Gruslys et al. 2016).
+- ``sequential``: equal segments, each recomputed once, as ``torch.utils.checkpoint.checkpoint_sequential``
+  does (Rotor, section 5.3). Only the input of each segment is kept during the forward, the last segment keeps
+  all. The number of segments is the strategy's one parameter.
+- ``save-all``, ``recompute-all``: the two ends of the scale.
+- `ChainSearch`, which the default planner asks: rk-Rotor at several memory limits. What the dynamic program
+  counts is never below what the simulator sees, so more than the budget may be asked of it as long as the
+  simulator agrees. Blocks may keep something for forwards that run again (`rkmate.ilp.partial_saves`).
+
+For an `nn.Sequential`, ``rotor``, ``revolve`` and ``sequential`` work on the chain of its children, as the
+papers do; for other models, on the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rkmate.errors import ArgumentError
+from rkmate.ilp.partial_saves import partial_saves
+from rkmate.ir.chain import Backward, Chain, Forward, ForwardPlain, Op
+from rkmate.planners.finish import without_waste
+from rkmate.planners.protocol import (
+    Candidate,
+    Outcome,
+    Problem,
+    beside_chain,
+    best,
+    expand,
+    infeasible,
+    judged,
+    whole_step,
+)
+from rkmate.planners.settings import PlannerSettings
+from rkmate.rotor.rk_rotor import Least, Table, fastest, least, minimum, solve
+
+SLACK = 1.1
+"""How much the chain's own estimate of the peak may exceed the budget before a sequence is not
+worth simulating: the estimate counts cuts whole, the simulator sees what dies earlier."""
+
+
+def one_option(chain: Chain) -> Chain:
+    """Return the chain with only the fastest option of each block."""
+    blocks = []
+    for block in chain.blocks:
+        keep = min(block.options, key=lambda o: (o.forward_seconds + o.backward_seconds,
+                                                 o.saved_bytes))
+        blocks.append(replace(block, options=(keep,)))
+    return replace(chain, blocks=tuple(blocks))
+
+
+def by_stages(problem: Problem) -> Problem:
+    """Return the problem as the literature before Rockmate has it: one option a stage.
+
+    Stages are the children of an `nn.Sequential`, and the blocks of other models.
+    """
+    chain, block_c = problem.stages or (problem.chain, problem.block_c)
+    return replace(problem, chain=one_option(chain), block_c=block_c)
+
+
+def revolve(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Table:
+    """The optimal sequence that keeps inputs of blocks only, for every budget in bytes.
+
+    Rotor, section 5.3: the dynamic program of the automatic-differentiation model for
+    heterogeneous chains, made valid by a forward that saves all right before each backward.
+    """
+    return solve(one_option(chain), slots, slot_bytes, keep=False)
+
+
+def rotor(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Table:
+    """Rotor's optimal sequence for every budget: each block keeps all or nothing."""
+    return solve(one_option(chain), slots, slot_bytes)
+
+
+@dataclass(frozen=True)
+class ChainProgram:
+    """A table over the chain, its sequences judged on the whole graph."""
+
+    name: str
+
+    def _problem(self, problem: Problem) -> Problem:
+        return problem if self.name == "rk-rotor" else by_stages(problem)
+
+    def _table(self, chain: Chain) -> Table:
+        if self.name == "rk-rotor":
+            return solve(chain)
+        return rotor(chain) if self.name == "rotor" else revolve(chain)
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`."""
+        own = problem.once((self.name, "problem"), lambda: self._problem(problem))
+        table = problem.once((self.name, "table"), lambda: self._table(own.chain))
+        estimates = problem.once((self.name, "sequences"), lambda: sorted(
+            table.candidates(), key=lambda pair: pair[0].seconds))
+        choices = [(cost.seconds, cost.peak_bytes, ops) for cost, ops in estimates]
+        promised = table.promised(budget)
+        if promised is not None:
+            choices.append((promised[0].seconds, promised[0].peak_bytes, promised[1]))
+            choices.sort(key=lambda choice: choice[0])
+        for _, peak, ops in choices:
+            if peak <= SLACK * budget:
+                candidate = self._judged(own, ops)
+                if candidate.peak <= budget:
+                    return Outcome(candidate.schedule, "ok", candidate.seconds)
+        return infeasible(f"the chain needs {table.minimum_bytes} bytes")
+
+    def _judged(self, problem: Problem, ops: list[Op]) -> Candidate:
+        key = (self.name, tuple(ops))
+        return problem.once(key, lambda: judged(problem, *expand(problem, ops)))
+
+
+def segments(blocks: int, count: int) -> list[range]:
+    """`count` ranges of `blocks` blocks: all of the same length, the last one takes the rest."""
+    if not 1 <= count <= blocks:
+        raise ArgumentError(f"count must be 1 to {blocks} segments for {blocks} blocks, "
+                            f"got {count}")
+    size = blocks // count
+    return [range(k * size, blocks if k == count - 1 else (k + 1) * size) for k in range(count)]
+
+
+def sequential(parts: list[range]) -> list[Op]:
+    """Block operations (option 0) that recompute all segments but the last once."""
+    result: list[Op] = [ForwardPlain(b) for part in parts[:-1] for b in part]
+    for part in reversed(parts):
+        result += [Forward(b, 0) for b in part]
+        result += [Backward(b, 0) for b in reversed(part)]
+    return result
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Every number of segments tried, the fastest that fits taken."""
+
+    name: str = "sequential"
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`."""
+        def make() -> list[Candidate]:
+            own = by_stages(problem)
+            blocks = len(own.chain)
+            return [judged(own, *expand(own, sequential(segments(blocks, n))), f"{n} segments")
+                    for n in range(1, blocks + 1)]
+
+        return best(problem.once(self.name, make), budget)
+
+
+def save_all(chain: Chain) -> list[Op]:
+    """Every block once, with its fastest option."""
+    return fastest(chain)
+
+
+def recompute_all(chain: Chain) -> list[Op]:
+    """No cut is kept: each block's backward starts again from the model's input.
+
+    Of a block's options it takes the one that needs the least memory between its forward and its
+    backward, which follow each other at once. Time grows with the square of the number of blocks.
+    """
+    result: list[Op] = []
+    for b in range(len(chain) - 1, -1, -1):
+        result += [ForwardPlain(j) for j in range(b)]
+        options = chain.blocks[b].options
+        least = min(range(len(options)), key=lambda k: (
+            max(options[k].forward_peak_bytes, options[k].backward_peak_bytes),
+            options[k].forward_seconds + options[k].backward_seconds))
+        result += [Forward(b, least), Backward(b, least)]
+    return result
+
+
+@dataclass(frozen=True)
+class SaveAll:
+    """Every computation once, in the graph's order."""
+
+    name: str = "save-all"
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`."""
+        return best([whole_step(problem)], budget)
+
+
+@dataclass(frozen=True)
+class RecomputeAll:
+    """Each block recomputed from the model's input."""
+
+    name: str = "recompute-all"
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`."""
+        return best(problem.once(self.name, lambda: [
+            judged(problem, *expand(problem, recompute_all(problem.chain)))]), budget)
+
+
+NOTE = "the chain's dynamic program (rk-Rotor)"
+
+
+@dataclass(frozen=True)
+class ChainSearch:
+    """Up to `tries` limits, and the `count` fastest schedules that fit."""
+
+    settings: PlannerSettings
+    tries: int = 9
+    count: int = 2
+    quick: bool = False
+    """Take what the table promises, and stop at a schedule that leaves less than `deep_unused` of the
+    budget unused."""
+    name: str = "the chain"
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`."""
+        lowest = smallest_of_chain(problem)
+        if lowest.peak > budget:
+            return infeasible(f"the chain needs {lowest.peak:,} bytes")
+        fits = sorted([lowest, *self._fitting(problem, budget)], key=lambda c: c.seconds)[:self.count]
+        return replace(best(fits, budget), others=tuple(fits))
+
+    def _fitting(self, problem: Problem, budget: int) -> list[Candidate]:
+        own, unused = with_partial_saves(problem, self.settings), self.settings.deep_unused
+        # What the chain's model counts too much grows with the limit: search up from a sure one.
+        base = max(0, budget - beside_chain(problem))
+        low, high = base, max(base, budget) + (budget // 2)
+        table = self._table(problem, own, base + base // 4)
+        seen: dict[tuple[Op, ...], Candidate] = {}
+        fits: list[Candidate] = []
+        memory = base
+        for _ in range(self.tries):
+            ops = table.sequence(memory, prepared=not self.quick)
+            if ops is None:
+                low, guess = memory, None
+            else:
+                known = seen.get(tuple(ops))
+                candidate = seen[tuple(ops)] = known or expanded(own, ops)
+                guess = memory + int(budget * (1 - unused / 2)) - candidate.peak
+                if candidate.peak <= budget:
+                    low = memory
+                    if known is None:
+                        fits.append(candidate)
+                    if self.quick and candidate.peak > budget * (1 - unused):
+                        break
+                else:
+                    high = memory
+            if high - low <= table.slot_bytes:
+                break
+            memory = guess if self.quick and guess is not None and low < guess < high else (low + high) // 2
+        return fits
+
+    def _table(self, problem: Problem, own: Problem, memory: int) -> Table:
+        """The dynamic program's table for so many bytes, and less: one for small budgets, one for all."""
+        small = self.settings.fine * _minimum(problem)[0]
+        most = small if memory <= small else None
+        slots = max(1, self.settings.slots // (1 if most is None else 2))
+        return own.once(("table", slots, most), lambda: solve(own.chain, slots, most=most, known=_least(own)))
+
+
+def smallest_of_chain(problem: Problem) -> Candidate:
+    """The schedule with the smallest peak that the chain has, or the whole step where that is smaller."""
+    def make() -> Candidate:
+        found = expanded(problem, _minimum(problem)[1])
+        return min(found, whole_step(problem), key=lambda c: (c.peak, c.seconds))
+
+    return problem.once("smallest of the chain", make)
+
+
+def _minimum(problem: Problem) -> tuple[int, list[Op]]:
+    return problem.once("minimum", lambda: minimum(problem.chain, _least(problem)))
+
+
+def _least(problem: Problem) -> Least:
+    return problem.once("least", lambda: least(problem.chain))
+
+
+def with_partial_saves(problem: Problem, settings: PlannerSettings) -> Problem:
+    """The problem whose blocks may keep something for forwards that run again."""
+    most = settings.partial_save_levels, settings.partial_saves // max(1, len(problem.chain))
+    if not problem.class_graphs or len(problem.chain) > settings.partial_save_blocks or not min(most):
+        return problem
+
+    def make() -> Problem:
+        chain = problem.chain
+        options = {k: block.options for k, block in zip(problem.classes, chain.blocks, strict=True)}
+        saves = partial_saves(problem.class_graphs, [options[k] for k in range(len(problem.class_graphs))],
+                              min(most))
+        blocks = tuple(replace(b, partial_saves=saves[k])
+                       for b, k in zip(chain.blocks, problem.classes, strict=True))
+        return replace(problem, chain=replace(chain, blocks=blocks).verify())
+
+    return problem.once(("partial saves", min(most)), make)
+
+
+def expanded(problem: Problem, ops: Sequence[Op]) -> Candidate:
+    """Return the flat schedule of a sequence of block operations, without values that nothing reads."""
+    order, loss_at = expand(problem, ops)
+    schedule = without_waste(problem.graph, problem.schedule(order, loss_at), problem.pinned)
+    result = problem.simulate(schedule)
+    return Candidate(schedule, result.peak, result.seconds, NOTE, tuple(ops))
