@@ -40,6 +40,7 @@ from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
 from rkmate.torch_seam.patches.features import INNER, check_once
+from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE
 from rkmate.torch_seam.tensors import storage_id
 from rkmate.torch_seam.trace import Role, export_joint, load, quiet, role_of
 from rkmate.torch_seam.versions import is_off
@@ -316,10 +317,7 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                                f"{role.of.name.removeprefix('model.')!r} in place, which cannot be "
                                "planned: change it outside of the forward, or keep it in a buffer")
         if role.kind == "token":
-            raise CaptureError(f"{type(model).__name__} uses an operation that checks its result or acts "
-                               "beside computing (torch.linalg.inv, solve and cholesky do), which a plan "
-                               "cannot order: use the one without the check (torch.linalg.inv_ex, "
-                               "solve_ex, cholesky_ex)")
+            raise CaptureError(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
         raise CaptureError(f"{type(model).__name__}: the captured graph has an input of a kind that "
                            f"is not supported: {said}")
 

@@ -40,7 +40,7 @@ from rkmate.torch_seam.patches.modules import (
     new_buffers_as_writes,
     standing_modules_stay,
 )
-from rkmate.torch_seam.patches.numerics import as_eager_computes
+from rkmate.torch_seam.patches.numerics import as_eager_computes, checks_by_value_refused
 from rkmate.torch_seam.patches.recurrent import (
     as_eager_runs_them,
     gates_as_eager_computes,
@@ -150,6 +150,10 @@ REPAIRS = (
          "A submodule whose inner shapes depend on values has no static graph: a call of one that was chosen "
          "(`Settings.opaque`) is one operation, which runs again in the backward.",
          opaque_parts, ()),
+    Pass("checks by value", "trace",
+         "An operation that checks the values of its result raises by them. A plan cannot: torch 2.11 and "
+         "2.12 lose the check without a word, so such an operation is refused.",
+         checks_by_value_refused, ("2.11", "2.12")),
     Pass("collectives", "trace",
          "Ranks that run their collectives at moments of different plans hang or compute wrong values. Where "
          "there are several ranks, a forward that communicates is refused when the trace reaches that.",

@@ -9,16 +9,20 @@ operations that ask eager autograd when they run.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from rkmate import device as devices
+from rkmate.errors import CaptureError
 from rkmate.torch_seam import schema
 from rkmate.torch_seam.schema import python_kernels_replaced
 from rkmate.torch_seam.tensors import without_modes
+from rkmate.torch_seam.trace import fake_operations_seen
 
 aten = torch.ops.aten
 
@@ -177,3 +181,26 @@ def as_eager_computes() -> Iterator[None]:
     """While a module is captured. (Other threads that trace meanwhile see the same kernels.)"""
     with python_kernels_replaced({**dict.fromkeys(_decomposed()), **_OWN}):
         yield
+
+
+@contextmanager
+def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
+    """Raise `CaptureError` where an operation checks the values of its result while a module is captured.
+
+    The check has no result, so a graph does not show that it was there (torch 2.11 and 2.12), or has to keep it
+    in order with other effects (from 2.13 on).
+    """
+    here = threading.get_ident()
+
+    def look(func: Any, args: Any, kwargs: Any) -> None:
+        if func is aten._linalg_check_errors.default and threading.get_ident() == here:
+            raise CaptureError(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
+
+    with fake_operations_seen(look):
+        yield
+
+
+CHECKS_BY_VALUE = (
+    "checks its result or acts beside computing (torch.linalg.inv, solve and cholesky do), which a plan "
+    "cannot order: use the one without the check (torch.linalg.inv_ex, solve_ex, cholesky_ex)")
+"""What such an operation does, and what to use instead."""
