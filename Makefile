@@ -1,6 +1,7 @@
 # Each target sets up what it needs. VENV names the environment to use, made when it is not there.
 
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 PYTHON ?= python3
 SHELL := /bin/bash
 PY := $(VENV)/bin/python
@@ -30,7 +31,9 @@ PLAN_ONE := import torch, rkmate; \
 # accelerate, Lightning, diffusers.
 TOOLS := tests/integrations/test_examples.py tests/integrations/test_transformers.py::test_examples
 
-.PHONY: demo test slow gpu lint wheel newest bench clean help
+OLDEST := torch==2.11.0
+
+.PHONY: demo test slow gpu lint wheel newest newest-torch oldest-torch versions bench clean help
 
 help:
 	@echo "make demo    train a small GPT-2 plain and under half its memory, side by side"
@@ -40,6 +43,8 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build the wheel, install it in an empty environment, import all of it"
 	@echo "make newest  install the newest of all dependencies but torch; plan one model, train with each library"
+	@echo "make newest-torch  the tests with the newest torch; make oldest-torch: some, with the oldest"
+	@echo "make versions      the tests with every release of torch that is supported; writes docs/versions.md"
 	@echo "make bench   the benchmarks"
 	@echo "make clean   remove what the others made, the environment included"
 
@@ -71,6 +76,26 @@ wheel: $(VENV)/.installed-dev
 	.venv-wheel/bin/rkmate --version
 	rm -rf .venv-wheel
 
+# The whole suite with the newest torch, and with the oldest what shows that it works at all: the import, a
+# model, and the self test of each feature that is not torch's documented API.
+newest-torch:
+	$(MAKE) test VENV=.venv-newest-torch CONSTRAINTS=constraints-newest.txt
+	rm -rf .venv-newest-torch
+
+oldest-torch:
+	rm -rf .venv-oldest-torch
+	$(PYTHON) -m venv .venv-oldest-torch
+	grep -v '^torch==' constraints.txt > .venv-oldest-torch/constraints.txt
+	.venv-oldest-torch/bin/python -m pip install --quiet --no-compile -e '.[test]' \
+		-c .venv-oldest-torch/constraints.txt "$(OLDEST)"
+	OMP_NUM_THREADS=1 .venv-oldest-torch/bin/python -c "$(PLAN_ONE)"
+	OMP_NUM_THREADS=1 .venv-oldest-torch/bin/python -m pytest -n $(WORKERS) tests/torch_seam
+	rm -rf .venv-oldest-torch
+
+# Every release of torch that was tested, one environment after the other: an hour, and some 3 GB each.
+versions: $(VENV)/.installed-test
+	$(PY) docs/make_versions.py
+
 newest:
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
@@ -93,13 +118,13 @@ bench: $(VENV)/.installed-bench
 	OMP_NUM_THREADS=1 $(PY) benchmarks/dtr_figures.py out
 
 clean:
-	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv .venv-wheel .venv-newest
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv .venv-wheel .venv-newest* .venv-oldest-torch .venv-versions
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp per extra: installed again when the dependencies change.
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$*]' -c constraints.txt
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$*]' -c $(CONSTRAINTS)
 	touch $@

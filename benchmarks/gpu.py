@@ -108,7 +108,8 @@ def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
 def wrapped_at(case: Case, budget: float | int | str) -> Any:
     """A case's model, planned. Raises what `wrap` raises."""
     with case.around():
-        return rkmate.wrap(case.model, case.args, case.kwargs, budget=budget, progress=False, verify=False)
+        return rkmate.wrap(case.model, case.args, case.kwargs, budget=budget, progress=False,
+                           settings=rkmate.Settings(run=rkmate.RunSettings(verify=False)))
 
 
 def needs(error: rkmate.InfeasibleBudget) -> Row:
@@ -251,7 +252,8 @@ def recorded(name: str, options: Options) -> Iterator[Row]:
         for way in ("plain", "recorded"):
             with case.around():
                 run = rkmate.wrap(case.model, case.args, case.kwargs, plan=plan, progress=False,
-                                  verify=False, cuda_graph=way == "recorded")
+                                  settings=rkmate.Settings(run=rkmate.RunSettings(
+                                      verify=False, cuda_graph=way == "recorded")))
             clear(case.model)
             found = measured(step_of(case, run), case.model, options.steps)
             host = host_of(step_of(case, run), step_of(case, case.model), max(options.steps, 10))

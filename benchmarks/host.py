@@ -135,11 +135,13 @@ def measure(name: str, layers: int, budgets: list[float], steps: int, device: st
         methods["checkpoint"] = step_of(checkpointed, arguments, autocast)
     for budget in budgets:
         with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=bool(autocast)):
-            wrapped = rkmate.wrap(model, (), arguments, budget=budget, costs="analytic", progress=False)
+            wrapped = rkmate.wrap(model, (), arguments, budget=budget,
+                                  settings=rkmate.Settings(costs="analytic"), progress=False)
         methods[f"plan {budget:g}"] = step_of(wrapped, arguments, autocast)
         if recorded:
-            again = rkmate.wrap(model, (), arguments, plan=wrapped.plan, progress=False, verify=False,
-                                cuda_graph=True)
+            again = rkmate.wrap(model, (), arguments, plan=wrapped.plan, progress=False,
+                                settings=rkmate.Settings(
+                                    run=rkmate.RunSettings(verify=False, cuda_graph=True)))
             methods[f"plan {budget:g}, recorded"] = step_of(again, arguments, autocast)
     found = best(methods, steps)
     eager = sum(found["eager"])

@@ -105,8 +105,9 @@ def _forward(method: str, case: Case, budget: int, folder: Path) -> tuple[Forwar
     if method == "checkpoint":
         other = sharing(case)
         return lambda: other.model(**other.kwargs).loss, None
-    options: dict[str, Any] = {"offload": str(folder)} if method == "offload" else {}
-    wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=budget, progress=False, verify=False, **options)
+    wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=budget, progress=False,
+                          offload=str(folder) if method == "offload" else None,
+                          settings=rkmate.Settings(run=rkmate.RunSettings(verify=False)))
     return lambda: wrapped(**case.kwargs).loss, wrapped.plan
 
 

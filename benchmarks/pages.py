@@ -86,7 +86,8 @@ def measured(model: str, budget: float | None, *, small: bool, repeats: int) -> 
     counted, predicted = peak_of(forward, case.model), None
     if budget is not None:
         wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(budget * counted), progress=False,
-                              verify=False, settings=rkmate.Settings(keep_pages=False))
+                              settings=rkmate.Settings(keep_pages=False,
+                                                       run=rkmate.RunSettings(verify=False)))
         forward = lambda: wrapped(**case.kwargs).loss           # noqa: E731
         counted, predicted = wrapped.plan.peak_bytes, wrapped.plan.step_seconds
     found: dict[str, list[tuple[float, float, float, float, int]]] = {pages: [] for pages in PAGES}

@@ -178,10 +178,11 @@ def _forward(name: str, case: Case, eager: int) -> tuple[Forward, rkmate.Plan | 
     if name == "checkpoint":
         return lambda: case.model(**case.kwargs).loss, None
     planner, fraction = name.split()
-    options: dict[str, Any] = {} if planner == "rkmate" else {"gradients": "in_place"} \
-        if planner == "in-place" else {"planner": planner, "settings": rkmate.Settings(chunked_loss="never")}
+    ways: dict[str, dict[str, Any]] = {"rkmate": {}, "in-place": {"gradients": "in_place"}}
+    settings = rkmate.Settings(**ways.get(planner, {"planner": planner, "chunked_loss": "never"}),
+                               run=rkmate.RunSettings(verify=False))
     wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(float(fraction) * eager), progress=False,
-                          verify=False, **options)
+                          settings=settings)
     return lambda: wrapped(**case.kwargs).loss, wrapped.plan
 
 

@@ -244,24 +244,23 @@ def method(name: str, case: Case, eager_peak: int) -> Forward:
         return lambda: model(**kwargs).loss
     if kind in ("aot_eager", "inductor"):
         return budgeted(case, kind, float(value))
-    planner = "rockmate" if kind == "rkmate" else kind
     if value == "loss alone":
         model = Alone(model)
     budget = 1 if value in ("smallest", "loss alone") else round(float(value) * eager_peak)
-    options: dict[str, Any] = {} if kind == "rkmate" else {
-        "planning_seconds": SECONDS_TO_PLAN, "settings": Settings(chunked_loss="never")}
+    settings = Settings() if kind == "rkmate" else Settings(
+        planner=kind, planning_seconds=SECONDS_TO_PLAN, chunked_loss="never")
     try:
-        wrapped = rkmate.wrap(model, (), kwargs, budget=budget, planner=planner, progress=False,
-                              **options)
+        wrapped = rkmate.wrap(model, (), kwargs, budget=budget, progress=False,
+                              settings=settings)
     except rkmate.InfeasibleBudget as error:
         if budget > 1:
             raise SystemExit(f"infeasible: at least {error.minimum_bytes / eager_peak:.0%}") from error
-        wrapped = rkmate.wrap(model, (), kwargs, budget=error.minimum_bytes, planner=planner,
-                              progress=False, **options)
+        wrapped = rkmate.wrap(model, (), kwargs, budget=error.minimum_bytes, progress=False,
+                              settings=settings)
     except rkmate.PlanningTimeout as error:
         raise SystemExit(f"nothing found in {SECONDS_TO_PLAN} s") from error
     except rkmate.ArgumentError as error:
-        if planner == "rockmate":
+        if kind == "rkmate":
             raise
         raise SystemExit("cannot plan this model") from error
     return lambda: wrapped(**kwargs).loss

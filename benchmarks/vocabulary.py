@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,9 +30,8 @@ FRACTIONS = (1.0, 0.7, 0.45, 0.3, 0.2)
 
 
 def ways() -> dict[str, dict[str, Any]]:
-    """How modules are wrapped: by name, more arguments of `wrap`."""
-    known = "gradients" in inspect.signature(rkmate.wrap).parameters
-    return {"default": {}} | ({"in place": {"gradients": "in_place"}} if known else {})
+    """How modules are wrapped: by name, more of `rkmate.Settings`."""
+    return {"default": {}, "in place": {"gradients": "in_place"}}
 
 
 def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
@@ -43,7 +42,7 @@ def row(case: Case, fraction: float, more: dict[str, Any], repeats: int) -> str:
     level = peak_of(eager, case.model)
     try:
         wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(fraction * level), progress=False,
-                              verify=False, **more)
+                              settings=rkmate.Settings(run=rkmate.RunSettings(verify=False), **more))
     except rkmate.InfeasibleBudget as error:
         return f"infeasible: at least {error.minimum_bytes / level:.1%} | | | "
 
@@ -84,7 +83,8 @@ def difference(case: Case, fraction: float | None, more: dict[str, Any], steps: 
         weight = other.transformer.h[0].mlp.c_fc.weight.detach()
         weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
     else:
-        other = rkmate.wrap(other, (), case.kwargs, budget=fraction, progress=False, **more)
+        other = rkmate.wrap(other, (), case.kwargs, budget=fraction, progress=False,
+                            settings=rkmate.Settings(**more))
     found = losses(other, case.kwargs, words, steps)
     return max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
 
@@ -114,8 +114,8 @@ def head(rows: int, width: int, words: int, repeats: int) -> str:
     level = peak_of(eager, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", rkmate.RkmateWarning)       # the loss's variant: it is asked for
-        wrapped = rkmate.wrap(model, (x, labels), budget=level, progress=False, verify=False,
-                              settings=settings)
+        wrapped = rkmate.wrap(model, (x, labels), budget=level, progress=False,
+                              settings=replace(settings, run=rkmate.RunSettings(verify=False)))
     found = beside(eager, model, lambda: wrapped(x, labels), model, repeats)
     return f"{found.peak / level:.1%} | {found.ratio:.3f} | {wrapped.plan.variant}"
 

@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 import rkmate
 import rkmate.dtr
+from rkmate.settings import MOVED
 
 PAGE = Path(__file__).parent / "api.md"
 _GROUPS = (
-    ("Planning", ("wrap", "plan", "tradeoff", "compare", "auto_budget", "max_batch_size",
+    ("Planning", ("wrap", "apply", "plan", "tradeoff", "compare", "auto_budget", "max_batch_size",
                   "measure_step", "shared_plan")),
     ("What comes back", ("PlannedModule", "Plan", "Curve", "Comparison", "BatchSize")),
-    ("Settings of the stages", ("Settings", "CutSettings", "MeasureSettings", "OptionSettings")),
+    ("Options and settings", ("Options", "Settings", "RunSettings", "PlannerSettings", "MeasureSettings",
+                              "CutSettings", "OptionSettings", "Offload")),
 )
 _DYNAMIC = ("Session", "wrap", "DynamicModule", "Report", "HEURISTICS", "simulate", "Result", "Trace",
             "read_log", "parse_log", "Program", "make_heuristic")
@@ -33,6 +35,10 @@ def api_text() -> str:
         parts.append(f"## {title}\n")
         parts += [_entry(rkmate, n) for n in group if n in names]
         names -= set(group)
+        if "Options" in group:
+            parts += ["### Keywords of earlier versions\n",
+                      "These work for one more version, with a warning.\n", "| keyword | now |\n|---|---|",
+                      *(f"| `{k}=` | `{m.place}` |" for k, m in MOVED.items()), ""]
     errors = {n for n in names if isinstance(getattr(rkmate, n), type)
               and issubclass(getattr(rkmate, n), (Exception, Warning))}
     rest = sorted(names - errors)
@@ -62,7 +68,8 @@ def _entry(home: ModuleType, name: str) -> str:
         made = inspect.signature(value).replace(return_annotation=inspect.Signature.empty)
         parts.append(_signature(name, made))
     parts.append(f"{_markdown(value)}\n")
-    fields = getattr(value, "__dataclass_fields__", {})
+    fields = getattr(value, "__dataclass_fields__", None) or {
+        k: None for k in value.__annotations__ if hasattr(value, "__optional_keys__")}
     classes = [c for c in reversed(value.__mro__) if c.__module__.split(".")[0] == "rkmate"]
     documented = {field: about for c in classes for field, about in _field_docs(c).items()}
     for field in fields:

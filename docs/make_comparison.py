@@ -66,8 +66,8 @@ def main() -> None:
     for key, (title, make) in MODELS.items():
         model, inputs, named = make()
         limit = 60.0 if key == "gpt2-12" else args.seconds
-        found = rkmate.compare(model, inputs, named, budgets=BUDGETS, costs="analytic",
-                               time_limit=limit)
+        found = rkmate.compare(model, inputs, named, budgets=BUDGETS,
+                               settings=rkmate.Settings(costs="analytic"), time_limit=limit)
         print(found, flush=True)
         found.plot(DOCS / "images" / f"planners-{key}.svg", title=f"{title}, predicted",
                    methods=DRAWN)

@@ -69,7 +69,7 @@ def graphs() -> None:
     """The model as a graph: captured, simplified, as a chain, one block, one block's schedule; a deeper one,
     folded; and the small model's report."""
     model, kwargs = small_gpt2()
-    plan = rkmate.plan(model, (), kwargs, budget=0.5, progress=False, costs=COSTS)
+    plan = rkmate.plan(model, (), kwargs, budget=0.5, progress=False, settings=rkmate.Settings(costs=COSTS))
     plan.draw(IMAGES / "forward.svg", "forward", whole=True)
     plan.draw(IMAGES / "simplified.svg", "simplified")
     plan.draw(IMAGES / "chain.svg", "chain")
@@ -77,15 +77,16 @@ def graphs() -> None:
     plan.draw(IMAGES / "block.svg", "block", list(redoes)[2])
     plan.draw(IMAGES / "schedule.svg", "schedule", list(redoes)[2])
     deep, args, kwargs = make_demo("gpt2")
-    rkmate.plan(deep, args, kwargs, budget=1.0, progress=False, costs=COSTS).draw(
+    rkmate.plan(deep, args, kwargs, budget=1.0, progress=False, settings=rkmate.Settings(costs=COSTS)).draw(
         IMAGES / "folded.svg", "forward")
 
 
 def reports() -> None:
     """The report of the small model, on a desk and on a telephone."""
     model, kwargs = small_gpt2()
-    wrapped = rkmate.wrap(model, (), kwargs, budget=0.5, progress=False, costs=COSTS)
-    curve = rkmate.tradeoff(model, (), kwargs, progress=False, costs=COSTS)
+    wrapped = rkmate.wrap(model, (), kwargs, budget=0.5, progress=False,
+                          settings=rkmate.Settings(costs=COSTS))
+    curve = rkmate.tradeoff(model, (), kwargs, progress=False, settings=rkmate.Settings(costs=COSTS))
     for width, height in ((1280, 2200), (400, 3400)):
         screenshot(wrapped.plan, curve, None, IMAGES / f"report-{width}.png", width, height)
 
@@ -101,7 +102,8 @@ def copies() -> None:
     model.loss_type = "ForCausalLM"
     with tempfile.TemporaryDirectory() as folder:
         rkmate.plan(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}, budget=0.2,
-                    progress=False, costs=COSTS, offload=folder).draw(IMAGES / "copies.png", "copies")
+                    progress=False, settings=rkmate.Settings(costs=COSTS),
+                    offload=folder).draw(IMAGES / "copies.png", "copies")
 
 
 def memory_and_time(measure: bool) -> None:
@@ -113,7 +115,7 @@ def memory_and_time(measure: bool) -> None:
             module(*args, **kwargs).loss.backward()
         return run
 
-    curve = rkmate.tradeoff(model, args, kwargs, progress=False, costs=COSTS)
+    curve = rkmate.tradeoff(model, args, kwargs, progress=False, settings=rkmate.Settings(costs=COSTS))
     if measure:
         other: Any = copy.deepcopy(model)
         enable = getattr(other, "activation_checkpointing_enable", other.gradient_checkpointing_enable)
@@ -122,7 +124,8 @@ def memory_and_time(measure: bool) -> None:
         plain, slower = seconds_of([step(model), step(other)])
         base = curve[0].baseline_seconds
         curve = curve.with_point("torch.utils.checkpoint, per layer", peak, slower / plain * base)
-    wrapped = rkmate.wrap(model, args, kwargs, budget=0.5, progress=False, costs=COSTS)
+    wrapped = rkmate.wrap(model, args, kwargs, budget=0.5, progress=False,
+                          settings=rkmate.Settings(costs=COSTS))
     measured = rkmate.measure_step(wrapped, step(wrapped))
     wrapped.plan.plot(IMAGES / "timeline.svg", measured=measured)
     curve.plot(IMAGES / "curve.svg", here=wrapped.plan, title="GPT-2, four layers")

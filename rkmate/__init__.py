@@ -7,6 +7,7 @@ from rkmate.support.lazy import lazy_names as _lazy_names
 __version__ = "0.1.0"
 
 _PLACES = {
+    "rkmate.api": ("applied", "apply", "max_batch_size", "plan", "remove", "shared_plan", "tradeoff", "wrap"),
     "rkmate.comparison.run": ("compare",),
     "rkmate.comparison.table": ("Comparison",),
     "rkmate.device.kept_pages": ("keep_pages",),
@@ -14,19 +15,18 @@ _PLACES = {
         "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
         "DeviceMemoryError",
         "GraphError", "InfeasibleBudget", "MissingExtra", "OffloadError", "PlanError", "PlanningTimeout",
-        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError", "TorchVersionError"),
+        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError", "TorchVersionError", "UnknownOption"),
     "rkmate.graph.blocks.cut": ("CutSettings",),
     "rkmate.ilp.settings": ("OptionSettings",),
     "rkmate.measure.settings": ("MeasureSettings",),
     "rkmate.measure.step": ("measure_step",),
-    "rkmate.pipeline.device_budget": ("BatchSize", "auto_budget", "max_batch_size"),
+    "rkmate.pipeline.device_budget": ("BatchSize", "auto_budget"),
     "rkmate.pipeline.loss_inside": ("with_loss",),
     "rkmate.pipeline.offload": ("Offload",),
-    "rkmate.pipeline.settings": ("Settings",),
+    "rkmate.pipeline.settings": ("RunSettings", "Settings"),
     "rkmate.planners.settings": ("PlannerSettings",),
-    "rkmate.public": ("applied", "apply", "plan", "remove", "tradeoff", "wrap"),
     "rkmate.runtime.module": ("PlannedModule",),
-    "rkmate.sharing": ("shared_plan",),
+    "rkmate.settings": ("Options",),
     "rkmate.show.curve": ("Curve",),
     "rkmate.show.plan": ("Plan",),
 }
@@ -35,6 +35,14 @@ needs torch. No module is called as a public function is, so none can take its p
 __all__ = sorted(name for names in _PLACES.values() for name in names)
 
 if typing.TYPE_CHECKING:
+    from rkmate.api import applied as applied
+    from rkmate.api import apply as apply
+    from rkmate.api import max_batch_size as max_batch_size
+    from rkmate.api import plan as plan
+    from rkmate.api import remove as remove
+    from rkmate.api import shared_plan as shared_plan
+    from rkmate.api import tradeoff as tradeoff
+    from rkmate.api import wrap as wrap
     from rkmate.comparison.run import compare as compare
     from rkmate.comparison.table import Comparison as Comparison
     from rkmate.device.kept_pages import keep_pages as keep_pages
@@ -55,25 +63,20 @@ if typing.TYPE_CHECKING:
     from rkmate.errors import ScheduleError as ScheduleError
     from rkmate.errors import SolverError as SolverError
     from rkmate.errors import TorchVersionError as TorchVersionError
+    from rkmate.errors import UnknownOption as UnknownOption
     from rkmate.graph.blocks.cut import CutSettings as CutSettings
     from rkmate.ilp.settings import OptionSettings as OptionSettings
     from rkmate.measure.settings import MeasureSettings as MeasureSettings
     from rkmate.measure.step import measure_step as measure_step
     from rkmate.pipeline.device_budget import BatchSize as BatchSize
     from rkmate.pipeline.device_budget import auto_budget as auto_budget
-    from rkmate.pipeline.device_budget import max_batch_size as max_batch_size
     from rkmate.pipeline.loss_inside import with_loss as with_loss
     from rkmate.pipeline.offload import Offload as Offload
+    from rkmate.pipeline.settings import RunSettings as RunSettings
     from rkmate.pipeline.settings import Settings as Settings
     from rkmate.planners.settings import PlannerSettings as PlannerSettings
-    from rkmate.public import applied as applied
-    from rkmate.public import apply as apply
-    from rkmate.public import plan as plan
-    from rkmate.public import remove as remove
-    from rkmate.public import tradeoff as tradeoff
-    from rkmate.public import wrap as wrap
     from rkmate.runtime.module import PlannedModule as PlannedModule
-    from rkmate.sharing import shared_plan as shared_plan
+    from rkmate.settings import Options as Options
     from rkmate.show.curve import Curve as Curve
     from rkmate.show.plan import Plan as Plan
 

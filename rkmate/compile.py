@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkmate.api import wrap
 from rkmate.errors import ArgumentError
 from rkmate.runtime.module import PlannedModule
-
-_OPTIONS = ("budget", "planner", "costs", "on_new_shape", "trains", "verify", "offload", "offload_bytes")
+from rkmate.settings import OPTIONS, check_no_settings_of_wrap, chosen
 
 
 def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
@@ -23,21 +23,24 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
 
     Args:
         graph, examples: from Dynamo.
-        options: ``budget`` (needed), ``planner``, ``costs``, ``on_new_shape``, ``trains``, ``verify``,
-            ``offload``, ``offload_bytes``: as of `rkmate.wrap`. The outputs of a graph have numbers and no
-            names.
+        options: ``budget`` (needed), and `rkmate.Options` (``calls``, ``compile``, ``offload``, ``settings``,
+            ``progress``), as for `rkmate.wrap`; no progress is shown by default. The outputs of a graph have
+            numbers and no names.
 
     Raises:
-        ArgumentError: an option is missing or unknown, or the shapes are dynamic.
+        UnknownOption: an option is unknown.
+        ArgumentError: the budget is missing, a value is wrong, or the shapes are dynamic.
     """
-    chosen = dict(options or {})
-    unknown = sorted(set(chosen) - set(_OPTIONS))
-    if unknown or "budget" not in chosen:
-        raise ArgumentError(f"options of the rkmate backend are {', '.join(_OPTIONS)}, of which budget "
-                            f"is needed; given were {', '.join(sorted(chosen)) or 'none'}")
+    rest = {"progress": False, **(options or {})}
+    if "budget" not in rest:
+        raise ArgumentError(f"options of the rkmate backend are budget, {', '.join(OPTIONS)}, of which "
+                            f"budget is needed; given were {', '.join(sorted(options or {})) or 'none'}")
+    budget = rest.pop("budget")
+    call = chosen(rest, backend, own=("budget",), name="the rkmate backend")
+    check_no_settings_of_wrap(call.settings, "the rkmate backend")
     if any(isinstance(e, (torch.SymInt, int)) for e in examples):
         raise ArgumentError("the rkmate backend plans fixed shapes: compile with dynamic=False")
-    return _Planned(graph, chosen)
+    return _Planned(graph, {"budget": budget, **call.options()})
 
 
 class _Planned:
@@ -53,7 +56,5 @@ class _Planned:
                 isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
             return self._graph(*inputs)
         if self._module is None:
-            from rkmate.public import wrap
-
-            self._module = wrap(self._graph, inputs, progress=False, **self._options)
+            self._module = wrap(self._graph, inputs, **self._options)
         return self._module(*inputs)

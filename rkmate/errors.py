@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 
 class RkmateError(Exception):
     """Base of all errors of this package."""
@@ -9,6 +11,11 @@ class RkmateError(Exception):
 
 class ArgumentError(RkmateError, ValueError):
     """An argument of a public function is wrong: the message names it and what it should be."""
+
+
+class UnknownOption(ArgumentError, TypeError):
+    """A public function was called with a keyword that is none of its options: the message names the nearest
+    one."""
 
 
 class CaptureError(RkmateError):
@@ -84,3 +91,18 @@ class OffloadError(RkmateError, RuntimeError):
 
 class RkmateWarning(UserWarning):
     """Something works, but not as asked: the message says what is lost."""
+
+
+def sendable(error: RkmateError) -> RkmateError:
+    """Return an error that another process can read: this one if it can be pickled, else the nearest of its
+    classes with its message."""
+    for kind in type(error).__mro__:
+        if not issubclass(kind, RkmateError):
+            continue
+        try:
+            sent = error if kind is type(error) else kind(str(error))
+            pickle.loads(pickle.dumps(sent))
+        except Exception:       # its class takes other arguments than its message
+            continue
+        return sent
+    return RkmateError(str(error))

@@ -60,11 +60,13 @@ HOUSE: tuple[Room, ...] = (
     Room("pipeline", "the order of the stages, from a module to a plan"),
     Room("codegen", "a schedule as Python source", (*_BASE, "device", *_SEAM, *_GRAPH)),
     Room("runtime", "a wrapped module at work: guards, cache of plans, autograd segments"),
-    Room("public", "the public calls `wrap`, `plan`, `tradeoff`"),
+    Room("settings", "the options of all public calls, declared once, and what a call makes of them",
+         ("errors", "support", "pipeline")),
+    Room("api", "the public calls `wrap`, `apply`, `plan`, `tradeoff`, `max_batch_size`, `shared_plan`"),
     Room("integrations", "budgets inside of the libraries that people train with"),
     Room("comparison", "every planner on one model at equal budgets"),
-    Room("sharing", "one plan for all processes of a group", ("errors", "pipeline", "public", "show")),
-    Room("compile", 'the backend of `torch.compile(backend="rkmate")`', ("errors", "runtime", "public")),
+    Room("compile", 'the backend of `torch.compile(backend="rkmate")`',
+         ("errors", "runtime", "settings", "api")),
     Room("dtr", "dynamic rematerialization, without a plan: a path of its own",
          ("errors", "budget", "support", "devices", "torch_seam", "device", "stand_in", "measure")),
     Room("__init__", "the public names, loaded on first use"),
@@ -107,7 +109,7 @@ def _shown(room: Room) -> str:
     return f"`{room.name}.py`" if room.name in LOOSE else f"`{room.name}/`"
 
 
-LOOSE = ("errors", "budget", "devices", "stand_in", "public", "sharing", "compile", "__init__")
+LOOSE = ("errors", "budget", "devices", "stand_in", "settings", "api", "compile", "__init__")
 """Modules that stand loose in the package; all else is in folders."""
 PAGES = {ROOT / "CONTRIBUTING.md": imports_table, ROOT / "docs" / "house.md": rooms}
 """Each page, and what of the house it shows."""

@@ -29,7 +29,7 @@ def inputs(n: int) -> tuple[Any, ...]:
 
 def smallest_peak(n: int) -> int:
     with pytest.raises(rkmate.InfeasibleBudget) as error:
-        rkmate.plan(Net(), inputs(n), budget=1, costs="analytic")
+        rkmate.plan(Net(), inputs(n), budget=1, settings=rkmate.Settings(costs="analytic"))
     return error.value.minimum_bytes
 
 
@@ -72,14 +72,16 @@ def test_the_largest_batch_is_the_largest() -> None:
     model = Net()
     held = sum(p.nbytes for p in model.parameters())
     room = smallest_peak(5) + 100
-    found = rkmate.max_batch_size(model, inputs, device_memory=4 * held + room, costs="analytic",
-                                  progress=False)
+    found = rkmate.max_batch_size(model, inputs, device_memory=4 * held + room,
+                                  settings=rkmate.Settings(costs="analytic"), progress=False)
     assert found.budget_bytes == room
     assert smallest_peak(found.size) <= room < smallest_peak(found.size + 1)
     assert found.plan.peak_bytes <= room
     assert 1 <= found.size_without < found.size
-    plain = rkmate.plan(model, inputs(found.size_without), budget=1.0, costs="analytic")
-    more = rkmate.plan(model, inputs(found.size_without + 1), budget=1.0, costs="analytic")
+    plain = rkmate.plan(model, inputs(found.size_without), budget=1.0,
+                        settings=rkmate.Settings(costs="analytic"))
+    more = rkmate.plan(model, inputs(found.size_without + 1), budget=1.0,
+                       settings=rkmate.Settings(costs="analytic"))
     assert plain.baseline_peak_bytes <= room < more.baseline_peak_bytes
     assert dict(found.tried)[found.size] is not None
     assert dict(found.tried)[found.size + 1] is None
@@ -92,8 +94,8 @@ def test_most_sizes_are_derived_from_two_captures(monkeypatch: pytest.MonkeyPatc
     full = prepare_module.capture
     monkeypatch.setattr(prepare_module, "capture", lambda model, args, *more: (
         captured.append(len(args[0])), full(model, args, *more))[1])
-    found = rkmate.max_batch_size(Net(), inputs, device_memory="1GiB", most=20, costs="analytic",
-                                  progress=False)
+    found = rkmate.max_batch_size(Net(), inputs, device_memory="1GiB", most=20,
+                                  settings=rkmate.Settings(costs="analytic"), progress=False)
     assert len(found.tried) > 4
     assert captured == [16, 32]
 
@@ -105,17 +107,18 @@ def test_planned_parts_are_captured_as_they_are(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(prepare_module, "capture", lambda model, args, *more: (
         captured.append(len(args[0])), full(model, args, *more))[1])
     part = Net()
-    rkmate.apply(part, budget=0.9, costs="analytic", progress=False)
+    rkmate.apply(part, budget=0.9, settings=rkmate.Settings(costs="analytic"), progress=False)
     model = nn.Sequential(nn.Linear(32, 32), part)
-    rkmate.max_batch_size(model, inputs, device_memory="1GiB", most=8, costs="analytic", progress=False)
+    rkmate.max_batch_size(model, inputs, device_memory="1GiB", most=8,
+                          settings=rkmate.Settings(costs="analytic"), progress=False)
     shown = rkmate.applied(part)
     assert captured == [16, 32]
     assert shown is not None and not shown.has_plan
 
 
 def test_the_search_stops_at_the_most_that_is_asked() -> None:
-    found = rkmate.max_batch_size(Net(), inputs, device_memory="1GiB", most=3, costs="analytic",
-                                  progress=False)
+    found = rkmate.max_batch_size(Net(), inputs, device_memory="1GiB", most=3,
+                                  settings=rkmate.Settings(costs="analytic"), progress=False)
     assert (found.size, found.size_without) == (3, 3)
 
 
@@ -123,15 +126,15 @@ def test_not_even_one_fits() -> None:
     model = Net()
     held = sum(p.nbytes for p in model.parameters())
     with pytest.raises(rkmate.InfeasibleBudget, match="a batch of one") as error:
-        rkmate.max_batch_size(model, inputs, device_memory=4 * held + 100, costs="analytic",
-                              progress=False)
+        rkmate.max_batch_size(model, inputs, device_memory=4 * held + 100,
+                              settings=rkmate.Settings(costs="analytic"), progress=False)
     assert error.value.minimum_bytes == smallest_peak(1)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"device_memory": 0.5}, "device_memory is 0.5"), ({"device_memory": "50%"}, "share"),
     ({"device_memory": 1000}, "alone need"), ({"device_memory": "1GiB", "most": 0}, "most is 0"),
-    ({"device_memory": "1GiB", "costs": "guess"}, "costs is"),
+    ({"device_memory": "1GiB", "settings": rkmate.Settings(planner="chen")}, "asks the default planner"),
     ({"device_memory": "1GiB", "optimizer_states": -1}, "optimizer_states is -1"),
     ({"device_memory": "1GiB", "optimizer_states": 1.5}, "optimizer_states is 1.5")])
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -145,8 +148,8 @@ def test_inputs_of_a_wrong_type() -> None:
 
 
 def test_keyword_inputs() -> None:
-    found = rkmate.max_batch_size(Net(), lambda n: ((), {"x": torch.randn(n, 32)}),
-                                  device_memory="1GiB", most=2, costs="analytic", progress=False)
+    found = rkmate.max_batch_size(Net(), lambda n: ((), {"x": torch.randn(n, 32)}), device_memory="1GiB",
+                                  most=2, settings=rkmate.Settings(costs="analytic"), progress=False)
     assert found.size == 2
 
 
@@ -176,7 +179,8 @@ def test_the_largest_batch_of_several_calls() -> None:
     """A step of two calls holds what both save: fewer samples fit, and the plan is one for both."""
     model = Net()
     room = 4 * sum(p.nbytes for p in model.parameters()) + smallest_peak(5) + 100
-    one, two = (rkmate.max_batch_size(model, inputs, device_memory=room, costs="analytic", progress=False,
+    one, two = (rkmate.max_batch_size(model, inputs, device_memory=room,
+                                      settings=rkmate.Settings(costs="analytic"), progress=False,
                                       calls=calls) for calls in (1, 2))
     assert two.plan.calls == 2 and two.plan.peak_bytes <= two.budget_bytes
     assert two.size < one.size and two.size_without < one.size_without

@@ -78,7 +78,7 @@ def test_a_faster_device_takes_less_time() -> None:
 def test_nothing_is_left_behind() -> None:
     planned("h100")
     assert devices.of("cpu").elsewhere is None
-    here = rkmate.plan(model(), (X,), budget=1.0, costs="analytic", progress=False)
+    here = rkmate.plan(model(), (X,), budget=1.0, settings=rkmate.Settings(costs="analytic"), progress=False)
     assert any("for_cpu" in name for name in operations(here)) and "estimates" not in here.note
 
 
@@ -137,8 +137,10 @@ def test_the_largest_batch() -> None:
 
 
 def test_measured_costs_are_refused() -> None:
-    with pytest.raises(rkmate.ArgumentError, match="nothing can be measured"):
-        rkmate.plan(model(), (X,), budget=0.6, device="h100", costs="measured", progress=False)
+    options: dict[str, Any] = {"costs": "measured"}
+    with pytest.raises(rkmate.ArgumentError, match="nothing can be measured"), \
+            pytest.warns(rkmate.RkmateWarning, match=r"plan\(costs=...\) is now"):
+        rkmate.plan(model(), (X,), budget=0.6, device="h100", progress=False, **options)
     with planning_for(H100, ()), pytest.raises(rkmate.ArgumentError, match="is not here"):
         devices.of("cpu").timed(lambda: None)
 

@@ -28,9 +28,6 @@ def test_the_settings_say_where_costs_come_from(call: Any, monkeypatch: pytest.M
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
     monkeypatch.setattr(prepare, "measure", never)
     call(model, (x,), budget=1.0, settings=ANALYTIC, progress=False)
-    call(model, (x,), budget=1.0, settings=Settings(), costs="analytic", progress=False)
-    with pytest.raises(AssertionError, match="measured"):
-        call(model, (x,), budget=1.0, settings=ANALYTIC, costs="measured", progress=False)
     with pytest.raises(AssertionError, match="measured"):
         call(model, (x,), budget=1.0, progress=False)
 
@@ -62,7 +59,8 @@ def test_the_old_name_of_chunked_loss() -> None:
 def test_the_old_name_of_a_planner() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
     with pytest.warns(rkmate.RkmateWarning, match="now called 'save-set'") as caught:
-        plan = rkmate.plan(model, (x,), budget=1.0, planner="keep-set", settings=ANALYTIC, progress=False)
+        plan = rkmate.plan(model, (x,), budget=1.0, settings=replace(ANALYTIC, planner="keep-set"),
+                           progress=False)
     assert plan.planner == "save-set" and caught[0].filename == __file__
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rkmate.devices import NAMES, known
 from rkmate.errors import ArgumentError
+from rkmate.settings import option_docs
+
+if TYPE_CHECKING:
+    from rkmate.settings import Options
 
 
 def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool = False) -> None:
@@ -23,62 +27,54 @@ def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool
                         help="how the schedule is found (default: rockmate)")
     parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda; for plan and "
                         f"curve also a GPU that is not here: {', '.join(NAMES)}")
+    add_options(parser)
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "calls": {"type": int, "metavar": "N"},
+    "compile": {"default": "no", "choices": ("yes", "no", "auto"),
+                "more": "; auto: where a compiler is installed (default: no)"},
+    "offload": {"metavar": "PLACE", "more": ": a folder on a disk, or host: the host's memory, for a model "
+                "on a GPU (default: none)"}}
+"""How `Options` are said in a terminal; their help begins with the first sentence of the declaration."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare `Options`, and what people set most often in `rkmate.Settings`."""
+    for name, how in _FLAGS.items():
+        about = option_docs()[name].split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
+        parser.add_argument(f"--{name}", help=about[0].lower() + about[1:] + how.get("more", ""),
+                            **{k: v for k, v in how.items() if k != "more"})
+    parser.add_argument("--offload-bytes", metavar="B", help="how much may be there at once: 20GiB, or bytes")
     parser.add_argument("--analytic", action="store_true",
                         help="estimate the operations' times instead of measuring them")
-    add_gradients(parser)
-    add_compile(parser)
-    add_offload(parser)
+    parser.add_argument("--gradients", choices=("returned", "in_place"), default="returned",
+                        help="hand gradients of parameters to autograd, or add them to what stands in .grad "
+                        "(default: returned)")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
-def add_gradients(parser: argparse.ArgumentParser) -> None:
-    """Declare how parameters get their gradients."""
-    parser.add_argument("--gradients", choices=("returned", "in_place"),
-                        help="hand gradients of parameters to autograd, or add them to what stands in .grad "
-                        "(default: returned)")
+def planning_options(args: argparse.Namespace) -> Options:
+    """Return the options of `rkmate.plan` and its like that a command line says. Raises `ArgumentError`."""
+    from rkmate.pipeline.offload import offload_of
+    from rkmate.pipeline.settings import Settings
 
-
-def add_compile(parser: argparse.ArgumentParser) -> None:
-    """Declare whether groups of operations are compiled."""
-    parser.add_argument("--compile", default="no", choices=("yes", "no", "auto"),
-                        help="compile groups of operations into kernels of their own; auto: where a compiler "
-                        "is installed (default: no)")
-
-
-def add_offload(parser: argparse.ArgumentParser) -> None:
-    """Declare where data may be sent while a step computes."""
-    parser.add_argument("--offload", metavar="PLACE", help="a folder on a disk to which a step may send data "
-                        "while it computes, or host: the host's memory, for a model on a GPU (default: none)")
-    parser.add_argument("--offload-bytes", metavar="B", help="how much may be there at once: 20GiB, or bytes")
-
-
-def offload_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return where to send data, as keyword arguments of `rkmate.wrap`."""
-    most = args.offload_bytes
-    return {"offload": args.offload, "offload_bytes": None if most is None else budget_of(most)}
-
-
-def compile_of(args: argparse.Namespace) -> bool | Literal["auto"]:
-    """Return whether to compile, as `rkmate.wrap` takes it."""
-    return "auto" if args.compile == "auto" else args.compile == "yes"
-
-
-def planning_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `rkmate.plan` and its like, without the budget."""
-    return {"planner": args.planner, "progress": not args.quiet,
-            "costs": "analytic" if args.analytic else "measured", "gradients": args.gradients,
-            "compile": compile_of(args), **offload_options(args)}
+    most = None if args.offload_bytes is None else budget_of(args.offload_bytes)
+    return {"calls": args.calls, "compile": "auto" if args.compile == "auto" else args.compile == "yes",
+            "offload": offload_of(args.offload, most), "progress": not args.quiet,
+            "settings": Settings(costs="analytic" if args.analytic else "measured", gradients=args.gradients,
+                                 planner=getattr(args, "planner", None))}
 
 
 def elsewhere_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword argument of `rkmate.plan` and `rkmate.tradeoff` for a GPU that is not here, with costs that
-    need none; nothing for a device that the model is moved to. Raises `ArgumentError`."""
+    """Return the keyword argument of `rkmate.plan` and `rkmate.tradeoff` for a GPU that is not here; nothing
+    for a device that the model is moved to. Raises `ArgumentError`."""
     if args.device is None or known(args.device) is None:
         return {}
     if getattr(args, "source", None):
         raise ArgumentError(f"device is {args.device!r}, a GPU that is not here: --source is for one that "
                             "the model is on")
-    return {"device": args.device, "costs": None}
+    return {"device": args.device}
 
 
 def budget_of(text: str) -> int | str:

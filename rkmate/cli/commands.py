@@ -8,17 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rkmate.cli.arguments import (
-    add_compile,
-    add_gradients,
-    add_offload,
-    add_target,
-    budget_of,
-    compile_of,
-    elsewhere_options,
-    offload_options,
-    planning_options,
-)
+from rkmate.cli.arguments import add_options, add_target, budget_of, elsewhere_options, planning_options
 from rkmate.cli.targets import Target, load_target
 from rkmate.errors import ArgumentError
 from rkmate.ir.plan import PlanData
@@ -44,13 +34,13 @@ def run_plan(args: argparse.Namespace) -> int:
 
     there = elsewhere_options(args)
     target = load_target(args.target, None if there else args.device)
-    common = {"budget": budget_of(args.budget), **planning_options(args), **there}
+    budget, options = budget_of(args.budget), planning_options(args)
     if args.source:
-        wrapped = rkmate.wrap(target.model, target.args, target.kwargs, **common)
+        wrapped = rkmate.wrap(target.model, target.args, target.kwargs, budget=budget, **options)
         made = wrapped.plan
         Path(args.source).write_text(wrapped.source, encoding="utf-8")
     else:
-        made = rkmate.plan(target.model, target.args, target.kwargs, **common)
+        made = rkmate.plan(target.model, target.args, target.kwargs, budget=budget, **options, **there)
     if args.save:
         made.save(args.save)
     if args.json:
@@ -97,7 +87,7 @@ def run_curve(args: argparse.Namespace) -> int:
     target = load_target(args.target, None if there else args.device)
     budgets = None if args.budgets is None else [budget_of(b) for b in args.budgets]
     curve = rkmate.tradeoff(target.model, target.args, target.kwargs, budgets=budgets,
-                            **{**planning_options(args), **there})
+                            **planning_options(args), **there)
     if args.plot:
         curve.plot(args.plot)
     print(json.dumps([as_json(p) for p in curve]) if args.json else curve)
@@ -165,10 +155,10 @@ def _read_or_make(args: argparse.Namespace, source: bool) -> tuple[Plan, Target 
     if args.budget is None:
         raise ArgumentError("give a --budget, or the file of a saved plan as TARGET")
     target = load_target(args.target, args.device)
-    common = {"budget": budget_of(args.budget), **planning_options(args)}
+    budget, options = budget_of(args.budget), planning_options(args)
     if source:
-        return rkmate.wrap(target.model, target.args, target.kwargs, **common).plan, target
-    return rkmate.plan(target.model, target.args, target.kwargs, **common), target
+        return rkmate.wrap(target.model, target.args, target.kwargs, budget=budget, **options).plan, target
+    return rkmate.plan(target.model, target.args, target.kwargs, budget=budget, **options), target
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,12 +176,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw it (.svg, .png, .pdf)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda")
-    parser.add_argument("--analytic", action="store_true",
-                        help="estimate the operations' times instead of measuring them")
-    add_gradients(parser)
-    add_compile(parser)
-    add_offload(parser)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    add_options(parser)
 
 
 def run_compare(args: argparse.Namespace) -> int:
@@ -203,8 +188,7 @@ def run_compare(args: argparse.Namespace) -> int:
     result = compare(target.model, target.args, target.kwargs, budgets=budgets,
                      planners=args.planners, measure=args.measure,
                      time_limit=TIME_LIMIT if args.time_limit is None else args.time_limit,
-                     progress=not args.quiet, costs="analytic" if args.analytic else "measured",
-                     gradients=args.gradients, compile=compile_of(args), **offload_options(args))
+                     **planning_options(args))
     if args.plot:
         Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
         result.plot(args.plot)

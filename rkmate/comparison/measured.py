@@ -24,13 +24,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from rkmate import device as devices
+from rkmate.api import wrap
 from rkmate.comparison.table import Row
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.step import measure_step
-from rkmate.pipeline.settings import Settings, Trains
+from rkmate.pipeline.settings import RunSettings, Settings, Trains
 from rkmate.pipeline.trained_outputs import chosen_outputs
-from rkmate.public import wrap
 from rkmate.show.plan import Plan
 
 ROUNDS = 9
@@ -145,7 +145,7 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
     trained: nn.Module = model
     if job["kind"] == "plan":
         trained = wrap(model, args, kwargs, plan=Plan.load(folder / PLAN), progress=False,
-                       verify=False, settings=settings)
+                       settings=replace(settings, run=RunSettings(verify=False)))
         planned = trained
         step = step_of(lambda: planned(*args, **kwargs))
     elif job["kind"] == "checkpoint":

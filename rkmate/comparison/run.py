@@ -6,10 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rkmate.api import checked_sample
 from rkmate.budget import Budget, parse_budget
 from rkmate.comparison.measured import Bench
 from rkmate.comparison.table import Comparison, Row
@@ -20,16 +21,18 @@ from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss_inside import trains_of
-from rkmate.pipeline.offload import Place
 from rkmate.pipeline.prepare import prepare, trace
-from rkmate.pipeline.settings import Compile, Gradients, Settings, settings_of_call
 from rkmate.planners.protocol import Candidate, Composed, Planner
 from rkmate.planners.registry import PLANNERS, asks
 from rkmate.planners.registry import planner as find_planner
-from rkmate.public import checked_sample
+from rkmate.settings import Options, check_default_planner
+from rkmate.settings import chosen as merged
 from rkmate.show.amounts import size
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 """Fractions of the model's own peak."""
@@ -39,13 +42,8 @@ TIME_LIMIT = 20.0
 
 def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
             budgets: Sequence[int | float | str] = BUDGETS, planners: Sequence[str] | None = None,
-            measure: bool = False, time_limit: float = TIME_LIMIT, progress: bool = True,
-             costs: Literal["measured", "analytic"] | None = None,
-             trains: str | int | Sequence[str | int] | None = None,
-            gradients: Gradients | None = None, compile: Compile | None = None,
-            offload: Place | None = None, offload_bytes: int | str | None = None,
-            settings: Settings | None = None) -> Comparison:
-    """Every planner on one model at equal budgets.
+            measure: bool = False, time_limit: float = TIME_LIMIT, **options: Unpack[Options]) -> Comparison:
+    """Run every planner on one model at equal budgets.
 
     The model is captured once, its operations are measured once, and the options of its blocks are
     solved once. One simulator predicts the peak and the time of each schedule. All of them work on one graph:
@@ -54,7 +52,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     Args:
         model: planned in train mode, where it is in eval mode.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
-        budgets: each like `rkmate.wrap`'s: bytes, text, a fraction of the model's own peak, or
+        budgets: each as for `rkmate.wrap`: bytes, text, a fraction of the model's own peak, or
             ``"auto"``.
         planners: names; all but ``auto``, which runs the others, unless given.
         measure: also train a step under each schedule, in a process of its own, in turns with the
@@ -63,14 +61,10 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             A loss is taken from the output: its ``loss``, else its scalars, else the mean of its
             tanh. A script that asks for it needs an ``if __name__ == "__main__":`` guard.
         time_limit: seconds that a planner has for one budget, where it can stop early.
-        progress: show progress on a terminal.
-        costs: ``"measured"`` runs each unique block once; ``"analytic"`` runs nothing, and these costs
-            are the same on every machine. What a planner finds within a limit in seconds, as the
-            default's and other integer programs do, need not be. Unless given, what the settings say.
-        trains: which outputs the loss is computed from, as of `rkmate.wrap`.
-        gradients, compile, offload, offload_bytes: as of `rkmate.wrap`.
-        settings: of the stages. With `calls`, budgets and peaks are of steps in which the model is called
-            so many times before the backward.
+        options: `rkmate.Options`, as for `rkmate.wrap`. With `calls`, budgets and peaks are of steps in which
+            the model is called as many times before the backward. With ``Settings(costs="analytic")`` nothing
+            is run, and costs are the same on every machine; but what a planner finds within a limit in
+            seconds, as the default's and other integer programs do, need not be.
 
     Returns:
         Rows that print as a table and draw as a picture. A planner without a schedule is a row that
@@ -80,6 +74,9 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         ArgumentError: an argument is wrong; with `measure`, also a model that cannot be pickled.
         CaptureError: the model has no static graph.
     """
+    call = merged(options, compare)
+    settings, shown = call.settings, Progress(call.progress)
+    check_default_planner(settings, "compare asks every planner, or those that planners= names")
     args, kwargs = checked_sample(model, args, kwargs)
     if isinstance(budgets, (str, int, float)) or not budgets:
         raise ArgumentError(f"budgets is {budgets!r}; it should be a list of budgets")
@@ -87,23 +84,20 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
               for b in budgets]
     methods = [find_planner(n) for n in ([n for n in PLANNERS if n != "auto"] if planners is None
                                          else planners)]
-    wanted_settings = settings_of_call(settings, costs, trains, gradients, compile,
-                                       offload, offload_bytes)
     if not time_limit > 0:
         raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
-    shown = Progress(progress)
-    methods = [find_planner(m.name, wanted_settings.of_planner) for m in methods]
+    methods = [find_planner(m.name, settings.of_planner) for m in methods]
     with flags_to_plan(model, None):
-        prepared = prepare(trace(model, args, kwargs, wanted_settings, shown))
+        prepared = prepare(trace(model, args, kwargs, settings, shown))
         solved = solve(prepared)                     # the options of the blocks, and the chain
         shared = {k: v for k, v in solved.stage_seconds.items() if k != "chain"}
         found = _planned(solved, wanted, methods, time_limit, shown)
         rows = [row for row, _ in found]
         if measure:
-            chosen = trains_of(model, prepared.capture, wanted_settings.trains)
-            bench = Bench(model, args, kwargs, replace(wanted_settings, trains=chosen))
+            chosen = trains_of(model, prepared.capture, settings.trains)
+            bench = Bench(model, args, kwargs, replace(settings, trains=chosen))
             rows = _measured(bench, found, shown)
-    return Comparison(tuple(rows), type(model).__name__, wanted_settings.costs, prepared.baseline_peak,
+    return Comparison(tuple(rows), type(model).__name__, settings.costs, prepared.baseline_peak,
                       prepared.baseline.seconds, shared)
 
 

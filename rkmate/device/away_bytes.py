@@ -31,5 +31,5 @@ class AwayBytes:
             away = sum(c.away_bytes for c in self._calls) + size
             if self._most is not None and away > self._most:
                 raise OffloadError(f"{self._place}: {size:,} bytes more would make {away:,} bytes there, and "
-                                   f"{self._most:,} may be (offload_bytes)")
+                                   f"{self._most:,} may be (most_bytes)")
             call.away_bytes += size

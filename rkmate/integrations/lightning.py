@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rkmate.api import applied, apply, remove
 from rkmate.errors import ArgumentError, MissingExtra
-from rkmate.public import applied, apply, remove
+from rkmate.settings import Options, check_no_settings_of_wrap, chosen
 
 try:
     from lightning.pytorch import Callback
 except ImportError as error:
     raise MissingExtra("the callback for Lightning needs it: pip install lightning") from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("rkmate")
 
@@ -25,23 +29,26 @@ class BudgetCallback(Callback):
     made for the first real batch. Checkpoints, ``validate``, ``test`` and ``predict`` are as without.
     """
 
-    def __init__(self, budget: int | float | str, module: str | None = None, **options: Any) -> None:
+    def __init__(self, budget: int | float | str, module: str | None = None,
+                 **options: Unpack[Options]) -> None:
         """A callback for one `Trainer.fit`, or several.
 
         Args:
-            budget: as of `rkmate.wrap`.
+            budget: as for `rkmate.wrap`.
             module: the name of the part of the LightningModule whose calls are planned (``"net"``,
                 ``"model.encoder"``). Unless given: the attribute that has most of the parameters. What
                 ``training_step`` computes outside of it (the loss, often) is not planned: room is left
-                for it, as of `rkmate.wrap`.
-            options: of `rkmate.apply`.
+                for it, as for `rkmate.wrap`.
+            options: `rkmate.Options`, as for `rkmate.apply`.
 
         Raises:
-            ArgumentError: when the training begins and there is no such part.
+            ArgumentError: an argument is wrong; when the training begins: there is no such part.
         """
         self._budget = budget
         self._name = module
-        self._options = options
+        call = chosen(options, BudgetCallback.__init__)
+        check_no_settings_of_wrap(call.settings, "BudgetCallback")
+        self._options = call.options()
         self._module: nn.Module | None = None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:

@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rkmate.api import apply, remove
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, MissingExtra
-from rkmate.pipeline.offload import Place
-from rkmate.pipeline.settings import Compile, Gradients, Settings
-from rkmate.public import apply, remove
+from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.apply import planned_call_of
 from rkmate.runtime.first_step import FirstStep
-from rkmate.runtime.module import NewShape
+from rkmate.settings import Options, check_no_settings_of_wrap, chosen
 from rkmate.show.plan import Plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("rkmate")
 
@@ -34,10 +35,10 @@ class _BudgetCallback:
     a context around the training (``with BudgetCallback(...) as budget:``), or `rkmate.remove` takes it off.
 
     Args:
-        budget: as of `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation
+        budget: as for `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation
             takes no more than one batch.
-        planner, costs, trains, gradients, compile, offload, offload_bytes, settings, on_new_shape, progress,
-            verify, planning_seconds: as of `rkmate.apply`.
+        options: `rkmate.Options`, as for `rkmate.apply`: with ``calls=2``, the model is called twice before
+            each backward.
 
     Raises:
         ArgumentError: an argument is wrong. When training begins: the model cannot be planned, or is run
@@ -45,20 +46,14 @@ class _BudgetCallback:
         MissingExtra: transformers is not installed.
     """
 
-    def __init__(self, budget: int | float | str, *, planner: str = "rockmate", costs: str | None = None,
-                 trains: str | int | Sequence[str | int] | None = None,
-                 gradients: Gradients | None = None, compile: Compile | None = None,
-                 offload: Place | None = None, offload_bytes: int | str | None = None,
-                 settings: Settings | None = None,
-                 on_new_shape: NewShape = "plan", progress: bool = True, verify: bool = True,
-                 planning_seconds: float | None = None) -> None:
+    def __init__(self, budget: int | float | str, **options: Unpack[Options]) -> None:
+        call = chosen(options, _BudgetCallback.__init__)
+        check_no_settings_of_wrap(call.settings, "BudgetCallback")
+        find_planner(call.settings.planner_name)
         if budget != "auto":
             parse_budget(budget)
-        self._options: dict[str, Any] = {
-            "budget": budget, "planner": planner, "costs": costs, "trains": trains, "gradients": gradients,
-            "compile": compile, "offload": offload, "offload_bytes": offload_bytes,
-            "settings": settings, "on_new_shape": on_new_shape, "progress": progress, "verify": verify,
-            "planning_seconds": planning_seconds}
+        self._budget = budget
+        self._options = call.options()
         self._plans: list[Plan] = []
         self._first: FirstStep | None = None
         self._model: nn.Module | None = None
@@ -90,7 +85,7 @@ class _BudgetCallback:
                                 "where no budget holds: start one process per device (torchrun, accelerate "
                                 "launch), or show one device (CUDA_VISIBLE_DEVICES)")
         self._plans, self._first = [], None
-        apply(model, **self._options)
+        apply(model, budget=self._budget, **self._options)
         self._model = model
         call = planned_call_of(model)
         if call is not None:

@@ -88,7 +88,12 @@ class Schedule:
 
     def seconds(self, graph: CDGraph) -> float:
         """Sum of the times of all computations, in seconds: without waiting for copies."""
-        return sum(kernel_of(graph, s).time for s in self.steps if isinstance(s, Compute))
+        # One by one, as the simulator adds them: from Python 3.12 on, `sum` rounds otherwise.
+        seconds = 0.0
+        for s in self.steps:
+            if isinstance(s, Compute):
+                seconds += kernel_of(graph, s).time
+        return seconds
 
     @property
     def copied(self) -> frozenset[int]:

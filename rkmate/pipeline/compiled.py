@@ -18,8 +18,9 @@ from rkmate.support.warn import warn
 
 
 def with_compiler(settings: Settings, device: torch.device) -> Settings:
-    """The settings with a decision whether to compile, for "auto" by compiling something. Raises
-    `CompilerError` where compiling is asked for, and there is no compiler for the device."""
+    """Return the settings with a decision whether to compile, for "auto" by compiling something. Where groups
+    are compiled, images are laid out as is faster, unless the settings say otherwise. Raises `CompilerError`
+    where compiling is requested, and there is no compiler for the device."""
     if settings.compile is False:
         return settings
     try:
@@ -31,7 +32,8 @@ def with_compiler(settings: Settings, device: torch.device) -> Settings:
             raise
         warn(f'compile is "auto", and nothing is compiled: {error}')
         return replace(settings, compile=False)
-    return replace(settings, compile=True)
+    return replace(settings, compile=True,
+                   layouts="auto" if settings.layouts == "with_compile" else settings.layouts)
 
 
 def _smallest(x: torch.Tensor) -> tuple[torch.Tensor]:

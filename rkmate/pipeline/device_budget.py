@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from rkmate import device as devices
 from rkmate.budget import Budget, DeviceShare, parse_budget
-from rkmate.devices import GPU
 from rkmate.errors import ArgumentError, InfeasibleBudget
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.family import KnownCall, derived, known_call, one_family, possible
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.capture.train_mode import flags_to_plan
-from rkmate.pipeline import elsewhere
 from rkmate.pipeline.loss_inside import traceable
-from rkmate.pipeline.offload import Place, offload_of
 from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
 from rkmate.pipeline.reserved import LEFT_ALONE
-from rkmate.pipeline.settings import Compile, Gradients, Settings, checked_trains
+from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock, planning_lock
@@ -119,57 +116,14 @@ class BatchSize:
                 f"{self.size_without or 'not even one sample fits'}")
 
 
-def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
-                   device_memory: int | str | None = None, optimizer_states: int = ADAM_STATES,
-                   most: int = 1 << 16, costs: str = "measured",
-                   trains: str | int | Sequence[str | int] | None = None,
-                   gradients: Gradients = "returned", compile: Compile = False, progress: bool = True,
-                   calls: int = 1, device: GPU | str | None = None, offload: Place | None = None,
-                   offload_bytes: int | str | None = None) -> BatchSize:
-    """The largest batch whose training step fits in a device, and what it costs.
-
-    Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
-
-    Args:
-        model: the module to train; in train mode, where it is in eval mode.
-        make_inputs: batch size -> ``args``, or ``(args, kwargs)`` with a tuple and a dict.
-        device_memory: of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
-            and optimizer state are taken off. None: what is free on the model's CUDA device.
-        optimizer_states: see `auto_budget`.
-        most: greatest batch size to try.
-        costs, trains, gradients, compile: see `wrap`. Each size that is looked at has groups of its own, so
-            that compiling takes seconds for each.
-        progress: show progress on a terminal.
-        calls: how many times the module is called, with a batch of that size each time, before the
-            backward; see `wrap`.
-        device: a GPU that need not be here, to plan for it, as of `plan`: costs are then estimated, and
-            `device_memory` is its own unless given.
-        offload, offload_bytes: see `wrap`.
-
-    Raises:
-        InfeasibleBudget: not even a batch of one fits.
-        ArgumentError: an argument is wrong, or the model alone does not fit.
-    """
-    check_model(model)
-    if device is not None:
-        gpu, model, _, _ = elsewhere.sample_for(device, model, (), {})
-
-        def inputs_there(size: int) -> Any:
-            return elsewhere.sample_for(gpu, None, make_inputs(size), {})[2]
-        with elsewhere.on_gpu(gpu, model):
-            found = max_batch_size(model, inputs_there, device_memory=device_memory, costs="analytic",
-                                   optimizer_states=optimizer_states, most=most, trains=trains,
-                                   gradients=gradients, compile=compile, progress=progress, calls=calls,
-                                   offload=offload, offload_bytes=offload_bytes)
-        return replace(found, plan=elsewhere.told(found.plan, gpu))
+def largest_batch(model: nn.Module, make_inputs: Callable[[int], Any], settings: Settings, progress: Progress,
+                  *, device_memory: int | str | None, optimizer_states: int, most: int) -> BatchSize:
+    """Return the largest batch whose training step fits in the device that the model is on, as
+    `rkmate.max_batch_size` does."""
     devices.common((*model.parameters(), *model.buffers()))
-    if costs not in ("measured", "analytic"):
-        raise ArgumentError(f'costs is {costs!r}; it should be "measured" or "analytic"')
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ArgumentError(f"most is {most!r}; it should be a positive number of samples")
     budget = _left_for_step(model, device_memory, optimizer_states)
-    settings = Settings(costs=costs, trains=checked_trains(trains), calls=calls,  # type: ignore[arg-type]
-                        gradients=gradients, compile=compile, offload=offload_of(offload, offload_bytes))
     tried: dict[int, int | None] = {}
     plain: dict[int, int] = {}
     best: list[Prepared] = []
@@ -182,7 +136,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         if possible(_shapes(args, kwargs), [[f.shape for f in k.forms] for k in family]):
             with planning_lock, gc_pause(), capture_lock:
                 found, _ = derived(traceable(model), args, kwargs, family)
-        traced = trace(model, args, kwargs, settings, Progress(progress), found)
+        traced = trace(model, args, kwargs, settings, progress, found)
         if found is None:
             known.append(known_call(traced.capture, args, kwargs))
         return traced

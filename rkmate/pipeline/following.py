@@ -38,7 +38,7 @@ def follow(traced: Traced, plan: Plan) -> Planned:
         raise PlanError(f"the plan was made for {made_for}, and this is {here}, where this model has another "
                         "graph: make a plan here")
     raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
-                    "flags or trained outputs (trains=): make a plan for this one")
+                    "flags or trained outputs (Settings(trains=...)): make a plan for this one")
 
 
 def follow_any(traced: Traced, plans: Sequence[Plan]) -> Planned | None:
@@ -100,5 +100,5 @@ def _check(plan: Plan, prepared: Prepared) -> None:
             each = "" if plan.calls == 1 else f" in each of {plan.calls} calls"
             offload = prepared.settings.offload
             assert offload is not None, "which _sent_here has seen to"
-            raise PlanError(f"the plan sends {away:,} bytes away{each}, and offload_bytes is "
+            raise PlanError(f"the plan sends {away:,} bytes away{each}, and most_bytes is "
                             f"{offload.most_bytes:,}: give more, or make another plan")

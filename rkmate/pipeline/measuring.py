@@ -38,5 +38,5 @@ def measured_within(measure: Callable[[Callable[[], int] | None], Costs], limit:
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
             f"there is too little memory on {device} to measure the operations of {name}: {free:,} bytes are "
-            'free. Free some (other models, other processes), count costs (costs="analytic"), or plan on an '
-            "emptier device, save the plan and give it to wrap (plan=)") from error
+            'free. Free some (other models, other processes), count costs (Settings(costs="analytic")), or '
+            "plan on an emptier device, save the plan and give it to wrap (plan=)") from error

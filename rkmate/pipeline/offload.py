@@ -108,7 +108,7 @@ def _bytes(most: Any) -> int:
         found = None
     if found is None or found < LEAST_BYTES:
         unit = "" if found is None else f", {found:,} bytes, which is less than any tensor worth sending"
-        raise ArgumentError(f"offload_bytes is {most!r}{unit}; it should be bytes (an int), or text such as "
+        raise ArgumentError(f"most_bytes is {most!r}{unit}; it should be bytes (an int), or text such as "
                             '"20GiB"')
     return found
 

@@ -123,8 +123,9 @@ CHANNELS_LAST = Variant(
     asked_for=True,
     note="the convolutions with {names} have their channels last",
     combines=("chunked-loss", "grouped-loss", "tiled-mlps"))
-_WHEN: dict[str, When] = {"keep": "never", "channels_last": "always"}
-"""What the names of layouts say of a variant."""
+_WHEN: dict[str, When] = {"keep": "never", "with_compile": "never", "channels_last": "always"}
+"""What the names of layouts say of a variant. Where groups are compiled, ``"with_compile"`` has become
+another name by then (`rkmate.pipeline.compiled.with_compiler`)."""
 VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 

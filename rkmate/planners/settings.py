@@ -11,8 +11,18 @@ from rkmate.support.defaults import Default
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """Settings of the default planner. Times bound what can stop early; nothing else depends on a clock."""
+    """Which planner, and how long the default one looks. Times bound what can stop early; nothing else
+    depends on a clock."""
 
+    name: str = "rockmate"
+    """``"rockmate"``, the default, takes the fastest schedule of several methods. The methods by themselves,
+    to compare them, are ``"rk-rotor"``, ``"rotor"``, ``"revolve"`` (dynamic programs over a chain of blocks),
+    ``"sequential"`` (equal segments), ``"chen"`` (square-root segments), ``"checkmate"``, ``"checkmate-lp"``
+    (an integer program over every operation, and its rounded relaxation), ``"lower-sets"``,
+    ``"lower-sets-memory"``, ``"lower-sets-exact"``, ``"lower-sets-exact-memory"``,
+    ``"lower-sets-no-liveness"``, ``"dtr"`` (a replayed run-time policy), ``"save-set"`` (an integer program
+    of what is saved at a few times), ``"save-all"`` and ``"recompute-all"``. ``"auto"`` asks most of these
+    for half a minute, and says which was best. The fields below are the default planner's."""
     slots: int = 500
     """Memory slots of the chain's dynamic program."""
     save_set_seconds: float = 0.6
@@ -55,7 +65,7 @@ class PlannerSettings:
     """Levels times blocks, at most: longer chains have fewer levels."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        for field in fields(self)[1:]:
             value = getattr(self, field.name)
             whole = isinstance(field.default, int)
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) \

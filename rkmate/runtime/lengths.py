@@ -1,6 +1,6 @@
 """Lengths planned ahead, and inputs padded to them.
 
-Both are asked for: ``wrap(..., lengths=(128, 256), pad={"input_ids": 0})``. The sequence's dimension is the
+Both are asked for: ``RunSettings(lengths=(128, 256), pad={"input_ids": 0})``. The sequence's dimension is the
 second. The arguments that `pad` names (without it, all that have such a dimension) have one length there.
 """
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Mapping
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.gradient_places import refuse_data_parallelism
 from rkmate.pipeline.loss_inside import traceable
+from rkmate.pipeline.settings import NewShape as NewShape
 from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
@@ -28,7 +29,6 @@ from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
 
-NewShape = Literal["plan", "original", "error"]
 logger = logging.getLogger("rkmate")
 _MOST_UNPLANNED = 256
 """Signatures that are remembered as such that cannot be planned."""

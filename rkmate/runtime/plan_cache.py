@@ -324,7 +324,7 @@ class PlanCache:
             f"the loss leads to {_names(mask)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
             f"{found.plan.peak_bytes:,} bytes beside what it keeps. The next forward is planned for "
-            "this loss (trains= says from the start which outputs a loss takes)")
+            "this loss (Settings(trains=...) says from the start which outputs a loss takes)")
         with torch.no_grad():
             return found.compiled.again(kept, dict(given))
 

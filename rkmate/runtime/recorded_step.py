@@ -1,4 +1,4 @@
-"""A planned step that is recorded once and then replayed: ``wrap(..., cuda_graph=True)``.
+"""A planned step that is recorded once and then replayed: ``RunSettings(cuda_graph=True)``.
 
 The forward is one recording and the backward another, so that a step costs the host two calls however many
 operations it has. Inputs are copied to where the recording reads them. Outputs are copies. Gradients stand
@@ -154,7 +154,7 @@ class RecordedStep:
         if missing:
             raise BackwardError(f"with {_OPTION} a loss leads to all outputs that were planned for, and this "
                                 f"one does not to output {missing[0]} (counted from 0): name those of the "
-                                "loss with trains=")
+                                "loss with Settings(trains=...)")
         sources = self._step.sources(tensors)
         check_versions(self._versions, [*sources], [*sources.values()])
         self._open += 1
@@ -212,5 +212,6 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         raise BackwardError("the loss leads to an output that the plan was not made for, and with "
-                            f"{_OPTION} the forward cannot run a second time: say so with trains=")
+                            f"{_OPTION} the forward cannot run a second time: say so with "
+                            "Settings(trains=...)")
 

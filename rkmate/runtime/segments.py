@@ -57,7 +57,7 @@ class Call:
         """The gradient of every token."""
 
     def begin(self, receive: Callable[[], None]) -> None:
-        """Begin the backward: `receive` puts the gradients of the module's outputs where the segments find them.
+        """Begin the backward: `receive` puts the gradients of the outputs where the segments find them.
 
         Raises `BackwardError` when the backward has begun before, except for one through other outputs where
         the graph was kept: the forward runs a second time for those.
@@ -116,8 +116,8 @@ class Call:
         self.ready = self.rerun = None
 
     def begin_with_graph(self, given: Mapping[int, torch.Tensor]) -> None:
-        """Begin a backward with ``create_graph=True``, by the original's forward: the planned step stays as it
-        is. `given`: gradients of outputs, by number."""
+        """Begin a backward with ``create_graph=True``, by the original's forward: the planned step stays as
+        it is. `given`: gradients of outputs, by number."""
         self.with_graph = self._with_graph(given) if given else {}
 
     def run_with_graph(self, number: int) -> list[Any]:

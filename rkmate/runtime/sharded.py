@@ -4,7 +4,7 @@ Each sharded layer gathers its parameters in hooks around its forward and its ba
 by itself, and its hooks stay outside of its plan. One step calls all of them before the first backward:
 layers that are alike (of one class, with parameters of the same shapes) share a budget as so many calls of
 one module do, and layers of several kinds share the whole by the bytes of their parameters. What may be sent
-away at once (`offload_bytes`) is shared in the same way.
+away at once (`most_bytes` of `rkmate.Offload`) is shared in the same way.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def counts_assignments() -> bool:
     return bool(dict_version(probe.__dict__) != before)
 
 
-_COUNTED = counts_assignments()
+_COUNTED = dict_version is not None and counts_assignments()
 
 
 class Walk:

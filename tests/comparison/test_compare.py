@@ -26,6 +26,7 @@ from rkmate.show.styles import LOOKS, OTHER, look_of
 from tests.capturing import captured_once
 from tests.clocks import NO_CLOCK
 from tests.comparison.models import residual
+from tests.options import options_of
 
 pytestmark = pytest.mark.xdist_group("compare")
 BUDGETS: list[int | float | str] = [1.0, "80%", 0.6, 1]
@@ -39,9 +40,8 @@ def compared(budgets: list[int | float | str], planners: list[str] | None = None
              **options: Any) -> rkmate.Comparison:
     sample = residual()
     with captured_once("residual"):
-        return rkmate.compare(sample.model, sample.args, budgets=budgets, planners=planners,
-                              costs="analytic", time_limit=1.0, progress=False,
-                              settings=NO_CLOCK, **options)
+        return rkmate.compare(sample.model, sample.args, budgets=budgets, planners=planners, time_limit=1.0,
+                              progress=False, **options_of(costs="analytic", settings=NO_CLOCK, **options))
 
 
 @pytest.fixture(scope="session")          # other modules' tests may come between
@@ -71,8 +71,9 @@ def test_rows_are_what_plan_returns(whole: rkmate.Comparison) -> None:
     for row in whole.at(budget):
         if row.status == "ok" and row.method in ("rockmate", *SAME_CANDIDATES):
             with captured_once("residual"):
-                plan = rkmate.plan(sample.model, sample.args, budget=budget, planner=row.method,
-                                   costs="analytic", progress=False, settings=NO_CLOCK)
+                plan = rkmate.plan(sample.model, sample.args, budget=budget,
+                                   progress=False, **options_of(settings=NO_CLOCK, planner=row.method,
+                                                                costs="analytic"))
             assert plan.peak_bytes == row.peak_bytes
             assert plan.step_seconds / plan.baseline_seconds == pytest.approx(row.time_ratio)
     kept = {r.method: r for r in whole.at(whole.budgets[0])}["save-all"]
@@ -243,7 +244,8 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ArgumentError, match="time_limit is 0"):
         rkmate.compare(sample.model, sample.args, time_limit=0)
     with pytest.raises(ArgumentError, match="costs is 'free'"):
-        rkmate.compare(sample.model, sample.args, costs="free")  # type: ignore[arg-type]
+        rkmate.compare(sample.model, sample.args,
+                       settings=rkmate.Settings(costs="free"))  # type: ignore[arg-type]
 
 
 def target() -> tuple[Any, ...]:
@@ -283,10 +285,10 @@ def test_a_planner_without_any_schedule_for_a_model() -> None:
     torch.manual_seed(0)
     model, args = Wide(), (torch.randn(8, 4),)
     with pytest.raises(ArgumentError, match=r"lower-sets-exact.* at any budget: .* lower sets"):
-        rkmate.plan(model, args, budget=1.0, planner="lower-sets-exact", costs="analytic",
-                    progress=False)
+        rkmate.plan(model, args, budget=1.0,
+                    settings=rkmate.Settings(planner="lower-sets-exact", costs="analytic"), progress=False)
     row, = rkmate.compare(model, args, budgets=[1.0], planners=["lower-sets-exact"],
-                          costs="analytic", progress=False)
+                          settings=rkmate.Settings(costs="analytic"), progress=False)
     assert row.status == "infeasible" and "lower sets" in row.note and row.note in str(
         rkmate.Comparison((row,), "Wide", "analytic", 10, 1.0, {}))
 
@@ -294,7 +296,9 @@ def test_a_planner_without_any_schedule_for_a_model() -> None:
 def test_planning_seconds() -> None:
     sample = residual()
     with pytest.raises(ArgumentError, match="planning_seconds is -1"):
-        rkmate.plan(sample.model, sample.args, budget=0.7, planning_seconds=-1, progress=False)
+        rkmate.plan(sample.model, sample.args, budget=0.7, settings=rkmate.Settings(planning_seconds=-1),
+                    progress=False)
     with pytest.raises(rkmate.PlanningTimeout, match="checkmate-lp found no schedule"):
-        rkmate.plan(sample.model, sample.args, budget=0.7, planner="checkmate-lp", costs="analytic",
-                    planning_seconds=1e-9, progress=False)
+        rkmate.plan(sample.model, sample.args, budget=0.7,
+                    settings=rkmate.Settings(planner="checkmate-lp", costs="analytic", planning_seconds=1e-9),
+                    progress=False)

@@ -21,8 +21,10 @@ def test_same_step(name: str) -> None:
     sample, original = residual(), residual()
 
     def wrapped(budget: int | float) -> rkmate.PlannedModule:
-        return rkmate.wrap(sample.model, sample.args, budget=budget, planner=name, progress=False,
-                           planning_seconds=60.0 if name == "checkmate-lp" else 5.0)
+        return rkmate.wrap(sample.model, sample.args, budget=budget,
+                           settings=rkmate.Settings(
+                               planner=name, planning_seconds=60.0 if name == "checkmate-lp" else 5.0),
+                           progress=False)
 
     with captured_once("residual"):
         try:

@@ -47,7 +47,7 @@ def test_two_planners_and_todays_methods(monkeypatch: pytest.MonkeyPatch) -> Non
     processes(monkeypatch, 1)
     sample = stack()
     found = rkmate.compare(sample.model, sample.args, budgets=[0.7], planners=["rockmate", "chen"],
-                           measure=True, progress=False, costs="analytic")
+                           measure=True, progress=False, settings=rkmate.Settings(costs="analytic"))
     rows = {r.method: r for r in found}
     assert list(rows) == ["rockmate", "chen", "eager", "checkpoint_sequential 2"]
     for name in ("rockmate", "chen"):
@@ -69,7 +69,8 @@ def test_what_cannot_be_measured_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
     is no sequence."""
     processes(monkeypatch, 0)
     sample, other = residual(), residual(2)
-    plan = rkmate.plan(other.model, other.args, budget=1.0, costs="analytic", progress=False)
+    plan = rkmate.plan(other.model, other.args, budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                       progress=False)
     with Bench(sample.model, sample.args, {}) as bench:
         row = bench.measured(Row("rockmate", plan.budget_bytes, "ok", 0.1, 1, 1.0), plan)
         today = bench.today()
@@ -97,8 +98,8 @@ def test_a_model_that_cannot_be_pickled() -> None:
         """Not importable."""
 
     with pytest.raises(ArgumentError, match="Local cannot be pickled"):
-        rkmate.compare(Local(4, 4), (torch.randn(8, 4),), budgets=[1.0], planners=["save-all"],
-                       measure=True, progress=False, costs="analytic")
+        rkmate.compare(Local(4, 4), (torch.randn(8, 4),), budgets=[1.0], planners=["save-all"], measure=True,
+                       progress=False, settings=rkmate.Settings(costs="analytic"))
 
 
 @dataclass
@@ -134,7 +135,8 @@ def test_steps_of_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rkmate.compare(sample.model, sample.args, budgets=[0.7], planners=["rockmate"], measure=True,
                            progress=False, settings=rkmate.Settings(costs="analytic", calls=2))
     row, eager, *_ = found
-    one = rkmate.plan(sample.model, sample.args, budget=1.0, costs="analytic", progress=False)
+    one = rkmate.plan(sample.model, sample.args, budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                      progress=False)
     assert found.baseline_peak_bytes > 1.8 * one.baseline_peak_bytes
     assert row.budget_bytes == int(0.7 * found.baseline_peak_bytes)
     assert row.peak_bytes <= row.budget_bytes

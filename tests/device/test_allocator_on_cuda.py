@@ -99,7 +99,8 @@ def test_the_first_step_does_not_warn_of_what_libraries_keep() -> None:
     x = torch.randn(16, 64, device="cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        wrapped = rkmate.wrap(model, (x,), budget=1.0, costs="analytic", progress=False)
+        wrapped = rkmate.wrap(model, (x,), budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                              progress=False)
         wrapped(x).sum().backward()
 
 

@@ -109,8 +109,8 @@ def test_an_accelerators_budget() -> None:
         with pytest.raises(rkmate.ArgumentError, match="nothing is left"):
             rkmate.auto_budget(model)
         device.statistics.add(-94 * size)
-        found = rkmate.max_batch_size(model, lambda n: (torch.randn(n, 64),), most=4, costs="analytic",
-                                      progress=False)
+        found = rkmate.max_batch_size(model, lambda n: (torch.randn(n, 64),), most=4,
+                                      settings=rkmate.Settings(costs="analytic"), progress=False)
     assert found.size == 4
 
 

@@ -147,9 +147,11 @@ def test_unchunked_where_there_is_room(planner: str, counts: list[int],
     budget = 7 * 2**20      # of 6: they alone leave one of them out, or not, for a few bytes of a sum
     if planner == "recompute-all":
         with pytest.raises(rkmate.InfeasibleBudget) as caught:
-            rkmate.wrap(copy.deepcopy(model), sample.args, budget=1, planner=planner, progress=False)
+            rkmate.wrap(copy.deepcopy(model), sample.args, budget=1,
+                        settings=rkmate.Settings(planner=planner), progress=False)
         budget = caught.value.minimum_bytes
-    module = rkmate.wrap(copy.deepcopy(model), sample.args, budget=budget, planner=planner, progress=False)
+    module = rkmate.wrap(copy.deepcopy(model), sample.args, budget=budget,
+                         settings=rkmate.Settings(planner=planner), progress=False)
     found = [module.source.count(f"= {name}") for name in
              ("aten.native_batch_norm_backward", "rkmate.batch_norm_backward")]
     assert found == counts

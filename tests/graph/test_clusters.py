@@ -31,6 +31,7 @@ from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, fresh_inputs, measured_peak, trace_step
 from tests.models import BANK, Sample
+from tests.options import options_of
 from tests.random_modules import test_random_modules as random_modules
 from tests.threads import threads
 
@@ -80,7 +81,7 @@ def layers(count: int = 3) -> Sample:
 
 def wrap(sample: Sample, budget: float | int = 1.0, **more: Any) -> rkmate.PlannedModule:
     return rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=budget, progress=False,
-                       **{"settings": QUICK, **more})
+                       **options_of(**{"settings": QUICK, **more}))
 
 
 def test_equal_layers_share_their_groups(uncompiled: None) -> None:
@@ -145,15 +146,17 @@ def test_another_default_type_has_kernels_of_its_own() -> None:
 
 def test_the_largest_batch(uncompiled: None) -> None:
     found = rkmate.max_batch_size(layers(1).model, lambda n: (torch.randn(n, 24, 16),), most=1,
-                                  device_memory="2MiB", costs="analytic", progress=False, compile=True)
+                                  device_memory="2MiB", settings=Settings(costs="analytic"), progress=False,
+                                  compile=True)
     assert found.plan.compiled and found.plan.fused
 
 
 def test_the_backward_computes_again_rather_than_reads(uncompiled: None) -> None:
     """Of the activation, its input stays: not its third power, nor its tangent."""
-    without = rkmate.plan(layers().model, layers().args, budget=1.0, costs="analytic", progress=False)
-    compiled = rkmate.plan(layers().model, layers().args, budget=1.0, costs="analytic", progress=False,
-                           compile=True)
+    without = rkmate.plan(layers().model, layers().args, budget=1.0, settings=Settings(costs="analytic"),
+                          progress=False)
+    compiled = rkmate.plan(layers().model, layers().args, budget=1.0, settings=Settings(costs="analytic"),
+                           progress=False, compile=True)
     assert not without.compiled
     assert without.fused == ()
     one = 4 * 24 * 128 * 4
@@ -361,7 +364,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Tanh(), nn.Linear(16, 8))
 x = torch.randn(4, 8)
 how = {"plan": rkmate.Plan.load(path)} if path.exists() else {"budget": 1.0}
-wrapped = rkmate.wrap(model, (x,), compile=True, costs="analytic", progress=False, **how)
+wrapped = rkmate.wrap(model, (x,), compile=True, progress=False, **how,
+                      settings=rkmate.Settings(costs="analytic"))
 wrapped(x).sum().backward()
 wrapped.plan.save(path)
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"],

@@ -48,11 +48,13 @@ def test_heads_in_bfloat16_run_in_tiles(autocast: bool) -> None:
         smallest = []
         for tiles in ("never", "always"):
             with pytest.raises(rkmate.InfeasibleBudget) as caught:
-                rkmate.plan(model, (ids,), budget=1, costs="analytic", progress=False,
-                            settings=Settings(chunked_loss=tiles))
+                rkmate.plan(model, (ids,), budget=1, settings=Settings(chunked_loss=tiles, costs="analytic"),
+                            progress=False)
             smallest.append(caught.value.minimum_bytes)
-        wrapped = rkmate.wrap(model, (ids,), budget=1.0, costs="analytic", progress=False, verify=False,
-                              settings=Settings(chunked_loss="always"))
+        wrapped = rkmate.wrap(model, (ids,), budget=1.0,
+                              settings=Settings(chunked_loss="always", costs="analytic",
+                                                run=rkmate.RunSettings(verify=False)),
+                              progress=False)
         found = wrapped(ids)
     assert smallest[1] < 0.7 * smallest[0]
     assert "def tiled_head" in wrapped.source

@@ -186,7 +186,7 @@ def test_fake_tensors_are_as_torch_makes_them() -> None:
     other = FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu"))
     for gradient in (False, True):
         made = resizing._fake_like(other, plain, gradient)
-        usual = FakeTensor(mode, plain, torch.device("cpu"), requires_grad=gradient)
+        usual = FakeTensor(mode, plain.detach().requires_grad_(gradient), torch.device("cpu"))
         assert vars(made) == vars(usual)
         assert (made.device, made.requires_grad) == (usual.device, usual.requires_grad)
         assert form_of(made) == form_of(usual)

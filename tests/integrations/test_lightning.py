@@ -55,7 +55,7 @@ def task(**options: Any) -> Task:
 
 
 def budget(module: str | None = None) -> Any:
-    return BudgetCallback(0.8, module, progress=False, costs="analytic")
+    return BudgetCallback(0.8, module, progress=False, settings=rkmate.Settings(costs="analytic"))
 
 
 @pytest.mark.parametrize("module", [None, "net"])

@@ -20,6 +20,7 @@ from torch import nn
 import rkmate
 from rkmate.runtime import module as modules
 from tests.device.fake import Ledger
+from tests.options import options_of
 from tests.semantics.steps import Tower
 
 transformers = pytest.importorskip("transformers")
@@ -34,7 +35,8 @@ X = torch.randn(256, 16)
 
 
 def callback(budget: int | float | str = 0.8, **options: Any) -> Any:
-    return rkmate.integrations.BudgetCallback(budget, **{"planner": "rotor", **OPTIONS, **options})
+    named = {"planner": "rotor", **OPTIONS, **options}
+    return rkmate.integrations.BudgetCallback(budget, **options_of(**named))
 
 
 def told(made: Any, event: str, model: nn.Module, n_gpu: int = 1) -> Any:
@@ -130,7 +132,7 @@ def test_scores_are_what_trl_trains_by() -> None:
             scores = super().forward(x).log_softmax(-1)
             return {"loss": scores.mean(), "log_probs": scores, "entropy": scores.exp().sum()}
 
-    model = rkmate.apply(Scored(), budget=0.9, planner="rotor", **OPTIONS)
+    model = rkmate.apply(Scored(), budget=0.9, **options_of(planner="rotor", **OPTIONS))
     for _ in range(2):
         model(X)["log_probs"].square().sum().backward()
     shown = rkmate.applied(model)
@@ -146,7 +148,7 @@ def test_an_embedding_that_asks_for_gradients_is_nothing_to_warn_of() -> None:
     model.layers[0].requires_grad_(False)
     twin = copy.deepcopy(model)
     model.layers[0].register_forward_hook(make_inputs_require_grads)
-    rkmate.apply(model, (X,), budget=0.9, planner="rotor", **OPTIONS)
+    rkmate.apply(model, (X,), budget=0.9, **options_of(planner="rotor", **OPTIONS))
     for m in (model, twin):
         m(X).sum().backward()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
@@ -171,7 +173,7 @@ def test_examples(name: str, needs: str, planner: str, monkeypatch: pytest.Monke
     """Losses, weights, and what the saved model does are equal to the plain script's, bit for bit."""
     pytest.importorskip(needs)
     main = _example(name, monkeypatch)
-    plain, run = main(True), main(False, planner=planner, **OPTIONS)
+    plain, run = main(True), main(False, **options_of(planner=planner, **OPTIONS))
     assert run.losses == plain.losses and len(run.losses) > 3
     for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -186,7 +188,7 @@ def test_a_reference_without_adapters_takes_no_plan_of_its_own(monkeypatch: pyte
     """DPOTrainer switches checkpointing and adapters off and on again in each step."""
     pytest.importorskip("trl")
     main = _example("trainer_trl_dpo", monkeypatch)
-    plain, run = main(True, precompute=False), main(False, precompute=False, **OPTIONS)
+    plain, run = main(True, precompute=False), main(False, precompute=False, **options_of(**OPTIONS))
     assert run.losses == plain.losses and run.loaded == plain.loaded
     assert len(run.plans) == 1
 
@@ -265,7 +267,8 @@ def train(budget):
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0))
     data = [{"input_ids": (i := torch.randint(0, 50, (16,))), "labels": i} for _ in range(16)]
-    made = [rkmate.integrations.BudgetCallback(0.8, planner="rotor", costs="analytic", progress=False)]
+    made = [rkmate.integrations.BudgetCallback(0.8, progress=False, settings=rkmate.Settings(
+        planner="rotor", costs="analytic"))]
     trainer = transformers.Trainer(model, transformers.TrainingArguments(
         output_dir=sys.argv[1], max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True, save_strategy="no"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from rkmate.measure.costs import Costs
 from rkmate.measure.made_up import made_up
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline import prepare
+from rkmate.pipeline.compiled import with_compiler
 from rkmate.pipeline.following import follow
 from rkmate.pipeline.planning import make_curve, make_plan
 from rkmate.pipeline.prepare import Traced, block, trace
@@ -171,8 +173,8 @@ def test_budgets_hold_and_rounding_is_no_worse() -> None:
 def test_gradients_in_place() -> None:
     torch.manual_seed(0)
     model, x = BETWEEN["transposed"]().double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    module = rkmate.wrap(copy.deepcopy(model), (x.clone().requires_grad_(),), budget=1.0, settings=COUNTED,
-                         gradients="in_place", progress=False)
+    module = rkmate.wrap(copy.deepcopy(model), (x.clone().requires_grad_(),), budget=1.0,
+                         settings=replace(COUNTED, gradients="in_place"), progress=False)
     for a, b in zip(step(model, x), step(module, x), strict=True):
         assert a.stride() == b.stride() and distance(a, b) < 1e-10
 
@@ -252,3 +254,39 @@ def test_settings_say_whether() -> None:
     assert "head" in warning and 'Settings(chunked_loss="never") not' in warning
     with pytest.raises(rkmate.ArgumentError, match="layouts is 'last'"):
         Settings(layouts="last")  # type: ignore[arg-type]
+
+
+# -- together with compiled groups --------------------------------------------------------
+
+def test_compiled_groups_bring_it_along_unless_the_settings_say_otherwise() -> None:
+    cpu, place = torch.device("cpu"), {CHANNELS_LAST.name: ("conv",)}
+
+    def compiled(**settings: Any) -> Settings:
+        return with_compiler(Settings(costs="analytic", chunked_loss="never", **settings), cpu)
+
+    assert compiled(compile=True).layouts == "auto"
+    assert others(compiled(compile=True), place) == (CHANNELS_LAST,)
+    for how in ({}, {"compile": True, "layouts": "keep"}, {"compile": True, "layouts": None}):
+        assert others(compiled(**how), place) == () and first(compiled(**how)) is PLAIN
+    assert Settings(layouts=None).layouts == "keep"
+    assert first(compiled(compile=True, layouts="channels_last")) is CHANNELS_LAST
+    assert compiled(layouts="auto").layouts == "auto"
+
+
+def test_auto_brings_it_along_where_a_compiler_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = Settings(compile="auto")
+    assert with_compiler(auto, torch.device("cpu")).layouts == "auto"
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.warns(rkmate.RkmateWarning, match="nothing is compiled"):
+        assert others(with_compiler(auto, torch.device("cpu")), {CHANNELS_LAST.name: ("conv",)}) == ()
+
+
+def test_a_compiled_network_of_convolutions_is_planned_as_with_both_switches() -> None:
+    def plan(**layouts: Any) -> rkmate.Plan:
+        sample = convolutions.unet()
+        return rkmate.plan(sample.model, sample.args, sample.kwargs, budget=0.8, compile=True, progress=False,
+                           settings=replace(AUTO, chunked_loss="never", **layouts))
+
+    both, one = plan(layouts="auto"), plan(layouts=Settings().layouts)
+    assert (one.variant, one.schedule, one.fused) == (both.variant, both.schedule, both.fused)

@@ -104,7 +104,8 @@ def test_a_wrapped_module_measures_its_first_step_only() -> None:
             step(wrapped)
         assert device.statistics.resets == planning
         assert device.statistics.peak() == 1 << 40
-        silent = rkmate.wrap(model, (x,), budget=1.0, progress=False, verify=False)
+        silent = rkmate.wrap(model, (x,), budget=1.0, progress=False,
+                             settings=rkmate.Settings(run=rkmate.RunSettings(verify=False)))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step(silent)

@@ -23,6 +23,7 @@ from rkmate.pipeline import offload as places
 from rkmate.pipeline.offload import Offload, offload_of
 from rkmate.show.plan import Plan
 from tests.copying import BUFFERS, LateEngine, sending, use
+from tests.options import options_of
 
 
 def model() -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -32,7 +33,8 @@ def model() -> tuple[nn.Module, tuple[torch.Tensor]]:
 
 
 def plan(**more: Any) -> Plan:
-    return rkmate.plan(*model(), **{"budget": 1.0, "costs": "analytic", "progress": False, **more})
+    named = {"budget": 1.0, "costs": "analytic", "progress": False, **more}
+    return rkmate.plan(*model(), **options_of(**named))
 
 
 @pytest.fixture
@@ -64,11 +66,11 @@ def test_a_place_is_a_whole_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(("place", "most", "message"), [
     (None, "1GiB", "offload_bytes is '1GiB', and offload does not say where to"),
     (3, None, "offload is 3; it should be a folder"), ("", None, "offload is ''"),
-    ("host", 0.5, 'offload_bytes is 0.5; it should be bytes .an int., or text such as "20GiB"'),
-    ("host", "50%", "offload_bytes is '50%'"), ("host", -1, "offload_bytes is -1"),
-    ("host", "many", "offload_bytes is 'many'"), ("host", 0, "offload_bytes is 0"),
-    ("host", 20, "offload_bytes is 20, 20 bytes, which is less than any tensor worth sending"),
-    ("host", "1KiB", "offload_bytes is '1KiB', 1,024 bytes, which is less"), (None, 20, "where to"),
+    ("host", 0.5, 'most_bytes is 0.5; it should be bytes .an int., or text such as "20GiB"'),
+    ("host", "50%", "most_bytes is '50%'"), ("host", -1, "most_bytes is -1"),
+    ("host", "many", "most_bytes is 'many'"), ("host", 0, "most_bytes is 0"),
+    ("host", 20, "most_bytes is 20, 20 bytes, which is less than any tensor worth sending"),
+    ("host", "1KiB", "most_bytes is '1KiB', 1,024 bytes, which is less"), (None, 20, "where to"),
 ])
 def test_what_is_no_place(place: Any, most: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
@@ -118,12 +120,15 @@ def test_places_are_checked_before_any_work(call: Any, tmp_path: Path) -> None:
 def test_planners_that_send_nothing_are_refused(call: Any, tmp_path: Path) -> None:
     for planner in ("rk-rotor", "lower-sets"):
         with pytest.raises(ArgumentError, match=f"planner is '{planner}', which recomputes.*'save-set'"):
-            call(*model(), budget=0.5, planner=planner, offload=str(tmp_path), progress=False)
+            call(*model(), budget=0.5, settings=rkmate.Settings(planner=planner), offload=str(tmp_path),
+                 progress=False)
 
 
 def test_settings_say_where_to_and_a_call_how_much(engine: LateEngine, tmp_path: Path) -> None:
-    settings = rkmate.Settings(offload=Offload(tmp_path, verify=True))
-    link = plan(settings=settings, offload_bytes="1MiB").graph.link
+    settings = rkmate.Settings(costs="analytic", offload=Offload(tmp_path, verify=True))
+    with pytest.warns(rkmate.RkmateWarning, match=r"plan\(offload_bytes=...\) is now offload=rkmate.Offload"):
+        link = rkmate.plan(*model(), budget=1.0, progress=False,
+                           offload_bytes="1MiB", settings=settings).graph.link
     assert link is not None and (link.place, link.most_bytes) == (str(tmp_path), 2**20)
 
 
@@ -139,10 +144,10 @@ def test_each_of_several_calls_has_its_part(engine: LateEngine, tmp_path: Path) 
     assert made.graph.link is not None and made.graph.link.most_bytes == 2**20 // 3
     sent = sending(made, link=replace(made.graph.link, most_bytes=2**20))
     away = simulate(sent.graph.cd, sent.schedule, pinned=sent.graph.pinned).away
-    with pytest.raises(PlanError, match=f"sends {away:,} bytes away in each of 3 calls, and offload_bytes is "
+    with pytest.raises(PlanError, match=f"sends {away:,} bytes away in each of 3 calls, and most_bytes is "
                                         f"{2 * away:,}: give more"):
-        rkmate.wrap(*model(), plan=sent, progress=False, offload=str(tmp_path), offload_bytes=2 * away)
-    module = rkmate.wrap(*model(), plan=sent, progress=False, offload=str(tmp_path), offload_bytes=3 * away)
+        rkmate.wrap(*model(), plan=sent, progress=False, offload=rkmate.Offload(str(tmp_path), 2 * away))
+    module = rkmate.wrap(*model(), plan=sent, progress=False, offload=rkmate.Offload(str(tmp_path), 3 * away))
     assert module.plan.graph.link is not None and module.plan.graph.link.most_bytes == away
 
 
@@ -159,7 +164,8 @@ def test_a_folder_is_checked_when_a_budget_is_applied(tmp_path: Path) -> None:
 
 def test_recorded_steps_send_nothing(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"cuda_graph=True .* leave offload= out"):
-        rkmate.wrap(*model(), budget=0.5, offload=str(tmp_path), cuda_graph=True, progress=False)
+        rkmate.wrap(*model(), budget=0.5, offload=str(tmp_path),
+                    settings=rkmate.Settings(run=rkmate.RunSettings(cuda_graph=True)), progress=False)
 
 
 def test_a_stated_way_is_in_the_plan(engine: LateEngine, tmp_path: Path) -> None:
@@ -207,11 +213,11 @@ def test_a_saved_plan_says_where_to(engine: LateEngine, tmp_path: Path) -> None:
     assert loaded.graph.link == sent.graph.link and loaded.schedule == sent.schedule
     with pytest.raises(PlanError, match=f"made for {tmp_path}.*say offload= again"):
         rkmate.wrap(*model(), plan=loaded, progress=False)
-    with pytest.raises(PlanError, match="bytes away, and offload_bytes is 5,000"):
-        rkmate.wrap(*model(), plan=loaded, progress=False, offload=str(tmp_path), offload_bytes=5000)
+    with pytest.raises(PlanError, match="bytes away, and most_bytes is 5,000"):
+        rkmate.wrap(*model(), plan=loaded, progress=False, offload=rkmate.Offload(str(tmp_path), 5000))
     other = tmp_path / "other"
     other.mkdir()
-    module = rkmate.wrap(*model(), plan=loaded, progress=False, offload=str(other), offload_bytes="1MiB")
+    module = rkmate.wrap(*model(), plan=loaded, progress=False, offload=rkmate.Offload(str(other), "1MiB"))
     assert module.plan.graph.link == replace(sent.graph.link, place=str(other),  # type: ignore[type-var]
                                              most_bytes=2**20)
     one = replace(loaded.graph.link, buffer_bytes=1)  # type: ignore[type-var]
@@ -227,7 +233,8 @@ def test_other_sizes_keep_the_way(engine: LateEngine, tmp_path: Path) -> None:
     link = Link(1e12, 1e12, 0.0, BUFFERS, None, str(tmp_path))
     sent = sending(plan(offload=str(tmp_path)), link=link)
     sent = replace(sent, budget_bytes=sent.peak_bytes)
-    module = rkmate.wrap(m, args, plan=sent, costs="analytic", progress=False, offload=str(tmp_path))
+    module = rkmate.wrap(m, args, plan=sent, settings=rkmate.Settings(costs="analytic"), progress=False,
+                         offload=str(tmp_path))
     for n in (32, 48, 40):
         module(torch.randn(n, 32)).sum().backward()
         assert module.plan.graph.link is not None

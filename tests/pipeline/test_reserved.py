@@ -104,13 +104,15 @@ def test_auto_fits_with_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4096, 128)          # values of 2 MiB: each large one is a tenth of a segment
     with FakeDevice(total=90 << 20, allocator=CachingAllocator), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plan = rkmate.plan(model(), (x,), budget="auto", costs="analytic", progress=False)
+        plan = rkmate.plan(model(), (x,), budget="auto", settings=rkmate.Settings(costs="analytic"),
+                           progress=False)
         most = rooms[0].most
         assert most == (90 << 20) - int(0.01 * (90 << 20))
         assert rooms[0].reserved(taken[0]) <= most
         assert rooms[0].beside.batch == (x.nbytes,)
         assert len(rooms[0].beside.states) == 2 * 12
-        smaller = rkmate.plan(model(), (x,), budget=0.6, costs="analytic", progress=False)
+        smaller = rkmate.plan(model(), (x,), budget=0.6, settings=rkmate.Settings(costs="analytic"),
+                              progress=False)
     assert plan.peak_bytes < most and smaller.budget_bytes > 0
 
 
@@ -120,8 +122,8 @@ def test_another_size_fits_with_fragments(monkeypatch: pytest.MonkeyPatch) -> No
         planned.plan.peak_bytes * 5 // 4))
     with FakeDevice(total=30 << 20, allocator=CachingAllocator), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module = rkmate.wrap(model(), (torch.randn(4096, 128),), budget="auto", costs="analytic",
-                             progress=False)
+        module = rkmate.wrap(model(), (torch.randn(4096, 128),), budget="auto",
+                             settings=rkmate.Settings(costs="analytic"), progress=False)
         for rows in (4096, 4608):
             module(torch.randn(rows, 128))
             assert module.plan.peak_bytes * 5 // 4 <= 0.99 * (30 << 20) < module.plan.baseline_peak_bytes
@@ -133,7 +135,7 @@ def test_far_more_reserved_than_planned_is_said(monkeypatch: pytest.MonkeyPatch)
         10**9 if allocator is None else 10**8))
     x = torch.randn(64, 128)
     with FakeDevice(allocator=CachingAllocator), pytest.warns(rkmate.RkmateWarning, match="fragments"):
-        rkmate.plan(model(), (x,), budget=1.0, costs="analytic", progress=False)
+        rkmate.plan(model(), (x,), budget=1.0, settings=rkmate.Settings(costs="analytic"), progress=False)
 
 
 def test_a_share_of_a_device_is_a_budget() -> None:

@@ -14,13 +14,14 @@ from rkmate.ir.link import Link
 from rkmate.pipeline import planning, prepare
 from rkmate.show.plan import Plan
 from tests.copying import BUFFERS, LateEngine, use
+from tests.options import options_of
 
 
 def planned(folder: Path, **more: Any) -> Plan:
     torch.manual_seed(0)
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())))
-    return rkmate.plan(model, (torch.randn(2048, 32),), costs="analytic", progress=False, offload=str(folder),
-                       **{"budget": 0.7, **more})
+    return rkmate.plan(model, (torch.randn(2048, 32),), progress=False, offload=str(folder),
+                       **options_of(costs="analytic", **{"budget": 0.7, **more}))
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_more_checkpoint_times_never_lower_the_bound() -> None:
 def test_plans_come_with_their_bound(name: str) -> None:
     sample = BANK[name]()
     plans = rkmate.tradeoff(sample.model, sample.args, sample.kwargs, budgets=[0.95, 0.8, 0.6],
-                            costs="analytic", progress=False)
+                            settings=rkmate.Settings(costs="analytic"), progress=False)
     for plan in plans:
         assert plan.bound_seconds is not None and plan.gap is not None
         assert plan.baseline_seconds <= plan.bound_seconds * (1 + 1e-9)

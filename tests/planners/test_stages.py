@@ -19,6 +19,7 @@ from rkmate.rotor import replay
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample, weighted_mean
+from tests.options import options_of
 from tests.planners.prepared import QUICK, solved_of
 
 
@@ -146,8 +147,8 @@ def test_same_step(name: str) -> None:
 
     def wrapped(budget: Any) -> rkmate.PlannedModule:
         # Analytic costs know of no temporary memory: the peak is held by measured ones.
-        return rkmate.wrap(planned.model, planned.args, budget=budget, planner=name, progress=False,
-                           costs="measured", settings=QUICK)
+        return rkmate.wrap(planned.model, planned.args, budget=budget,
+                           progress=False, **options_of(settings=QUICK, planner=name, costs="measured"))
 
     with captured_once():
         try:

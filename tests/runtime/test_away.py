@@ -61,14 +61,15 @@ def sample() -> Sample:
 def plan() -> Plan:
     """Of `Small`, without copies."""
     s = sample()
-    return rkmate.plan(s.model, s.args, budget=1.0, costs="analytic", progress=False)
+    return rkmate.plan(s.model, s.args, budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                       progress=False)
 
 
 def wrapped(folder: Path) -> rkmate.PlannedModule:
     s = sample()
     with captured_once("small and sent away"):
-        return rkmate.wrap(s.model, s.args, s.kwargs, plan=sending(plan()), progress=False, costs="analytic",
-                           offload=str(folder))
+        return rkmate.wrap(s.model, s.args, s.kwargs, plan=sending(plan()), progress=False,
+                           settings=rkmate.Settings(costs="analytic"), offload=str(folder))
 
 
 @pytest.mark.parametrize(("name", "every_gap"), [
@@ -101,8 +102,8 @@ def test_the_first_step_is_verified(engine: LateEngine, tmp_path: Path) -> None:
     module, original = wrapped(tmp_path), sample()
     assert_same_step(original.model, module, original, steps=3)
     assert (engine.opened, engine.verified) == (3, 1)
-    again = rkmate.wrap(sample().model, sample().args, plan=sending(plan()), progress=False, verify=False,
-                        offload=str(tmp_path))
+    again = rkmate.wrap(sample().model, sample().args, plan=sending(plan()), progress=False,
+                        settings=rkmate.Settings(run=rkmate.RunSettings(verify=False)), offload=str(tmp_path))
     sum(again(*original.args)).backward()
     assert (engine.opened, engine.verified) == (4, 1)
 
@@ -171,7 +172,8 @@ def test_a_double_backward_beside_it(engine: LateEngine, tmp_path: Path) -> None
     s = Sample(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()),
                (torch.randn(16, 8, requires_grad=True),), {}, lambda output: output.sum())
     twin = copy.deepcopy(s.model)
-    plain = rkmate.plan(s.model, s.args, budget=1.0, costs="analytic", progress=False)
+    plain = rkmate.plan(s.model, s.args, budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                        progress=False)
     module = rkmate.wrap(s.model, s.args, plan=sending(plain), progress=False, offload=str(tmp_path))
 
     def penalty(m: nn.Module) -> list[torch.Tensor]:
@@ -243,7 +245,8 @@ def test_the_engine_goes_with_the_plan(engine: LateEngine, tmp_path: Path) -> No
 
 def test_peaks_of_several_calls_count_buffers(engine: LateEngine, tmp_path: Path) -> None:
     s = sample()
-    plain = rkmate.plan(s.model, s.args, budget=1.0, costs="analytic", progress=False, calls=2)
+    plain = rkmate.plan(s.model, s.args, budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                        progress=False, calls=2)
     module = rkmate.wrap(s.model, s.args, plan=sending(plain), progress=False, offload=str(tmp_path))
     both = Sample(s.model, s.args, {}, s.loss)
 
@@ -263,9 +266,11 @@ def on_disk(folder: Path, *, verify: bool) -> rkmate.PlannedModule:
     """`verify`: in every step."""
     s = sample()
     with captured_once("small and sent away"):
-        plain = rkmate.plan(s.model, s.args, budget=1.0, costs="analytic", progress=False, offload=folder)
+        plain = rkmate.plan(s.model, s.args, budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                            progress=False, offload=folder)
         return rkmate.wrap(s.model, s.args, plan=sending(plain, link=plain.graph.link), progress=False,
-                           costs="analytic", offload=rkmate.Offload(folder, verify=verify))
+                           settings=rkmate.Settings(costs="analytic"),
+                           offload=rkmate.Offload(folder, verify=verify))
 
 
 # Of a file system that is memory.

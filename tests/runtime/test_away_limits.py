@@ -89,7 +89,7 @@ def two_calls(module: nn.Module) -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_several_calls_share_what_may_be_away(most: dict[int, int], tmp_path: Path) -> None:
-    module = rkmate.wrap(tower(), (X,), budget=0.7, calls=2, offload=tmp_path, offload_bytes=24 * MIB,
+    module = rkmate.wrap(tower(), (X,), budget=0.7, calls=2, offload=rkmate.Offload(tmp_path, 24 * MIB),
                          settings=settings(), progress=False)
     sent, twin = away_of(module.plan), tower()
     two_calls(module)
@@ -164,7 +164,7 @@ def test_calls_and_forwards_of_one_module_are_counted_together(tmp_path: Path) -
     first, second = (part._plans._engines.of(cpu).open() for part in (call.whole, call.alone))
     some = torch.ones(600 * 2**10, dtype=torch.uint8)
     first.out("a", some)
-    with pytest.raises(rkmate.OffloadError, match=r"1,048,576 may be \(offload_bytes\)"):
+    with pytest.raises(rkmate.OffloadError, match=r"1,048,576 may be \(most_bytes\)"):
         second.out("a", some)
     first.close()
     second.close()

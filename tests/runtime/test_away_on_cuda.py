@@ -19,6 +19,7 @@ from tests.copying import sending
 from tests.device.test_cuda_copies import no_waiting
 from tests.equality import assert_same_step
 from tests.models import BANK, Sample
+from tests.options import options_of
 from tests.planners.send_all import send_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
@@ -34,8 +35,9 @@ def wrapped(some: Sample, **more: Any) -> rkmate.PlannedModule:
     """With all sent away that may be, as often as it may. Little is left beside the memory that operations
     take inside, so that is measured."""
     plain = rkmate.plan(some.model, some.args, some.kwargs, budget=1.0, progress=False)
-    return rkmate.wrap(some.model, some.args, some.kwargs, costs="analytic", progress=False, verify=False,
-                       plan=sending(plain, functools.partial(send_all, every_gap=True), LINK), **more)
+    return rkmate.wrap(some.model, some.args, some.kwargs, progress=False,
+                       plan=sending(plain, functools.partial(send_all, every_gap=True), LINK),
+                       **options_of(costs="analytic", verify=False, **more))
 
 
 def test_a_step_waits_for_nothing_and_takes_what_its_plan_says() -> None:

@@ -85,12 +85,14 @@ def test_the_plan_says_what_it_takes_the_place_of() -> None:
 
 def test_a_notice_names_both_peaks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="rkmate"):
-        plan = rkmate.plan(Net(False), (X,), budget=1.0, progress=False, costs="analytic")
+        plan = rkmate.plan(Net(False), (X,), budget=1.0, progress=False,
+                           settings=rkmate.Settings(costs="analytic"))
         assert f"{plan.baseline_peak_bytes:,}" in caplog.text
         assert 'fraction_of="checkpointed"' in caplog.text
         caplog.clear()
-        rkmate.plan(Net(False), (X,), budget="100MiB", progress=False, costs="analytic")
-        rkmate.plan(Net(None), (X,), budget=1.0, progress=False, costs="analytic")
+        rkmate.plan(Net(False), (X,), budget="100MiB", progress=False,
+                    settings=rkmate.Settings(costs="analytic"))
+        rkmate.plan(Net(None), (X,), budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
         assert not caplog.text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +16,8 @@ from rkmate.runtime.deferred import Reads
 from rkmate.runtime.deferred_tensor import DeferredTensor
 
 WIDTH, CLASSES = 16, 512
-CHUNKED = Settings(chunked_loss="always")
-COUNTED = Settings(chunked_loss="always", deferred_outputs="never")
-OPTIONS: dict[str, Any] = {"progress": False, "costs": "analytic"}
+CHUNKED = Settings(costs="analytic", chunked_loss="always")
+COUNTED = Settings(costs="analytic", chunked_loss="always", deferred_outputs="never")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +46,7 @@ def _inputs(batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _whole(settings: Settings) -> int:
-    return rkmate.plan(Classifier(), _inputs(), budget=1.0, settings=settings, **OPTIONS).peak_bytes
+    return rkmate.plan(Classifier(), _inputs(), budget=1.0, settings=settings, progress=False).peak_bytes
 
 
 def test_what_counts_as_every_step() -> None:
@@ -70,7 +69,7 @@ def test_what_counts_as_every_step() -> None:
 
 def test_outputs_that_are_read_in_every_step_are_planned() -> None:
     budget = 2 * _whole(COUNTED)
-    wrapped = rkmate.wrap(Classifier(), _inputs(), budget=budget, settings=CHUNKED, **OPTIONS)
+    wrapped = rkmate.wrap(Classifier(), _inputs(), budget=budget, settings=CHUNKED, progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for read in (True, False, True, True):                 # a look now and then changes nothing
@@ -94,8 +93,8 @@ def test_outputs_that_are_read_in_every_step_are_planned() -> None:
 
 
 def test_saved_plans_do_not_bring_them_back() -> None:
-    made = rkmate.plan(Classifier(), _inputs(), budget=2 * _whole(COUNTED), settings=CHUNKED, **OPTIONS)
-    wrapped = rkmate.wrap(Classifier(), _inputs(), plan=made, settings=CHUNKED, **OPTIONS)
+    made = rkmate.plan(Classifier(), _inputs(), budget=2 * _whole(COUNTED), settings=CHUNKED, progress=False)
+    wrapped = rkmate.wrap(Classifier(), _inputs(), plan=made, settings=CHUNKED, progress=False)
     for _ in range(2):
         wrapped(*_inputs())["logits"].sum()
     with pytest.warns(rkmate.RkmateWarning, match="is read in every step"):
@@ -103,7 +102,7 @@ def test_saved_plans_do_not_bring_them_back() -> None:
 
 
 def test_they_stay_deferred_where_no_plan_has_room_for_them() -> None:
-    wrapped = rkmate.wrap(Classifier(), _inputs(), budget=_whole(CHUNKED), settings=CHUNKED, **OPTIONS)
+    wrapped = rkmate.wrap(Classifier(), _inputs(), budget=_whole(CHUNKED), settings=CHUNKED, progress=False)
     for _ in range(2):
         wrapped(*_inputs())["logits"].sum()
     with pytest.warns(rkmate.RkmateWarning, match=r"in every step.*bytes at least, more than the budget"):
@@ -119,7 +118,7 @@ def test_they_stay_deferred_where_no_plan_has_room_for_them() -> None:
 
 def test_logits_that_something_is_done_to() -> None:
     model, reference = Classifier(capped=True), Classifier(capped=True)
-    wrapped = rkmate.wrap(model, _inputs(), budget=1.0, settings=CHUNKED, **OPTIONS)
+    wrapped = rkmate.wrap(model, _inputs(), budget=1.0, settings=CHUNKED, progress=False)
     out, expected = wrapped(*_inputs()), reference(*_inputs())
     assert wrapped.plan.deferred == ("logits",) and isinstance(out["logits"], DeferredTensor)
     assert torch.equal(out["logits"], expected["logits"])
@@ -131,7 +130,7 @@ def test_logits_that_something_is_done_to() -> None:
 def test_under_autocast_they_are_what_autocast_makes() -> None:
     model, reference = Classifier(), Classifier()
     with torch.autocast("cpu", torch.bfloat16):
-        wrapped = rkmate.wrap(model, _inputs(), budget=1.0, settings=CHUNKED, **OPTIONS)
+        wrapped = rkmate.wrap(model, _inputs(), budget=1.0, settings=CHUNKED, progress=False)
         out, expected = wrapped(*_inputs()), reference(*_inputs())
     assert wrapped.plan.deferred == ("logits",)
     assert out["logits"].dtype is torch.bfloat16 and torch.equal(out["logits"], expected["logits"])
@@ -140,16 +139,18 @@ def test_under_autocast_they_are_what_autocast_makes() -> None:
 
 
 def test_trained_logits_and_padded_calls_have_ordinary_ones() -> None:
-    trained = rkmate.wrap(Classifier(), _inputs(), budget=1.0, settings=CHUNKED, trains="all", **OPTIONS)
+    trained = rkmate.wrap(Classifier(), _inputs(), budget=1.0,
+                          settings=replace(CHUNKED, trains="all"), progress=False)
     assert trained.plan.deferred == () and type(trained(*_inputs())["logits"]) is torch.Tensor
-    padded = rkmate.wrap(Classifier(), _inputs(), budget=1.0, settings=CHUNKED, lengths=(32,),
-                         pad={"x": 0.0, "y": -100}, **OPTIONS)
+    padded = rkmate.wrap(Classifier(), _inputs(), budget=1.0,
+                         settings=replace(CHUNKED, run=rkmate.RunSettings(
+                             lengths=(32,), pad={"x": 0.0, "y": -100})), progress=False)
     assert padded.plan.deferred == ()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_in_a_compiled_function() -> None:
-    wrapped = rkmate.wrap(Classifier(), _inputs(), budget=1.0, settings=CHUNKED, **OPTIONS)
+    wrapped = rkmate.wrap(Classifier(), _inputs(), budget=1.0, settings=CHUNKED, progress=False)
     reference = Classifier()
 
     @torch.compile(backend="eager")

@@ -39,8 +39,9 @@ def batch(n: int) -> dict[str, torch.Tensor]:
 
 
 def wrapped(pad: dict[str, int] | None) -> rkmate.PlannedModule:
-    return rkmate.wrap(Tagger(), (), batch(6), budget=1.0, progress=False, costs="analytic", lengths=(8, 12),
-                       pad=pad)
+    return rkmate.wrap(Tagger(), (), batch(6), budget=1.0, progress=False,
+                       settings=rkmate.Settings(costs="analytic",
+                                                run=rkmate.RunSettings(lengths=(8, 12), pad=pad)))
 
 
 def test_calls_are_padded_to_the_next_length_and_cut_back() -> None:
@@ -104,8 +105,9 @@ class Objects(Tagger):
 
 def test_outputs_in_objects_are_cut_back_and_such_arguments_refused() -> None:
     ids = torch.randint(0, 11, (2, 8))
-    module = rkmate.wrap(Objects(), (ids,), budget=1.0, progress=False, costs="analytic", lengths=(8,),
-                         pad={"input_ids": 0, "tagged": 0})
+    module = rkmate.wrap(Objects(), (ids,), budget=1.0, progress=False,
+                         settings=rkmate.Settings(costs="analytic", run=rkmate.RunSettings(
+                             lengths=(8,), pad={"input_ids": 0, "tagged": 0})))
     found = module(ids[:, :7])
     assert type(found) is Tagged
     torch.testing.assert_close(found.logits, module.original(ids[:, :7]).logits)
@@ -119,4 +121,5 @@ def test_outputs_in_objects_are_cut_back_and_such_arguments_refused() -> None:
     ((8,), {"labels": "x"}, "padding value")])
 def test_wrong_lengths_and_paddings_are_refused(lengths: object, pad: object, says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
-        rkmate.wrap(Tagger(), (), batch(6), budget=1.0, progress=False, lengths=lengths, pad=pad)  # type: ignore
+        rkmate.wrap(Tagger(), (), batch(6), budget=1.0, progress=False,
+                    settings=rkmate.Settings(run=rkmate.RunSettings(lengths=lengths, pad=pad)))  # type: ignore

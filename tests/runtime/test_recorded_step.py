@@ -14,6 +14,7 @@ from torch import nn
 import rkmate
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.runtime import recorded_step
+from tests.options import options_of
 
 X = torch.zeros(4, 8)
 
@@ -33,8 +34,8 @@ def _model(dropout: float = 0.0) -> nn.Module:
 
 
 def _wrapped(model: nn.Module, x: torch.Tensor, **more: Any) -> Any:
-    return rkmate.wrap(model, (x,), budget=1.0, costs="analytic", progress=False, verify=False,
-                       cuda_graph=True, **more)
+    return rkmate.wrap(model, (x,), budget=1.0, progress=False,
+                       **options_of(costs="analytic", verify=False, cuda_graph=True, **more))
 
 
 def test_it_takes_a_cuda_device() -> None:
@@ -53,8 +54,9 @@ def test_a_forward_that_writes_to_an_argument_is_refused(monkeypatch: pytest.Mon
     """It would write to the copy that a recording reads."""
     monkeypatch.setattr(recorded_step, "can_record", lambda device: True)
     with pytest.raises(ArgumentError, match="writes to tensor 1 among them"):
-        rkmate.wrap(_Counts(8, 8), (X, torch.zeros(8)), budget=1.0, costs="analytic", progress=False,
-                    cuda_graph=True)
+        rkmate.wrap(_Counts(8, 8), (X, torch.zeros(8)), budget=1.0,
+                    settings=rkmate.Settings(costs="analytic", run=rkmate.RunSettings(cuda_graph=True)),
+                    progress=False)
 
 
 class _Waiting:

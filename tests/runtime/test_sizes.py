@@ -63,7 +63,8 @@ def test_other_sizes_train_alike_inside_the_budget(model: nn.Module, call: Any, 
 def test_a_branch_on_the_length_is_captured(captures: list[bool]) -> None:
     model = Branching("branch")
     twin = copy.deepcopy(model)
-    wrapped = rkmate.wrap(model, (torch.randn(2, 5, 4),), budget=1.0, progress=False, costs="analytic")
+    wrapped = rkmate.wrap(model, (torch.randn(2, 5, 4),), budget=1.0, progress=False,
+                          settings=rkmate.Settings(costs="analytic"))
     for n in (7, 11, 6, 12, 13):
         assert_same_step(twin, wrapped, Sample(model, (torch.randn(2, n, 4),), {}, loss))
     assert captures == [True, True, True, False, True, False]
@@ -77,7 +78,8 @@ def test_known_sizes_are_compared_once_and_ahead_of_new_ones(monkeypatch: pytest
             return plain(*args)
 
         monkeypatch.setattr(family, name, counted)
-    wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 4),), budget=1.0, progress=False, costs="analytic")
+    wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 4),), budget=1.0, progress=False,
+                          settings=rkmate.Settings(costs="analytic"))
     assert did == []
     wrapped(torch.randn(7, 4)).sum().backward()
     assert did == ["dry_run", "dry_run", "side_by_side"]
@@ -87,7 +89,8 @@ def test_known_sizes_are_compared_once_and_ahead_of_new_ones(monkeypatch: pytest
 
 
 def test_sizes_0_and_1_are_captured(captures: list[bool]) -> None:
-    wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 4),), budget=1.0, progress=False, costs="analytic")
+    wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 4),), budget=1.0, progress=False,
+                          settings=rkmate.Settings(costs="analytic"))
     for n in (7, 1, 6):
         wrapped(torch.randn(n, 4)).sum().backward()
     assert captures == [True, True, True, False]
@@ -95,7 +98,7 @@ def test_sizes_0_and_1_are_captured(captures: list[bool]) -> None:
 
 def test_another_dimension_is_captured_once(captures: list[bool]) -> None:
     wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 3, 4),), budget=1.0, progress=False,
-                          costs="analytic")
+                          settings=rkmate.Settings(costs="analytic"))
     for shape in ((5, 4), (5, 6), (7, 6), (8, 9), (6, 3)):
         wrapped(torch.randn(*shape, 4)).sum().backward()
     assert captures == [True, True, False, True, False, False]

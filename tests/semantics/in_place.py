@@ -26,12 +26,14 @@ def plan() -> rkmate.Plan:
 
 
 def make_plan(budget: int) -> rkmate.Plan:
-    return rkmate.plan(tower(), (X,), budget=budget, costs="analytic", progress=False, gradients="in_place")
+    return rkmate.plan(tower(), (X,), budget=budget,
+                       settings=rkmate.Settings(costs="analytic", gradients="in_place"), progress=False)
 
 
 def wrapped() -> tuple[nn.Sequential, rkmate.PlannedModule]:
     model = tower()
-    return model, rkmate.wrap(model, (X,), plan=plan(), gradients="in_place", progress=False)
+    return model, rkmate.wrap(model, (X,), plan=plan(), settings=rkmate.Settings(gradients="in_place"),
+                              progress=False)
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -13,6 +13,7 @@ from torch import nn
 import rkmate
 from rkmate.runtime.segments import Call
 from tests.capturing import captured_once
+from tests.options import options_of
 
 Loss = Callable[[Callable[..., Any]], torch.Tensor]
 """Runs a module (its argument) and returns the loss."""
@@ -22,7 +23,7 @@ def planned(model: nn.Module, *args: Any, budget: int | float | str = 1.0,
             kwargs: dict[str, Any] | None = None, **options: Any) -> rkmate.PlannedModule:
     """A wrapped module, planned on deterministic costs unless `options` say otherwise."""
     return rkmate.wrap(model, args, kwargs, budget=budget, progress=False,
-                       **{"costs": "analytic", **options})
+                       **options_of(**{"costs": "analytic", **options}))
 
 
 def tightest(model: nn.Module, *args: Any, kwargs: dict[str, Any] | None = None,

@@ -21,6 +21,7 @@ from rkmate.runtime.apply import put_plans_into_layers
 from rkmate.runtime.plan_cache import Planning
 from tests.equality import measured_peak
 from tests.models.sample import Sample
+from tests.options import options_of
 from tests.semantics.steps import Tower, planned
 
 OPTIONS: dict[str, Any] = {"costs": "analytic", "progress": False}
@@ -28,7 +29,7 @@ X = torch.randn(256, 16)
 
 
 def applied(model: nn.Module, budget: int | float | str = 0.8, **options: Any) -> nn.Module:
-    return rkmate.apply(model, budget=budget, **OPTIONS, **options)
+    return rkmate.apply(model, budget=budget, **options_of(**OPTIONS, **options))
 
 
 def same_step(one: nn.Module, other: nn.Module, loss: Callable[[Any], torch.Tensor]) -> None:
@@ -95,7 +96,7 @@ def test_sample_inputs_are_planned_at_once() -> None:
     plan = plan_of(model)
     model(X).sum().backward()
     assert plan_of(model) is plan
-    rkmate.apply(model, (X,), plan=plan, **OPTIONS)           # in the place of the one before
+    rkmate.apply(model, (X,), plan=plan, **options_of(**OPTIONS))           # in the place of the one before
     assert plan_of(model).fingerprint == plan.fingerprint
 
 
@@ -215,7 +216,7 @@ def test_a_model_in_eval_mode_is_planned_for_training(caplog: pytest.LogCaptureF
     caplog.clear()
     as_it_is = planned(model.eval(), X, budget=0.8, training=False).plan
     assert as_it_is.fingerprint != plan.fingerprint
-    assert rkmate.plan(model, (X,), budget=0.8, **OPTIONS).fingerprint == plan.fingerprint
+    assert rkmate.plan(model, (X,), budget=0.8, **options_of(**OPTIONS)).fingerprint == plan.fingerprint
     with pytest.raises(rkmate.ArgumentError, match="training is 'yes'"):
         planned(model, X, training="yes")
 

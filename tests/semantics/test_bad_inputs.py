@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import rkmate
+from tests.options import options_of
 
 X = torch.randn(4, 8)
 
@@ -17,7 +18,7 @@ X = torch.randn(4, 8)
 def _wrap(model: Any = None, args: Any = (X,), kwargs: Any = None, **options: Any) -> Any:
     options.setdefault("budget", 1.0)
     return rkmate.wrap(model if model is not None else nn.Linear(8, 8), args, kwargs, progress=False,
-                       costs=options.pop("costs", "analytic"), **options)
+                       **options_of(costs=options.pop("costs", "analytic"), **options))
 
 
 def _hooked() -> nn.Module:
@@ -132,19 +133,20 @@ def test_the_table_is_long_enough() -> None:
 
 
 def _plan(model: nn.Module, args: tuple[Any, ...]) -> None:
-    rkmate.plan(model, args, budget=1.0, costs="analytic", progress=False)
+    rkmate.plan(model, args, budget=1.0, settings=rkmate.Settings(costs="analytic"), progress=False)
 
 
 def _tradeoff(model: nn.Module, args: tuple[Any, ...]) -> None:
-    rkmate.tradeoff(model, args, costs="analytic", progress=False)
+    rkmate.tradeoff(model, args, settings=rkmate.Settings(costs="analytic"), progress=False)
 
 
 def _compare(model: nn.Module, args: tuple[Any, ...]) -> None:
-    rkmate.compare(model, args, costs="analytic", progress=False)
+    rkmate.compare(model, args, settings=rkmate.Settings(costs="analytic"), progress=False)
 
 
 def _largest_batch(model: nn.Module, args: tuple[Any, ...]) -> None:
-    rkmate.max_batch_size(model, lambda n: args, device_memory="1GiB", costs="analytic", progress=False)
+    rkmate.max_batch_size(model, lambda n: args, device_memory="1GiB",
+                          settings=rkmate.Settings(costs="analytic"), progress=False)
 
 
 @pytest.mark.parametrize("call", [_plan, _tradeoff, _compare, _largest_batch])

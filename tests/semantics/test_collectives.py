@@ -22,12 +22,11 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rkmate
-from rkmate.errors import RkmateError
+from rkmate.errors import RkmateError, sendable
 from rkmate.graph.capture.collectives import CollectiveError, communicates, refuse_in_joint
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from rkmate.sharing import _sendable
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -468,7 +467,7 @@ class _OfTwoWords(rkmate.CaptureError):
 
 
 def test_errors_that_other_processes_cannot_read_are_sent_as_their_nearest_class() -> None:
-    sent = _sendable(_OfTwoWords("a", "b"))
+    sent = sendable(_OfTwoWords("a", "b"))
     assert (type(sent), str(sent)) == (rkmate.CaptureError, "a: b")
     infeasible = rkmate.InfeasibleBudget("too little", 3)
-    assert _sendable(infeasible) is infeasible
+    assert sendable(infeasible) is infeasible

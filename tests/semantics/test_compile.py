@@ -28,7 +28,7 @@ pytestmark = [
 def _compiled(model: nn.Module, budget: float = 0.9,
               backend: Any = rkmate.compile.backend) -> nn.Module:
     return torch.compile(model, backend=backend, dynamic=False,
-                         options={"budget": budget, "costs": "analytic"})
+                         options={"budget": budget, "settings": rkmate.Settings(costs="analytic")})
 
 
 def test_as_a_backend() -> None:
@@ -87,7 +87,7 @@ def test_the_backend_plans_within_its_budget(monkeypatch: pytest.MonkeyPatch) ->
         made.append(plain(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(importlib.import_module("rkmate.public"), "wrap", wrap)
+    monkeypatch.setattr(importlib.import_module("rkmate.compile"), "wrap", wrap)
     model, x = Tower(depth=6), torch.randn(64, 16)
     _compiled(model, 0.8)(x).sum().backward()
     assert len(made) == 1
@@ -105,8 +105,8 @@ def test_wrapping_a_compiled_module() -> None:
 
 
 def _refused(message: str, **options: Any) -> bool:
-    run = rkmate.compile.backend(torch.fx.symbolic_trace(Tower()), [], options={"budget": 0.9, **options})
     with pytest.raises(rkmate.ArgumentError, match=message):
+        run = rkmate.compile.backend(torch.fx.symbolic_trace(Tower()), [], options={"budget": 0.9, **options})
         run(torch.randn(2, 16, requires_grad=True))
     return True
 
@@ -118,7 +118,8 @@ def test_the_backend_sends_data_away(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     torch.manual_seed(0)
     model, x = Tower(depth=6), torch.randn(256, 16)
     run = torch.compile(model, backend=rkmate.compile.backend, dynamic=False, options={
-        "budget": 0.5, "costs": "analytic", "offload": str(tmp_path), "offload_bytes": "1GiB"})
+        "budget": 0.5, "settings": rkmate.Settings(costs="analytic"),
+        "offload": rkmate.Offload(tmp_path, "1GiB")})
     assert_same_gradients(model, run, lambda run: run(x).pow(2).sum())
     assert engine.opened and engine.words.count("out") > 2
 
@@ -127,10 +128,11 @@ def test_options_are_checked() -> None:
     graph = torch.fx.symbolic_trace(Tower())
     with pytest.raises(rkmate.ArgumentError, match="budget is needed"):
         rkmate.compile.backend(graph, [torch.randn(2, 16)])
-    with pytest.raises(rkmate.ArgumentError, match="given were budget, speed"):
+    with pytest.raises(rkmate.UnknownOption, match="takes no 'speed': it takes budget, calls, comp"):
         rkmate.compile.backend(graph, [torch.randn(2, 16)], options={"budget": 1.0, "speed": 1})
     assert _refused("offload is 3; it should be a folder", offload=3)
-    assert _refused("offload_bytes is 20", offload="host", offload_bytes=20)
+    recording = rkmate.Settings(run=rkmate.RunSettings(cuda_graph=True))
+    assert _refused(r"RunSettings\(cuda_graph=...\): only rkmate.wrap follows this", settings=recording)
     assert _refused("where a model on the CPU is anyway", offload="host")
     with pytest.raises(rkmate.ArgumentError, match="dynamic=False"):
         rkmate.compile.backend(graph, [3], options={"budget": 1.0})

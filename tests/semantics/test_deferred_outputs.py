@@ -25,9 +25,8 @@ from tests.models import Sample
 
 WORDS, BATCH, LENGTH, WIDTH = 4096, 2, 32, 32
 LOGITS = BATCH * LENGTH * WORDS * 4
-OPTIONS: dict[str, Any] = {"progress": False, "costs": "analytic"}
-CHUNKED = Settings(chunked_loss="always")
-COUNTED = Settings(chunked_loss="always", deferred_outputs="never")
+CHUNKED = Settings(costs="analytic", chunked_loss="always")
+COUNTED = Settings(costs="analytic", chunked_loss="always", deferred_outputs="never")
 
 pytestmark = [
     pytest.mark.xdist_group("trainers")]           # one process imports transformers
@@ -62,13 +61,13 @@ def _inputs(batch: int = BATCH) -> dict[str, Any]:
 
 @functools.cache
 def _plan(settings: Settings = CHUNKED) -> rkmate.Plan:
-    return rkmate.plan(_model(), (), _inputs(), budget=6 * LOGITS, settings=settings, **OPTIONS)
+    return rkmate.plan(_model(), (), _inputs(), budget=6 * LOGITS, settings=settings, progress=False)
 
 
 def _wrapped() -> tuple[Any, Any]:
     """A model, and it wrapped with deferred logits."""
     model = _model()
-    return model, rkmate.wrap(model, (), _inputs(), plan=_plan(), settings=CHUNKED, **OPTIONS)
+    return model, rkmate.wrap(model, (), _inputs(), plan=_plan(), settings=CHUNKED, progress=False)
 
 
 def _seeded(run: Any, **more: Any) -> Any:
@@ -169,7 +168,7 @@ def test_weights_that_have_moved_are_refused() -> None:
 
 
 def test_it_can_be_switched_off() -> None:
-    wrapped = rkmate.wrap(_model(), (), _inputs(), budget=6 * LOGITS, settings=COUNTED, **OPTIONS)
+    wrapped = rkmate.wrap(_model(), (), _inputs(), budget=6 * LOGITS, settings=COUNTED, progress=False)
     out = wrapped(**_inputs())
     assert wrapped.plan.deferred == () and type(out.logits) is torch.Tensor
     assert "logits" not in wrapped.plan.note
@@ -185,17 +184,18 @@ def test_a_plan_is_saved_and_followed(tmp_path: Path) -> None:
     counted = rkmate.Plan.load(tmp_path / "counted.json")
     assert counted.deferred == () and counted.variant == loaded.variant
     for settings in (CHUNKED, COUNTED):                        # a plan says by itself what it leaves out
-        wrapped = rkmate.wrap(_model(), (), _inputs(), plan=loaded, settings=settings, **OPTIONS)
+        wrapped = rkmate.wrap(_model(), (), _inputs(), plan=loaded, settings=settings, progress=False)
         assert isinstance(wrapped(**_inputs()).logits, DeferredTensor)
-        wrapped = rkmate.wrap(_model(), (), _inputs(), plan=counted, settings=settings, **OPTIONS)
+        wrapped = rkmate.wrap(_model(), (), _inputs(), plan=counted, settings=settings, progress=False)
         assert type(wrapped(**_inputs()).logits) is torch.Tensor
-    copied = copy.deepcopy(rkmate.wrap(_model(), (), _inputs(), plan=counted, settings=CHUNKED, **OPTIONS))
+    copied = copy.deepcopy(rkmate.wrap(_model(), (), _inputs(), plan=counted, settings=CHUNKED,
+                                       progress=False))
     assert type(copied(**_inputs()).logits) is torch.Tensor
 
 
 def test_a_budget_that_is_applied_in_place() -> None:
     model, reference = _model(), _model()
-    rkmate.apply(model, budget=1.0, settings=CHUNKED, **OPTIONS)
+    rkmate.apply(model, budget=1.0, settings=CHUNKED, progress=False)
     out, expected = _seeded(model), _seeded(reference)
     assert isinstance(out["logits"], DeferredTensor) and isinstance(out[1], DeferredTensor)
     assert_same_tensor(expected.logits, out.logits, "logits")
@@ -213,11 +213,12 @@ def test_a_budget_that_nothing_but_this_meets() -> None:
     least = []
     for settings in (Settings(), Settings(deferred_outputs="never")):
         with pytest.raises(rkmate.InfeasibleBudget) as info:
-            rkmate.plan(model, (), _inputs(), budget=1, settings=settings, **OPTIONS)
+            rkmate.plan(model, (), _inputs(), budget=1, settings=settings, progress=False)
         least.append(info.value.minimum_bytes)
     assert least[0] < least[1] - LOGITS / 2
     with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
-        wrapped = rkmate.wrap(model, (), _inputs(), budget=least[0], **OPTIONS)
+        wrapped = rkmate.wrap(model, (), _inputs(), budget=least[0], settings=Settings(costs="analytic"),
+                              progress=False)
     assert wrapped.plan.deferred == ("logits",)
     assert measured_peak(wrapped, Sample(model, (), _inputs(), lambda o: o.loss)) <= least[0]
     assert_same_tensor(_seeded(reference).logits, _seeded(wrapped).logits, "logits")
@@ -243,7 +244,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     for planned in (False, True):
         model = _model()
         if planned:
-            rkmate.apply(model, budget=1.0, settings=CHUNKED, **OPTIONS)
+            rkmate.apply(model, budget=1.0, settings=CHUNKED, progress=False)
         trainer = Trainer(model, transformers.TrainingArguments(
             output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=BATCH, report_to=[],
             disable_tqdm=True, use_cpu=True, save_strategy="no", eval_strategy="steps", eval_steps=1),

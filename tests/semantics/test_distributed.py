@@ -180,7 +180,7 @@ def _sharded_by_layers(rank: int, options: dict[str, bool], out: Path) -> None:
     rkmate.remove(model)
     assert all(rkmate.applied(layer) is None for layer in model[1:5])
     with pytest.raises(rkmate.ArgumentError, match="exchanges gradients"):
-        rkmate.apply(model, budget=0.5, gradients="in_place")
+        rkmate.apply(model, budget=0.5, settings=Settings(gradients="in_place"))
     with pytest.raises(rkmate.ArgumentError, match="leave the sample inputs out"):
         rkmate.apply(model, (torch.zeros(1, 2, dtype=torch.long),), budget=0.5)
     with pytest.raises(rkmate.ArgumentError, match="layers times calls"):
@@ -255,8 +255,8 @@ def test_all_processes_follow_one_plan(processes: Processes) -> None:
 def test_a_shared_plan_says_where_data_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (("is_initialized", True), ("get_rank", 0), ("broadcast_object_list", None)):
         monkeypatch.setattr(dist, name, lambda *_, value=value, **__: value)
-    link = rkmate.shared_plan(_model(), (_data(),), budget=1.0, costs="analytic", progress=False,
-                              offload=tmp_path, offload_bytes="1GiB").graph.link
+    link = rkmate.shared_plan(_model(), (_data(),), budget=1.0, settings=Settings(costs="analytic"),
+                              progress=False, offload=rkmate.Offload(tmp_path, "1GiB")).graph.link
     assert link is not None and (link.place, link.most_bytes) == (str(tmp_path), 2**30)
     with pytest.raises(rkmate.ArgumentError, match="no such folder"):
         rkmate.shared_plan(_model(), (_data(),), budget=1.0, progress=False, offload=tmp_path / "none")

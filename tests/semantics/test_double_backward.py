@@ -115,7 +115,8 @@ def test_it_is_said_once_that_the_budget_does_not_hold() -> None:
 
 def test_a_plan_in_place() -> None:
     model = Tower(dropout=0.2)
-    applied = rkmate.apply(copy.deepcopy(model), (X,), budget=1.0, progress=False, costs="analytic")
+    applied = rkmate.apply(copy.deepcopy(model), (X,), budget=1.0, progress=False,
+                           settings=rkmate.Settings(costs="analytic"))
     same(model, applied, curvature, X)
 
 

@@ -146,7 +146,8 @@ def test_a_plan_takes_no_more_than_it_says() -> None:
 def test_the_gradient_of_a_wide_convolution_is_made_in_parts() -> None:
     torch.manual_seed(0)
     model, x = nn.Conv2d(512, 512, 3), torch.randn(1, 512, 4, 4)       # 9 MiB of weights
-    module = rkmate.wrap(model, (x,), budget=1.0, costs="measured", progress=False, gradients="in_place")
+    module = rkmate.wrap(model, (x,), budget=1.0, settings=Settings(costs="measured", gradients="in_place"),
+                         progress=False)
     module(x).sum().backward()
     step = measure_peak(lambda: module(x).sum().backward())
     assert step.peak <= module.plan.budget_bytes < model.weight.nbytes
@@ -323,7 +324,7 @@ def test_a_checkpointed_model() -> None:
 
 def test_apply_and_a_loss_inside() -> None:
     plain, model = tower(), tower()
-    rkmate.apply(model, budget=1.0, progress=False, costs="analytic", gradients="in_place")
+    rkmate.apply(model, budget=1.0, progress=False, settings=Settings(costs="analytic", gradients="in_place"))
     for run in (plain, model):
         run(X).square().sum().backward()
     assert_grads(plain, model)
@@ -344,9 +345,9 @@ def test_the_bank_at_the_smallest_budgets(name: str) -> None:
     with captured_once():
         with pytest.raises(rkmate.InfeasibleBudget) as caught:
             rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=1, progress=False,
-                        gradients="in_place")
+                        settings=Settings(gradients="in_place"))
         module = rkmate.wrap(sample.model, sample.args, sample.kwargs, budget=caught.value.minimum_bytes,
-                             progress=False, gradients="in_place")
+                             progress=False, settings=Settings(gradients="in_place"))
     expected, actual = trace_step(other.model, other, 1), trace_step(module, sample, 1)
     differing = {n for n, g in expected.gradients.items() if g is not None and not torch.equal(
         g, actual.gradients[n])}
@@ -370,14 +371,15 @@ def test_a_plan_is_of_one_way(tmp_path: Path) -> None:
     model = tower()
     with pytest.raises(rkmate.PlanError, match='made with gradients="in_place"'):
         rkmate.wrap(model, (X,), plan=again, progress=False)
-    returned = rkmate.plan(model, (X,), budget=1.0, costs="analytic", progress=False)
+    returned = rkmate.plan(model, (X,), budget=1.0, settings=Settings(costs="analytic"), progress=False)
     assert "gradients" not in str(returned)
     with pytest.raises(rkmate.PlanError, match='made with gradients="returned"'):
-        rkmate.wrap(model, (X,), plan=returned, gradients="in_place", progress=False)
+        rkmate.wrap(model, (X,), plan=returned, settings=Settings(gradients="in_place"), progress=False)
 
 
 def test_the_other_ways_to_plan() -> None:
-    options: dict[str, Any] = {"costs": "analytic", "progress": False, "gradients": "in_place"}
+    settings = Settings(costs="analytic", gradients="in_place")
+    options: dict[str, Any] = {"settings": settings, "progress": False}
     curve = rkmate.tradeoff(tower(), (X,), budgets=[1.0], **options)
     assert curve[0].gradients == "in_place"
     batch = rkmate.max_batch_size(tower(), lambda n: (torch.randn(n, 16),), device_memory="1MiB", most=1,
@@ -389,8 +391,9 @@ def test_the_other_ways_to_plan() -> None:
 
 @pytest.mark.slow
 def test_every_planner_plans_it() -> None:
-    found = rkmate.compare(tower(), (X,), budgets=[0.8], costs="analytic", progress=False, time_limit=0.5,
-                           gradients="in_place")
+    found = rkmate.compare(tower(), (X,), budgets=[0.8],
+                           settings=Settings(costs="analytic", gradients="in_place"), progress=False,
+                           time_limit=0.5)
     assert {row.status for row in found.rows} <= {"ok", "infeasible", "timeout"}
     assert {row.method for row in found.rows if row.status == "ok"} >= {
         "rockmate", "rotor", "checkmate", "dtr", "recompute-all"}

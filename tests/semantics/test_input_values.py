@@ -114,7 +114,7 @@ def test_applied_to_the_model_itself() -> None:
     model, _ = _masked()
     applied = copy.deepcopy(model)
     rkmate.apply(applied, (TOKENS, _labels(30)), plan=_plan_of_thirty(), progress=False,
-                 costs="analytic")
+                 settings=rkmate.Settings(costs="analytic"))
     assert_same_step(copy.deepcopy(model), applied, _sample(model, TOKENS, _labels(30, 9)), steps=1)
     assert rkmate.applied(applied) is not None
 

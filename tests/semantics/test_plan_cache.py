@@ -14,7 +14,7 @@ from rkmate.support.planning_lock import planning_lock
 def test_a_planned_model_does_not_wait_for_a_thread_that_plans() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     x = torch.randn(4, 8)
-    module = rkmate.wrap(model, (x,), budget=1.0, costs="analytic", progress=False)
+    module = rkmate.wrap(model, (x,), budget=1.0, settings=rkmate.Settings(costs="analytic"), progress=False)
     planning, stepped = threading.Event(), threading.Event()
 
     def plans() -> None:

@@ -95,7 +95,8 @@ def test_two_threads_that_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             inside.pop()
 
     def make(model: nn.Module) -> rkmate.Plan:
-        return rkmate.plan(model, (x,), budget=1.0, costs="analytic", progress=False)
+        return rkmate.plan(model, (x,), budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                           progress=False)
 
     alone = [make(m) for m in models]
     code = torch.autograd.Function.apply.__func__.__code__

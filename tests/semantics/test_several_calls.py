@@ -26,12 +26,13 @@ def tower() -> nn.Sequential:
 
 @functools.cache
 def of_one_call() -> rkmate.Plan:
-    return rkmate.plan(tower(), (X,), budget=0.6, costs="analytic", progress=False)
+    return rkmate.plan(tower(), (X,), budget=0.6, settings=rkmate.Settings(costs="analytic"), progress=False)
 
 
 @functools.cache
 def of_calls(calls: int, budget: float) -> rkmate.Plan:
-    return rkmate.plan(tower(), (X,), budget=budget, costs="measured", progress=False, calls=calls)
+    return rkmate.plan(tower(), (X,), budget=budget, settings=rkmate.Settings(costs="measured"),
+                       progress=False, calls=calls)
 
 
 def one_call() -> tuple[nn.Sequential, rkmate.PlannedModule]:

@@ -78,7 +78,7 @@ def test_the_first_step_is_as_planned(trains: Any, budget: float, x: torch.Tenso
     def loss(out: Any) -> torch.Tensor:
         return both(out) + out["loss"] if with_loss else both(out)
 
-    module = rkmate.wrap(model, (x,), budget=budget, progress=False, trains=trains)
+    module = rkmate.wrap(model, (x,), budget=budget, progress=False, settings=rkmate.Settings(trains=trains))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     FORWARDS.clear()
@@ -93,7 +93,7 @@ def test_without_it_the_first_step_runs_twice(x: torch.Tensor) -> None:
     model = Segmenter(depth=1, loss=True)
     module = planned(model, x, calls=2)
     FORWARDS.clear()
-    with pytest.warns(rkmate.RkmateWarning, match="trains= says"):
+    with pytest.warns(rkmate.RkmateWarning, match=r"trains=...\) says"):
         (both(module(x)) + module(x)["loss"]).backward()
     assert len(FORWARDS) > 2
 
@@ -121,12 +121,14 @@ def test_wrong_ones_are_refused(trains: Any, message: str, x: torch.Tensor,
 
 def test_every_public_call_takes_it(x: torch.Tensor) -> None:
     model = Segmenter(depth=1, loss=True)
-    options: dict[str, Any] = {"progress": False, "costs": "analytic", "trains": ("out", "aux")}
+    settings = rkmate.Settings(costs="analytic", trains=("out", "aux"))
+    options: dict[str, Any] = {"progress": False, "settings": settings}
     with captured_once():
         plan = rkmate.plan(model, (x,), budget=0.9, **options)
         curve = rkmate.tradeoff(model, (x,), budgets=[0.9], **options)
         table = rkmate.compare(model, (x,), budgets=[1.0], planners=["chen"], **options)
-        other = rkmate.plan(model, (x,), budget=0.9, **(options | {"trains": None}))
+        other = rkmate.plan(model, (x,), budget=0.9, progress=False,
+                            settings=rkmate.Settings(costs="analytic"))
         module = planned(model, x, budget=None, plan=plan, trains=("aux", "out"))
         with pytest.raises(rkmate.PlanError, match="trains="):
             planned(model, x, budget=None, plan=plan)

@@ -93,7 +93,8 @@ def test_accelerate_with_gradients_in_place() -> None:
         torch.manual_seed(0)
         model, x = Tower(), torch.randn(32 * STEPS, 16)
         if budget is not None:
-            rkmate.apply(model, budget=budget, costs="analytic", progress=False, gradients="in_place")
+            rkmate.apply(model, budget=budget,
+                         settings=rkmate.Settings(costs="analytic", gradients="in_place"), progress=False)
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         run, optimizer, loader = accelerator.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(x), 16))
@@ -209,8 +210,8 @@ def test_a_budget_that_is_applied_before_or_after_the_adapters(first: bool) -> N
             num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2,
             vocab_size=50))
         config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        options: dict[str, Any] = {"budget": budget, "planner": "rotor", "costs": "analytic",
-                                   "progress": False}
+        settings = rkmate.Settings(planner="rotor", costs="analytic")
+        options: dict[str, Any] = {"budget": budget, "settings": settings, "progress": False}
         base = model
         if budget and first:
             rkmate.apply(base, **options)

@@ -27,6 +27,7 @@ from rkmate.pipeline.prepare import trace
 from rkmate.pipeline.settings import Settings
 from rkmate.runtime.executable import PlannedStep
 from rkmate.support.progress import Progress
+from tests.options import options_of
 from tests.semantics.steps import Tower, gradients, planned
 
 CLASSES = 10
@@ -155,9 +156,9 @@ def test_the_outputs_beside_the_loss() -> None:
     ({"loss": F.cross_entropy}, "do not fit cross_entropy, .* missing a required argument: 'target'.* One"),
     ({"loss": nn.CrossEntropyLoss()}, "do not fit CrossEntropyLoss, .* missing a required argument: 'target"),
     ({"loss": squares, "loss_args": (1,)}, "do not fit squares, .* too many positional"),
-    ({"loss": squares, "loss_kwargs": {"to": 1}}, "do not fit squares, .* unexpected keyword argument 'to'"),
+    ({"loss": squares, "kwargs": {"loss_kwargs": {"to": 1}}}, "do not fit squares, .* unexpected keyword"),
     ({"loss": squares, "loss_args": torch.ones(2)}, r"loss_args is Tensor; it should be a .* \(y,\) for"),
-    ({"loss": squares, "loss_kwargs": [1]}, "loss_kwargs is list; it should be a mapping"),
+    ({"loss": squares, "kwargs": {"loss_kwargs": [1]}}, "loss_kwargs is list; it should be a mapping"),
     ({"loss_args": (torch.ones(2),)}, "loss_args without a loss: give loss=fn"),
     ({"loss": squares, "kwargs": {"shift": 1.0, "to": 2}}, "the arguments do not fit Net.forward: .*'to'"),
     ({"loss": squares, "kwargs": 3}, "kwargs is int"),
@@ -173,7 +174,7 @@ def test_refused_before_anything_is_planned(options: dict[str, Any], message: st
     monkeypatch.setattr("rkmate.pipeline.prepare.partition", None)
     given: dict[str, Any] = {"model": Net(depth=1), "args": (batch()[0],), **options}
     with pytest.raises(rkmate.ArgumentError, match=message):
-        rkmate.wrap(**given, budget=0.9, progress=False, costs="analytic")
+        rkmate.wrap(budget=0.9, progress=False, **options_of(**given, costs="analytic"))
 
 
 # -- which output trains ------------------------------------------------------------------
@@ -339,7 +340,7 @@ def test_a_product_and_its_cross_entropy_go_part_by_part(monkeypatch: pytest.Mon
 
 def test_every_public_call_takes_one() -> None:
     x, y = batch()
-    options: dict[str, Any] = {"progress": False, "costs": "analytic"}
+    options: dict[str, Any] = {"progress": False, "settings": rkmate.Settings(costs="analytic")}
     lossy = rkmate.with_loss(Net(depth=1), as_tuple)
     kwargs = {"loss_args": (y,)}
     model, given = lossy.original, {"loss": as_tuple, "loss_args": (y,)}

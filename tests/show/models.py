@@ -77,13 +77,13 @@ def tower(layers: int) -> tuple[Tower, tuple[torch.Tensor, ...]]:
 @functools.cache
 def wrapped(budget: float = 0.5) -> rkmate.PlannedModule:
     model, args = tower(4)
-    return rkmate.wrap(model, args, budget=budget, costs="analytic")
+    return rkmate.wrap(model, args, budget=budget, settings=rkmate.Settings(costs="analytic"))
 
 
 @functools.cache
 def scores_plan() -> rkmate.Plan:
     return rkmate.plan(Scores(), (torch.randn(64, 64, requires_grad=True),), budget=0.8,
-                       costs="analytic")
+                       settings=rkmate.Settings(costs="analytic"))
 
 
 in_one_process = pytest.mark.xdist_group("plans shown")
@@ -93,13 +93,14 @@ in_one_process = pytest.mark.xdist_group("plans shown")
 @functools.cache
 def long_plan() -> rkmate.Plan:
     """More than 2,000 nodes."""
-    return rkmate.plan(Waves(110), (torch.randn(16, 8),), budget=1.0, costs="analytic")
+    return rkmate.plan(Waves(110), (torch.randn(16, 8),), budget=1.0,
+                       settings=rkmate.Settings(costs="analytic"))
 
 
 @functools.cache
 def curve() -> Curve:
     model, args = tower(4)
-    return rkmate.tradeoff(model, args, costs="analytic")
+    return rkmate.tradeoff(model, args, settings=rkmate.Settings(costs="analytic"))
 
 
 PLANS: dict[str, Callable[[], rkmate.Plan]] = {

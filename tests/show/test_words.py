@@ -52,7 +52,8 @@ def test_repr_is_one_line() -> None:
 
 
 def test_long_tables_are_cut() -> None:
-    plan = rkmate.plan(Waves(48), (torch.randn(16, 8),), budget=1.0, costs="analytic")
+    plan = rkmate.plan(Waves(48), (torch.randn(16, 8),), budget=1.0,
+                       settings=rkmate.Settings(costs="analytic"))
     lines = str(plan).splitlines()
     assert len(plan.blocks) > 40 and len(lines) < 60
     assert lines[-1].strip() == f"... and {len(plan.blocks) - 39} more blocks"

@@ -26,10 +26,10 @@ def test_as_it_was_after_planning(on: bool) -> None:
     (gc.enable if on else gc.disable)()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
     args = (torch.randn(64, 8),)
-    rkmate.plan(model, args, budget=0.9, progress=False, costs="analytic")
+    rkmate.plan(model, args, budget=0.9, progress=False, settings=rkmate.Settings(costs="analytic"))
     assert gc.isenabled() is on
     with pytest.raises(rkmate.InfeasibleBudget):
-        rkmate.plan(model, args, budget=1, progress=False, costs="analytic")
+        rkmate.plan(model, args, budget=1, progress=False, settings=rkmate.Settings(costs="analytic"))
     assert gc.isenabled() is on
 
 

@@ -118,7 +118,8 @@ def test_many_writers_leave_one_whole_file(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_no_half_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
-    plan = rkmate.plan(model, (torch.randn(2, 4),), budget=1.0, costs="analytic", progress=False)
+    plan = rkmate.plan(model, (torch.randn(2, 4),), budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                       progress=False)
     path = tmp_path / "plan.json"
     plan.save(path)
     full_disk(monkeypatch)

@@ -20,6 +20,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.support.progress import Progress, time_left
 from tests.clocks import NO_CLOCK
+from tests.options import options_of
 from tests.show.models import Tower, tower
 
 
@@ -30,7 +31,8 @@ class Terminal(io.StringIO):
 
 def plan(model: Tower, ids: torch.Tensor, costs: str = "analytic", progress: bool = True,
          settings: Settings | None = None) -> rkmate.Plan:
-    return rkmate.plan(model, (ids,), budget=0.6, progress=progress, costs=costs, settings=settings)
+    return rkmate.plan(model, (ids,), budget=0.6, progress=progress,
+                       **options_of(costs=costs, settings=settings))
 
 
 def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def _curve_of_split_head() -> None:
 
 def _another_flag() -> None:
     model = rkmate.wrap(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), (X,), budget=1.0, progress=False,
-                        on_new_shape="original")
+                        settings=rkmate.Settings(run=rkmate.RunSettings(on_new_shape="original")))
     nn.Sequential(model.eval())(X)         # through torch's own frames
 
 

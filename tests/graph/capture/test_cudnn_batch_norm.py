@@ -84,7 +84,8 @@ def test_eager_modes_kernels_run(form: torch.memory_format) -> None:
     targets = [n.target for n in capture(model, (x,), {}).graph.nodes]
     assert own.cudnn_batch_norm.default in targets
     assert aten.cudnn_batch_norm_backward.default in targets
-    wrapped = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, costs="analytic", progress=False)
+    wrapped = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                          progress=False)
     y = wrapped(x)
     y.sum().backward()
     assert y.stride() == model(x).stride()

@@ -131,8 +131,9 @@ def test_cudnn_runs_on_a_gpu(kind: str, options: Any) -> None:
     targets = [n.target for n in capture(model, (x,), {}).graph.nodes]
     count = 2 if options.get("dropout") else 1
     assert targets.count(own.cudnn_rnn.default) == targets.count(own.cudnn_rnn_backward.default) == count
-    wrapped = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, costs="analytic", progress=False,
-                          verify=False)
+    wrapped = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0,
+                          settings=rkmate.Settings(costs="analytic", run=rkmate.RunSettings(verify=False)),
+                          progress=False)
     wrapped(x).sum().backward()
     assert not [n for n, p in wrapped.named_parameters() if p.grad is None]
 

@@ -85,13 +85,13 @@ STOPPED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 def test_the_way_out_is_named(name: str) -> None:
     message, make = STOPPED[name]
     with pytest.raises(rkmate.CaptureError, match=message):
-        rkmate.plan(make(), (X,), budget=1.0, costs="analytic")
+        rkmate.plan(make(), (X,), budget=1.0, settings=rkmate.Settings(costs="analytic"))
 
 
 def test_with_the_switch_a_plan_is_made() -> None:
     for model in (_Forward(lambda self, h: h.relu() if self.layerdrop == 0 else _copied(self, h),
                            layerdrop=0), _fused()):
-        assert rkmate.plan(model, (X,), budget=1.0, costs="analytic").peak_bytes > 0
+        assert rkmate.plan(model, (X,), budget=1.0, settings=rkmate.Settings(costs="analytic")).peak_bytes > 0
 
 
 def _fused() -> nn.Module:
@@ -106,4 +106,4 @@ def test_a_scripted_submodule_is_named() -> None:
         warnings.simplefilter("ignore")
         model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
     with pytest.raises(rkmate.ArgumentError, match=r"Sequential\.1 is a TorchScript module"):
-        rkmate.plan(model, (X,), budget=1.0, costs="analytic")
+        rkmate.plan(model, (X,), budget=1.0, settings=rkmate.Settings(costs="analytic"))

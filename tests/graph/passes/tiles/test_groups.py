@@ -46,7 +46,8 @@ def prepared(variant: Variant) -> Prepared:
 
 def plan(budget: int) -> rkmate.Plan:
     module, ids = model()
-    return rkmate.plan(module, (ids,), budget=budget, costs="analytic", gradients="in_place", progress=False)
+    return rkmate.plan(module, (ids,), budget=budget,
+                       settings=Settings(costs="analytic", gradients="in_place"), progress=False)
 
 
 def test_each_group_has_its_own_logits_and_adds_its_own_gradient() -> None:
@@ -65,8 +66,8 @@ def test_gradients_are_those_of_the_whole() -> None:
     whole, other = copy.deepcopy(module), copy.deepcopy(module)
     budget = int(0.7 * prepared(CHUNKED_LOSS).baseline_peak + 0.3 * prepared(GROUPED).baseline_peak)
     with pytest.warns(rkmate.RkmateWarning, match="as many of their rows"):
-        planned = rkmate.wrap(other, (ids,), budget=budget, costs="analytic", gradients="in_place",
-                              progress=False)
+        planned = rkmate.wrap(other, (ids,), budget=budget,
+                              settings=Settings(costs="analytic", gradients="in_place"), progress=False)
     assert planned.plan.variant == GROUPED.name and planned.plan.schedule.recomputed()
     for _ in range(2):
         for run in (whole, planned):

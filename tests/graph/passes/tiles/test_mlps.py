@@ -68,7 +68,7 @@ def test_the_step_is_the_originals_in_less_memory(kind: dict[str, bool]) -> None
     least = tiled.value.minimum_bytes
     assert least < plain.value.minimum_bytes - TOKENS * INNER * 4 // 2
     with pytest.warns(rkmate.RkmateWarning, match="MLPs of layers.0.* run a few rows at a time"):
-        wrapped = rkmate.wrap(model, (x,), budget=least, costs="analytic", progress=False)
+        wrapped = rkmate.wrap(model, (x,), budget=least, settings=Settings(costs="analytic"), progress=False)
     assert wrapped.plan.variant == TILED_MLPS.name and "def tiled_mlp_backward" in wrapped.source
     loss, expected = wrapped(x), reference(same)
     assert torch.equal(loss, expected)

@@ -1,0 +1,339 @@
+"""The public calls: `wrap`, `apply`, `remove`, `plan`, `tradeoff`, `max_batch_size`, `shared_plan`.
+
+What they take in common is declared once, in `rkmate.settings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from rkmate.budget import Budget, parse_budget
+from rkmate.devices import GPU
+from rkmate.errors import ArgumentError, RkmateError, sendable
+from rkmate.graph.capture.gradient_places import refuse_data_parallelism
+from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
+from rkmate.graph.capture.train_mode import flags_to_plan
+from rkmate.pipeline import elsewhere
+from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
+from rkmate.pipeline.loss_inside import loss_inside, traceable
+from rkmate.pipeline.planning import make_curve, make_plan
+from rkmate.pipeline.prepare import check_model, trace
+from rkmate.planners.registry import SENDING
+from rkmate.planners.registry import planner as find_planner
+from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_layers, take_plan_from
+from rkmate.runtime.lengths import checked_lengths
+from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.plan_cache import Planning
+from rkmate.runtime.recorded_step import check_device
+from rkmate.runtime.sharded import sharded_layers
+from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen
+from rkmate.show.curve import Curve
+from rkmate.show.plan import Plan
+from rkmate.support.progress import Progress
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+         budget: int | float | str | None = None, plan: Plan | None = None,
+         loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
+         **options: Unpack[Options]) -> PlannedModule:
+    """Return an equivalent module that trains inside a memory budget.
+
+    Args:
+        model: the module to train.
+        args, kwargs: sample inputs of its forward, of the size that it will be trained with.
+        budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
+            model's own peak, or ``"auto"``: the largest budget whose steps fit in what is free on the CUDA
+            device, with gradients, the states of Adam and the allocator's fragments. The budget bounds what a
+            training step allocates above what was allocated before it, without parameter gradients.
+        plan: a plan made before (`Plan.load`), instead of a budget.
+        loss: a function or module that gets the model's output; ``wrap(model, args, kwargs, loss=fn,
+            loss_args=(y,))`` is ``wrap(with_loss(model, fn), args, {**kwargs, "loss_args": (y,)})``: a module
+            that returns the loss (`rkmate.with_loss`), and plans it with the model.
+        loss_args: samples of what the loss gets after the output.
+        options: `rkmate.Options`, which every call takes that plans: ``calls`` before a backward, ``compile``
+            groups of operations, ``offload`` data to a place, ``settings`` for everything else
+            (`rkmate.Settings`), and whether to show ``progress``.
+
+    Returns:
+        A module with the same parameters, buffers, outputs and gradients; ``.plan`` and
+        ``.source`` show what it does.
+
+    Raises:
+        InfeasibleBudget: no schedule fits; ``.minimum_bytes`` is the smallest budget.
+        CaptureError: the model has no static graph; the message names the operation and the line.
+        ArgumentError: an argument is wrong.
+        UnknownOption: a keyword is no option; the message names the nearest one.
+        PlanError: `plan` does not belong to this model.
+        OffloadError: `offload` could not be written or read when it was measured.
+        CompilerError: `compile` is True, and there is no compiler that works.
+        DeviceMemoryError: too little is free even to measure the operations.
+        PlanningTimeout, SolverError: the planner found nothing in its time, or a solver failed.
+    """
+    call = chosen(options, wrap)
+    run = call.settings.run
+    model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
+    args, kwargs = checked_sample(model, args, kwargs)
+    planning = _planning(_in_bytes(budget, model), plan, call)
+    ahead = checked_lengths(model, run.lengths, run.pad)
+    if run.cuda_graph:
+        check_device([*{t.device for t in (*model.parameters(), *model.buffers())}],
+                     sends=planning.settings.offload is not None)
+        planning = replace(planning, cuda_graph=True)
+    with flags_to_plan(model, run.training):
+        module = PlannedModule(model, planning, run.verify, run.on_new_shape)
+        module.plan_for(args, kwargs, plan)
+        if ahead is not None:
+            module.plan_ahead(ahead, args, kwargs)
+    return module
+
+
+def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None, *,
+          budget: int | float | str | None = None, plan: Plan | None = None,
+          **options: Unpack[Options]) -> _M:
+    """Make a module train inside a memory budget, in place: it stays what it is for everything else.
+
+    Its class, attributes, state dictionary, ``save_pretrained``, ``generate`` and adapters are its own; its
+    calls follow a plan where gradients are recorded. A call is planned as a whole: with the module's
+    hooks, and with what a library has put in the place of its forward. Copies and pickles of the module
+    are without a plan: apply one to them, too.
+
+    Args:
+        model: the module to train. `remove` undoes what this does; applying again replaces it. The layers
+            of a model that was sharded by ``fully_shard`` are planned each by itself, with a share of the
+            budget; `applied` then shows the plan of each layer.
+        args, kwargs: sample inputs, to plan now. Unless given, the first call that records gradients is
+            planned when it comes: with the real batch, in the mode that it is trained in.
+        budget: as for `wrap`; a fraction is one of the peak of the first call.
+        plan: as for `wrap`, together with the sample inputs that it belongs to.
+        options: `rkmate.Options`, as for `wrap`. ``RunSettings(training=...)`` concerns sample inputs alone.
+
+    Returns:
+        The module that was given. `applied` shows its plan.
+
+    Raises:
+        What `wrap` raises; without sample inputs, some of it at the first call.
+    """
+    call = chosen(options, apply)
+    check_no_settings_of_wrap(call.settings, "apply")
+    run = call.settings.run
+    sampled = args is not None or kwargs is not None
+    if plan is not None and not sampled:
+        raise ArgumentError("plan is given without the sample inputs that it belongs to: give args or kwargs")
+    if isinstance(model, PlannedModule):
+        raise ArgumentError("the module is a wrapped one already: apply a budget to the module itself "
+                            "(.original)")
+    check_model(model)
+    layers = sharded_layers(model)
+    if layers and call.settings.gradients == "in_place":
+        refuse_data_parallelism(*layers)
+    if layers and sampled:
+        raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters are there in a "
+                            "step alone: leave the sample inputs out, and the first step is planned")
+    if sampled:
+        args, kwargs = checked_sample(model, () if args is None else args, kwargs)
+    planning = _planning(_in_bytes(budget, model), plan, call)
+    if layers:
+        put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
+        return model
+    planned = put_plan_into(model, planning, run.verify, run.on_new_shape)
+    if sampled:
+        try:
+            with flags_to_plan(model, run.training):
+                planned.whole.plan_for(tuple(args or ()), dict(kwargs or {}), plan)
+        except BaseException:
+            take_plan_from(model)
+            raise
+    return model
+
+
+def remove(model: _M) -> _M:
+    """Undo `apply`: the module, and each part of it, runs as it did before. Returns it. Nothing happens to
+    modules that have no plan."""
+    check_model(model)
+    for module in model.modules():
+        take_plan_from(module)
+    return model
+
+
+def applied(model: nn.Module) -> PlannedModule | None:
+    """What shows the plan of a module that `apply` was called with: its ``.plan`` and ``.source``, as of what
+    `wrap` returns. None for other modules."""
+    check_model(model)
+    call = planned_call_of(model)
+    return None if call is None else call.latest
+
+
+def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+         budget: int | float | str, loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
+         device: GPU | str | None = None, **options: Unpack[Options]) -> Plan:
+    """Return the plan that `wrap` would follow, without generating code. Takes and raises what `wrap` does.
+
+    `device`: a GPU that need not be here (`rkmate.devices.H100`, or ``"h100"``), to plan for it: times are
+    then estimates, ``budget="auto"`` is what it has left for a step, and the model may be on the CPU or on
+    the meta device. The plan's note says what is not known; see [planning elsewhere](planning-elsewhere.md).
+    """
+    call = chosen(options, plan)
+    gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
+    model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
+    with elsewhere.on_gpu(gpu, model):
+        args, kwargs = checked_sample(model, args, kwargs)
+        planning = _planning(_in_bytes(budget, model), None, call, gpu)
+        with flags_to_plan(model, call.settings.run.training):
+            traced = trace(model, args, kwargs, planning.settings, Progress(call.progress))
+        made = make_plan(traced, planning.budget, planning.planner).plan
+    return elsewhere.told(made, gpu)
+
+
+def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+             budgets: Sequence[int | float | str] | None = None, loss: Callable[..., Any] | None = None,
+             loss_args: Sequence[Any] = (), device: GPU | str | None = None,
+             **options: Unpack[Options]) -> Curve:
+    """Return plans along the curve of time against memory, from the largest budget to the smallest.
+
+    One capture and one measurement serve all of them, and so do the options of a graph's blocks (larger
+    tiles of a head have options of their own). Without `budgets`: from the model's own peak to the smallest
+    one that the original's operations meet, in ten steps. The result is a sequence of plans that can be drawn
+    (``.plot("curve.svg")``). Raises `InfeasibleBudget` for a budget that was given and cannot be met, and
+    otherwise what `wrap` raises. `device`: as for `plan`.
+    """
+    call = chosen(options, tradeoff)
+    gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
+    model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
+    with elsewhere.on_gpu(gpu, model):
+        args, kwargs = checked_sample(model, args, kwargs)
+        wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
+        planning = _planning(1.0, None, call, gpu)
+        with flags_to_plan(model, call.settings.run.training):
+            traced = trace(model, args, kwargs, planning.settings, Progress(call.progress))
+        made = make_curve(traced, wanted, planning.planner)
+    return Curve(tuple(elsewhere.told(plan, gpu) for plan in made))
+
+
+def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
+                   device_memory: int | str | None = None, optimizer_states: int = ADAM_STATES,
+                   most: int = 1 << 16, device: GPU | str | None = None,
+                   **options: Unpack[Options]) -> BatchSize:
+    """Return the largest batch whose training step fits in a device, and what it costs.
+
+    Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
+
+    Args:
+        model: the module to train; in train mode, where it is in eval mode.
+        make_inputs: batch size -> ``args``, or ``(args, kwargs)`` with a tuple and a dict.
+        device_memory: of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
+            and optimizer state are taken off. None: what is free on the model's CUDA device.
+        optimizer_states: see `auto_budget`.
+        most: greatest batch size to try.
+        device: a GPU that need not be here, to plan for it, as for `plan`: costs are then estimated, and
+            `device_memory` is its own unless given.
+        options: `rkmate.Options`, as for `wrap`. Each of `calls` gets a batch of the size that is returned.
+            With `compile`, each size that is tried has groups of its own, so that compiling takes seconds for
+            each.
+
+    Raises:
+        InfeasibleBudget: not even a batch of one fits.
+        ArgumentError: an argument is wrong, or the model alone does not fit.
+    """
+    call = chosen(options, max_batch_size)
+    check_default_planner(call.settings, "max_batch_size asks the default planner: leave it out")
+    check_model(model)
+    gpu, model, _, _ = elsewhere.sample_for(device, model, (), {})
+
+    def inputs(size: int) -> Any:
+        return elsewhere.sample_for(gpu, None, make_inputs(size), {})[2]
+    with elsewhere.on_gpu(gpu, model):
+        settings = call.settings if gpu is None else elsewhere.estimating(call.settings, None)
+        found = largest_batch(model, inputs, settings, Progress(call.progress), device_memory=device_memory,
+                              optimizer_states=optimizer_states, most=most)
+    return replace(found, plan=elsewhere.told(found.plan, gpu))
+
+
+def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+                budget: int | float | str, group: Any = None, **options: Unpack[Options]) -> Plan:
+    """Return the plan that the first process of a group makes, in every process of the group.
+
+    Measured times differ from process to process, so each would find a plan of its own. Every process
+    of the group calls this with the same model and arguments, and hands the result to `wrap` as
+    ``plan``.
+
+    Args:
+        model, args, kwargs, budget: as for `plan`.
+        group: the process group; the default one unless given.
+        options: `rkmate.Options`, as for `plan`. Where `offload` is fast for the first process it should be
+            for all, and each says ``offload=`` again to `wrap`: a folder may be another one there.
+
+    Raises:
+        ArgumentError: there is no process group.
+        RkmateError: what the first process raised, in every process.
+    """
+    call = chosen(options, shared_plan)
+    if not dist.is_available() or not dist.is_initialized():
+        raise ArgumentError("shared_plan needs a process group: call "
+                            "torch.distributed.init_process_group first, or use rkmate.plan")
+    result: list[Plan | RkmateError | str | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            result[0] = plan(model, args, kwargs, budget=budget, **call.options())
+        except RkmateError as error:
+            result[0] = sendable(error)
+        except BaseException as error:
+            # The others wait: they hear of it before it goes on.
+            result[0] = f"{type(error).__name__}: {error}"
+            dist.broadcast_object_list(result, group=group, group_src=0)
+            raise
+    dist.broadcast_object_list(result, group=group, group_src=0)
+    found = result[0]
+    if isinstance(found, Plan):
+        return found
+    if isinstance(found, RkmateError):
+        raise found
+    raise RkmateError(f"the first process could not plan: {found}")
+
+
+def _in_bytes(budget: Any, model: nn.Module) -> Any:
+    """``"auto"`` as a share of the device; other budgets as they are."""
+    return device_share(model) if isinstance(budget, str) and budget == "auto" else budget
+
+
+def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Sample inputs as a tuple and a dict. Raises `ArgumentError` for what is wrong with them or the
+    model, and `CaptureError` for what a planned step could not repeat."""
+    check_model(model)
+    if not isinstance(args, (tuple, list)):
+        raise ArgumentError(f"args is {type(args).__name__}; it should be a tuple with the sample "
+                            "positional arguments: (x,) for one tensor")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ArgumentError(f"kwargs is {type(kwargs).__name__}; it should be a mapping of argument "
+                            "names to sample values")
+    args, kwargs = tuple(args), dict(kwargs or {})
+    refuse_what_cannot_repeat(traceable(model), args, kwargs)
+    return args, kwargs
+
+
+def _planning(budget: Any, plan: Plan | None, call: Chosen, gpu: GPU | None = None) -> Planning:
+    """Check a budget or a plan, and what they need of the settings. Raises `ArgumentError`."""
+    if (budget is None) == (plan is None):
+        raise ArgumentError("give a budget or a plan, and not both")
+    if plan is not None and not isinstance(plan, Plan):
+        raise ArgumentError(f"plan is {type(plan).__name__}; it should be a rkmate.Plan")
+    settings = call.settings
+    name = find_planner(settings.planner_name).name
+    checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
+    if settings.offload is not None and plan is None and name not in SENDING:
+        raise ArgumentError(f"planner is {name!r}, which recomputes alone: leave offload out, or take one "
+                            f"that sends data away ({', '.join(map(repr, SENDING))})")
+    if gpu is not None:
+        settings = elsewhere.estimating(settings, call.costs)
+    elif settings.offload is not None:
+        settings.offload.check_folder()
+    return Planning(checked, name, settings, call.progress)
