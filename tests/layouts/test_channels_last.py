@@ -25,10 +25,9 @@ from rkmate.measure.costs import Costs
 from rkmate.measure.made_up import made_up
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline import prepare
-from rkmate.pipeline.compiled import with_compiler
 from rkmate.pipeline.following import follow
-from rkmate.pipeline.planning import make_curve, make_plan
-from rkmate.pipeline.prepare import Traced, block, trace
+from rkmate.pipeline.prepare import Traced, block, trace, with_compiler
+from rkmate.pipeline.search import make_curve, make_plan
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHANNELS_LAST, PLAIN, first, others
 from rkmate.planners.settings import PlannerSettings
