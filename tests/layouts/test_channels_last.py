@@ -120,14 +120,15 @@ def test_layouts_are_those_of_the_kernels(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("make", [convolutions.densenet, convolutions.unet, convolutions.batch_norm_cnn,
                                   vision.resnet, vision.regnet])
-def test_networks_in_double_precision(make: Callable[[], Sample]) -> None:
+def test_networks_in_double_precision(make: Callable[[], Sample], compile: bool) -> None:
     sample = make()
     double = Sample(sample.model.double(), *pytree.tree_map(
         lambda t: t.double() if t.is_floating_point() else t, (sample.args, sample.kwargs)), sample.loss)
     module = rkmate.wrap(copy.deepcopy(double.model), double.args, double.kwargs, budget=1.0, progress=False,
-                         settings=COUNTED)
+                         compile=compile, settings=COUNTED)
     expected, found = trace_step(double.model, double, 1), trace_step(module, double, 1)
     for name, grad in expected.gradients.items():
         other = found.gradients[name]
