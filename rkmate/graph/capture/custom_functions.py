@@ -1,18 +1,20 @@
 """Custom autograd functions, kept whole while a module is exported.
 
-`torch.export` records the operations of a function's forward, and their derivative would take the
-place of the function's own backward: a straight-through estimator would lose its gradient, a reversed
-gradient its sign. So each call is recorded as one operation, and runs as it is when the joint graph
-is traced from the exported program; its backward is then traced as autograd calls it.
+`torch.export` records the operations of a function's forward, and their derivative would replace the
+function's own backward: a straight-through estimator would lose its gradient, a reversed gradient its sign.
+So an export records each call as one operation. The joint trace of the exported program calls the function
+again, and records its backward as autograd calls it.
 
-Uses private names of torch (the proxies of a trace, the code of `Function.apply`); tested with torch
-2.13.
+Modules keep `F.apply` under names of their own, and torch reads `F.forward` each time that one of these is
+called, with gradients switched off: that attribute of the class is what an export replaces, in the metaclass of
+all functions.
+
+Uses private names of torch (the proxies of a trace); tested with torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator
+from torch.autograd.function import BackwardCFunction, FunctionMeta
 from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -64,56 +67,49 @@ class _Recorded(HigherOrderOperator):
 
 @contextmanager
 def kept_whole() -> Iterator[None]:
-    """While a module is exported. Other threads' calls run as ever.
+    """Record each call of a custom function as one operation, while a module is exported.
 
-    Modules keep `F.apply` under names of their own, so it is the method's code that changes.
+    Run calls of `CheckpointFunction` through, and mark their operations as a region. Calls in other threads
+    run as usual.
     """
     here = threading.get_ident()
-    method: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-    code = method.__code__
-    plain = types.FunctionType(code, method.__globals__, method.__name__, method.__defaults__,
-                               method.__closure__)
 
-    def apply(cls: type[torch.autograd.Function], args: tuple[Any, ...],
-              kwargs: dict[str, Any]) -> Any:
-        mode = proxy_tensor.get_proxy_mode()
+    def attribute(cls: Any, name: str) -> Any:
+        value = type.__getattribute__(cls, name)
         # Torch keeps the mode of an export once for all threads.
-        if mode is None or threading.get_ident() != here:
-            return plain(cls, *args, **kwargs)
-        if issubclass(cls, CheckpointFunction):
-            # What is checkpointed is the plan's business; without such inputs it takes no gradient.
-            run, _, *rest = args
-            learns = any(isinstance(a, torch.Tensor) and a.requires_grad for a in rest)
-            if not learns:
-                return plain(cls, *args, **kwargs)
-            with region():
-                return run(*rest)
-        return _recorded(mode, plain, cls, args, kwargs)
+        if name not in ("forward", "apply") or threading.get_ident() != here \
+                or proxy_tensor.get_proxy_mode() is None:
+            return value
+        if name == "apply":
+            return _run_through(value) if issubclass(cls, CheckpointFunction) else value
+        # Functions that functorch generates around a function call it again inside.
+        return _recording(cls, value) if issubclass(cls, torch.autograd.Function) else value
 
-    globals_ = method.__globals__
-    globals_[_HOOK] = apply
-    method.__code__ = _calling_the_hook(code)
-    try:
-        with mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
-            yield
-    finally:
-        method.__code__ = code
-        # It stays: another thread's call may have begun with the other code.
-        globals_[_HOOK] = lambda cls, args, kwargs: plain(cls, *args, **kwargs)
+    with mock.patch.object(FunctionMeta, "__getattribute__", attribute), \
+            mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
+        yield
 
 
-_HOOK = "_rkmate_apply"
+def _run_through(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """What is checkpointed is the plan's business. A call without inputs that require a gradient takes none."""
+    def run_through(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return apply(run, preserve, *args)
+        with region():
+            return run(*args)
+    return run_through
 
 
-def _calling_the_hook(code: types.CodeType) -> types.CodeType:
-    """The code of ``apply(cls, *args, **kwargs)`` that calls the hook; with the cells of `code`."""
-    cells = "".join(f"    {name} = None\n" for name in code.co_freevars)
-    read = "".join(f"        {name}\n" for name in code.co_freevars)
-    space: dict[str, Any] = {}
-    exec(f"def outer():\n{cells}    def apply(cls, *args, **kwargs):\n"
-         f"        return {_HOOK}(cls, args, kwargs)\n{read}    return apply\n", space)
-    made: types.CodeType = space["outer"]().__code__
-    return made
+def _recording(cls: type[torch.autograd.Function], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function's forward, which records the call if `apply` calls it; not if the model does so itself."""
+    takes_context = cls.setup_context is torch.autograd.Function.setup_context
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        applied = isinstance(args[0], BackwardCFunction) if takes_context else not torch.is_grad_enabled()
+        if not applied:
+            return forward(*args, **kwargs)
+        return _recorded(cls, forward, args[:1] if takes_context else (), args[takes_context:], kwargs)
+    return recording
 
 
 def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,8 +125,10 @@ def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
     return register_hook
 
 
-def _recorded(mode: Any, plain: Callable[..., Any], cls: type[torch.autograd.Function],
+def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], context: tuple[Any, ...],
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of a forward that is not traced, as those of one operation."""
+    mode: Any = proxy_tensor.get_proxy_mode()
     places = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor))
     others = tuple(None if i in places else a for i, a in enumerate(args))
     for value in (*objects_in((others, kwargs)), *others):
@@ -140,8 +138,12 @@ def _recorded(mode: Any, plain: Callable[..., Any], cls: type[torch.autograd.Fun
                 "hold tensors beside those that it is called with, and a captured step would not see "
                 "their gradients: pass the tensors themselves, or use rkmate.dtr")
     proxies = [mode.tracer.unwrap_proxy(args[i]) for i in places]
+    versions = {id(args[i]): args[i]._version for i in places}
     with proxy_tensor.disable_proxy_modes_tracing():
-        result = plain(cls, *args, **kwargs)
+        result = forward(*context, *args, **kwargs)
+        # Torch makes a view of an input that is returned unchanged, too late for this trace.
+        result = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: t.view_as(t) if versions.get(id(t)) == t._version else t, result)
     call = _Call(cls, others, places, kwargs)
     proxy = mode.tracer.create_proxy("call_function", _Recorded(call), tuple(proxies), {},
                                      name=cls.__name__)
@@ -150,10 +152,12 @@ def _recorded(mode: Any, plain: Callable[..., Any], cls: type[torch.autograd.Fun
 
 def run_as_they_are(program: fx.GraphModule) -> None:
     """Let the recorded calls of an exported program be calls of their functions again."""
-    for node in program.graph.nodes:
-        if isinstance(node.target, _Recorded):
-            node.target = _custom_function(node.target.call)
-    program.recompile()
+    for module in program.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if isinstance(node.target, _Recorded):
+                    node.target = _custom_function(node.target.call)
+            module.recompile()
 
 
 def _custom_function(call: _Call) -> Callable[..., Any]:
