@@ -4,8 +4,8 @@ What is kept and what is computed again is the plan's business, so checkpointing
 operation that the forward calls inside of a region carries the region's number, by which the step as the
 program runs it can be simulated.
 
-Uses private names of torch (the forward of checkpointing without reentrance, the modes of a trace); tested
-with torch 2.13.
+Uses private names of torch (what saves nothing in a region without reentrance, the modes of a trace); tested
+with torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -38,19 +38,19 @@ def region() -> Iterator[None]:
 
 @contextmanager
 def regions_marked() -> Iterator[None]:
-    """While a module is exported, regions without reentrance are marked; `custom_functions` sees the
-    others. Other threads' calls run as ever."""
+    """Mark regions without reentrance, while a module is exported; `custom_functions` sees the others.
+
+    What autograd saves inside passes through no hooks, as these would be recorded. Calls in other threads run
+    as usual.
+    """
     here = threading.get_ident()
-    plain = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    plain = torch.utils.checkpoint._checkpoint_hook
 
-    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if proxy_tensor.get_proxy_mode() is None or threading.get_ident() != here:
-            yield from plain(*args, **kwargs)
-            return
-        with region():
-            yield from plain(*args, **kwargs)
+    def marked(frame: Any) -> AbstractContextManager[None]:
+        elsewhere = proxy_tensor.get_proxy_mode() is None or threading.get_ident() != here
+        return plain(frame) if elsewhere else region()  # type: ignore[no-untyped-call]
 
-    with mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", marked):
+    with mock.patch.object(torch.utils.checkpoint, "_checkpoint_hook", marked):
         yield
 
 

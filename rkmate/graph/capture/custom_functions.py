@@ -81,23 +81,24 @@ def kept_whole() -> Iterator[None]:
                 or proxy_tensor.get_proxy_mode() is None:
             return value
         if name == "apply":
-            return _run_through(value) if issubclass(cls, CheckpointFunction) else value
-        # Functions that functorch generates around a function call it again inside.
-        return _recording(cls, value) if issubclass(cls, torch.autograd.Function) else value
+            return _run_through if issubclass(cls, CheckpointFunction) else value
+        # What checkpointing calls has no part in the step; what functorch generates calls the function inside.
+        called = issubclass(cls, torch.autograd.Function) and cls.__module__ != CheckpointFunction.__module__
+        return _recording(cls, value) if called else value
 
     with mock.patch.object(FunctionMeta, "__getattribute__", attribute), \
             mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
         yield
 
 
-def _run_through(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """What is checkpointed is the plan's business. A call without inputs that require a gradient takes none."""
-    def run_through(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return apply(run, preserve, *args)
-        with region():
-            return run(*args)
-    return run_through
+def _run_through(run: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
+    """Replace `CheckpointFunction.apply`, as what is kept is the plan's business.
+
+    Without an argument that requires a gradient, the results require none, parameters or not.
+    """
+    learns = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with region() if learns else torch.no_grad():
+        return run(*args)
 
 
 def _recording(cls: type[torch.autograd.Function], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,10 +106,10 @@ def _recording(cls: type[torch.autograd.Function], forward: Callable[..., Any]) 
     takes_context = cls.setup_context is torch.autograd.Function.setup_context
 
     def recording(*args: Any, **kwargs: Any) -> Any:
-        applied = isinstance(args[0], BackwardCFunction) if takes_context else not torch.is_grad_enabled()
-        if not applied:
+        context = args[:takes_context]
+        if torch.is_grad_enabled() or not all(isinstance(c, BackwardCFunction) for c in context):
             return forward(*args, **kwargs)
-        return _recorded(cls, forward, args[:1] if takes_context else (), args[takes_context:], kwargs)
+        return _recorded(cls, forward, context, args[takes_context:], kwargs)
     return recording
 
 
