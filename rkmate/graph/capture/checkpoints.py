@@ -5,7 +5,7 @@ operation that the forward calls inside of a region carries the region's number,
 program runs it can be simulated.
 
 Uses private names of torch (what saves nothing in a region without reentrance, the modes of a trace); tested
-with torch 2.11 to 2.15.
+with torch 2.11, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def regions_marked() -> Iterator[None]:
 
     def marked(frame: Any) -> AbstractContextManager[None]:
         elsewhere = proxy_tensor.get_proxy_mode() is None or threading.get_ident() != here
-        return plain(frame) if elsewhere else region()  # type: ignore[no-untyped-call]
+        return plain(frame) if elsewhere else region()
 
     with mock.patch.object(torch.utils.checkpoint, "_checkpoint_hook", marked):
         yield

@@ -6,10 +6,9 @@ So an export records each call as one operation. The joint trace of the exported
 again, and records its backward as autograd calls it.
 
 Modules keep `F.apply` under names of their own, and torch reads `F.forward` each time that one of these is
-called, with gradients switched off: that attribute of the class is what an export replaces, in the metaclass of
-all functions.
+called, with gradients switched off. So an export replaces that attribute, in the metaclass of all functions.
 
-Uses private names of torch (the proxies of a trace); tested with torch 2.11 to 2.15.
+Uses private names of torch (the proxies of a trace); tested with torch 2.11, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def kept_whole() -> Iterator[None]:
             return value
         if name == "apply":
             return _run_through if issubclass(cls, CheckpointFunction) else value
-        # What checkpointing calls has no part in the step; what functorch generates calls the function inside.
+        # Checkpointing has functions of its own to save; those that functorch makes call the function inside.
         called = issubclass(cls, torch.autograd.Function) and cls.__module__ != CheckpointFunction.__module__
         return _recording(cls, value) if called else value
 

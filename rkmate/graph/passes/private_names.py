@@ -24,7 +24,7 @@ IN_CAPTURE: dict[str, tuple[str, ...]] = {
     "batch_norm.py": ("torch.nn.modules.batchnorm._BatchNorm",),
     "capture.py": ("torch._functorch._aot_autograd.descriptors",
                    "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"),
-    "checkpoints.py": ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",),
+    "checkpoints.py": ("torch.utils.checkpoint._checkpoint_hook",),
     "closed_over.py": ("torch.utils._python_dispatch._disable_current_modes",),
     "cudnn_batch_norm.py": ("torch._C._BatchNormBackend.Cudnn",
                             "torch._C._get_cudnn_batch_norm_reserve_space_size",
