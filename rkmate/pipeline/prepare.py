@@ -552,9 +552,9 @@ def compiled_by(settings: Settings) -> str:
 def check_version(plan_compiled: str) -> None:
     """Warn where a plan was compiled by something else than what compiles now."""
     if plan_compiled and plan_compiled != compiler_version():
-        warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by {compiler_version()}: "
-             "they may take other time and temporary memory than the plan says. Make it again to be sure of "
-             "its peak")
+        warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by "
+             f"{compiler_version()}: they may take other time and temporary memory than the plan says. Make it "
+             "again to be sure of its peak")
 
 
 def fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:
