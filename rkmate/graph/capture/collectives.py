@@ -70,7 +70,7 @@ def communicates(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] 
 def _size_of(group: Any) -> int | None:
     """Ranks of a process group, which operations take by name or as an object; None if they are unknown."""
     if isinstance(group, str):
-        from torch.distributed.distributed_c10d import _resolve_process_group
+        from torch._C._distributed_c10d import _resolve_process_group
 
         group = _resolve_process_group(group)  # type: ignore[arg-type,unused-ignore]
     elif isinstance(group, torch.ScriptObject):
@@ -98,9 +98,9 @@ def _caller(model: nn.Module, error: Exception) -> str:
     trace, found = error.__traceback__, ""
     while trace is not None:
         for context in trace.tb_frame.f_locals.values():
-            function = getattr(type(context), "_forward_cls", None)
-            if function in _callers:
-                found = next((n for n, m in model.named_modules() if m is _callers[function]()), found)
+            caller = _callers.get(getattr(type(context), "_forward_cls", type(context)))
+            if caller is not None:
+                found = next((n for n, m in model.named_modules() if m is caller()), found)
         trace = trace.tb_next
     return found
 
