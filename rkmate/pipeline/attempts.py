@@ -21,6 +21,8 @@ from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 
 # -- Attempts --------------------------------------------------------------------------------------
+#
+# What a planner makes of one budget, on one variant of the graph.
 
 
 Orders = tuple[tuple[tuple[int, ...], ...], ...]
@@ -136,6 +138,13 @@ def whole_note(prepared: Prepared, note: str) -> str:
 
 
 # -- Larger tiles ----------------------------------------------------------------------------------
+#
+# Plans that make room for larger tiles.
+#
+# Planners see wide computations by their leanest kernels, in many small tiles, and a finished schedule takes
+# faster ones where it leaves room (`rkmate.ir.kernels`). Where small tiles take much longer, it may pay to
+# compute something else again, and to have that room. So the same search runs with larger tiles as the
+# leanest.
 
 
 WORTH = 0.01

@@ -19,6 +19,8 @@ from rkmate.torch_seam.modules import SUBMODULES, apply_to_tensors, submodules_o
 from rkmate.torch_seam.nodes import VALUE
 
 # -- A model with its loss -------------------------------------------------------------------------
+#
+# A loss that is computed outside of a module, as a part of what is planned.
 
 
 if TYPE_CHECKING:
@@ -282,6 +284,8 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
 
 
 # -- Outputs that are trained ----------------------------------------------------------------------
+#
+# Which outputs of a model the loss leads to: as the user says, or as the output's form tells.
 
 
 _BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "cross_attentions", "mems",

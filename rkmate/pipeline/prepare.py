@@ -61,6 +61,10 @@ from rkmate.torch_seam.patches.autograd import region_of
 from rkmate.torch_seam.tensors import read_directly
 
 # -- Traced, blocked, prepared ---------------------------------------------------------------------
+#
+# From a model to its graph in blocks, with costs: capture, passes, lower, partition, costs.
+#
+# Only the files of this package know the order of the stages. Each stage takes what the one before returns.
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,6 +425,8 @@ def _fingerprint(parts: Partition, texts: Sequence[str]) -> str:
 
 
 # -- Measuring within the memory that there is -----------------------------------------------------
+#
+# Measuring on a device that others have filled: with what is free, or an error that says what to do.
 
 
 PART_OF_FREE = 0.8
@@ -456,6 +462,8 @@ def measured_within(measure: Callable[[Callable[[], int] | None], Costs], limit:
 
 
 # -- Where a plan comes from -----------------------------------------------------------------------
+#
+# What a plan is made for, as a report names it: model, sample inputs, device and versions.
 
 
 def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin:
@@ -502,6 +510,8 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 # -- Groups to compile -----------------------------------------------------------------------------
+#
+# Groups of operations that are compiled: whether they can be, and what a plan tells about them.
 
 
 def with_compiler(settings: Settings, device: torch.device) -> Settings:

@@ -28,6 +28,8 @@ from rkmate.planners.several_calls import smallest_steps
 from rkmate.support.gc_pause import gc_pause
 
 # -- Lower bounds ----------------------------------------------------------------------------------
+#
+# What no schedule of a variant does better, known before the options of its blocks are solved.
 
 
 SECONDS = 0.6
@@ -53,6 +55,8 @@ def _program(prepared: Prepared) -> SaveSetProgram:
 
 
 # -- Fractions of what the model takes -------------------------------------------------------------
+#
+# What ``torch.utils.checkpoint`` in a model's forward means for its plan.
 
 
 logger = logging.getLogger("rkmate")
@@ -97,6 +101,8 @@ def tell(prepared: Prepared, budget: Budget) -> None:
 
 
 # -- Room to measure in ----------------------------------------------------------------------------
+#
+# The memory that measuring may take: what the step may take that is planned.
 
 
 def room_within(budget: Budget) -> Callable[[Blocked], int]:
@@ -120,6 +126,12 @@ def wholly_measured(prepared: Prepared, limit: int) -> Prepared:
 
 
 # -- The smallest budget ---------------------------------------------------------------------------
+#
+# The smallest budget that is met, to be named where a budget is too small, and how soon that is known.
+#
+# For a deep graph, the integer programs of its blocks take longer than the answer is worth: what one
+# backward computation needs alone is a bound that most budgets that are too small are below, and the chain's
+# dynamic program over a few options of each block that need no solver comes within a percent or two of it.
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +249,12 @@ def error_of_all(refused: list[Refused], method: Planner) -> Exception:
 
 
 # -- Refusals before anything is measured ----------------------------------------------------------
+#
+# Budgets that are refused before anything is measured.
+#
+# To measure a large model takes a good part of its step. That a budget is far too small shows without: where
+# what one backward computation reads and makes, and the gradients that wait, have no room in any variant of
+# the graph, temporary memory would only be added to it.
 
 
 LONG = 10.0

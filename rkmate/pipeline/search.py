@@ -62,6 +62,12 @@ from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 
 # -- Plans and curves ------------------------------------------------------------------------------
+#
+# The one way to plan: a captured model and a budget in, a plan out.
+#
+# What every public function does, `rkmate.runtime` included: trace, block, costs, and for a budget below the
+# model's own peak options, chain and a planner's search; then the same of each other variant of the graph
+# that may be faster.
 
 
 DEFAULT = "rockmate"
@@ -363,6 +369,12 @@ def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:
 
 
 # -- Variants that are measured in turns -----------------------------------------------------------
+#
+# Variants whose kernels differ, measured in turns.
+#
+# Between the measuring of one variant and of the next lie the compiling and the planning of one: a minute,
+# in which a machine can change its speed by more than a layout gains. So both are measured before either is
+# planned, and then both once more; of each operation the median counts, as ever.
 
 
 LEAST_ROUNDS = 2
@@ -442,6 +454,8 @@ def _median(runs: Sequence[Cost]) -> Cost:
 
 
 # -- Whole steps that send data away ---------------------------------------------------------------
+#
+# The whole step with copies, where nothing is faster: known before the options of blocks are solved.
 
 
 def sent_whole(prepared: Prepared, method: Planner, limit: int,

@@ -32,6 +32,12 @@ from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock
 
 # -- Other sizes -----------------------------------------------------------------------------------
+#
+# Plans for other sizes of what was planned before: costs are scaled, schedules taken over.
+#
+# The graph is the new size's own, rewritten and cut as ever. Where its computations are those of a known
+# plan, in the same order, nothing is measured and no integer program is solved: the known schedules, and the
+# chain's dynamic program over the known options, are judged by the simulator at the new sizes.
 
 
 UNUSED = 0.03
@@ -267,6 +273,8 @@ def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:
 
 
 # -- Sizes within what a device reserves -----------------------------------------------------------
+#
+# Other sizes under a budget that is a share of the device: plans with the fragments of its allocator.
 
 
 class _Unknown(Exception):

@@ -31,6 +31,8 @@ from rkmate.torch_seam.schema import operator_name
 from rkmate.torch_seam.tensors import read_directly
 
 # -- Options and chain -----------------------------------------------------------------------------
+#
+# From a graph in blocks to a planner's problem: the options of each block, and the chain of blocks.
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +119,8 @@ def _plain_forward(graph: CDGraph) -> tuple[float, int]:
 
 
 # -- The summary of a graph ------------------------------------------------------------------------
+#
+# From a prepared model to the summary of its graph that a plan carries.
 
 
 @read_directly()
@@ -175,6 +179,8 @@ def _shape(value: Any) -> str:
 
 
 # -- Runs of blocks in a schedule ------------------------------------------------------------------
+#
+# The runs of blocks in a schedule, whether or not it is made of block operations.
 
 
 def runs_of_operations(ops: Iterable[Op], options: Sequence[Sequence[Option]]) -> Iterator[Run]:

@@ -24,6 +24,14 @@ from rkmate.show.plan import Plan
 from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, replace_call
 
 # -- Sharded layers --------------------------------------------------------------------------------
+#
+# Budgets for a model whose layers are sharded by `fully_shard` (FSDP2).
+#
+# Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned
+# by itself, and its hooks stay outside of its plan. One step calls all of them before the first backward:
+# layers that are alike (of one class, with parameters of the same shapes) share a budget as so many calls of
+# one module do, and layers of several kinds share the whole by the bytes of their parameters. What may be
+# sent away at once (`offload_bytes`) is shared in the same way.
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,15 @@ def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> lis
 
 
 # -- Planned calls ---------------------------------------------------------------------------------
+#
+# A planned forward inside of the user's own module, which stays what it is.
+#
+# Libraries look at a model's class, save it, index it, and put forwards of their own into it. `apply` leaves
+# all of that alone: it puts a planned call in the place where ``Module.compile`` keeps its own, and a
+# planned method in the place of ``forward`` for those who call that directly (peft does).
+#
+# What is planned is the call as a whole, with the hooks and whatever a library has put in the place of
+# ``forward``. Sharded modules are the exception: their hooks gather parameters, and run outside.
 
 
 _M = TypeVar("_M", bound=nn.Module)

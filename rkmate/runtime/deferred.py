@@ -23,6 +23,11 @@ from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.tensors import read_directly, version_of, wrapper_tensor
 
 # -- Tensors whose values are computed when they are read ------------------------------------------
+#
+# A tensor whose values are computed when somebody reads them.
+#
+# It knows its shape, dtype, device and strides at once. Whatever else it is asked for, it answers as the
+# plain tensor that it computes then, and keeps: every function of torch gets that one in its place.
 
 
 _T = torch.Tensor
@@ -183,6 +188,8 @@ _WITHOUT_VALUES: set[Any] = {
 
 
 # -- Deferred outputs of a step --------------------------------------------------------------------
+#
+# Outputs that a planned step leaves out: what computes them when they are read, and who reads them.
 
 
 IN_A_ROW = 2

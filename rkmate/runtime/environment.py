@@ -17,6 +17,9 @@ from rkmate.runtime.added_gradients import adding
 from rkmate.torch_seam.tensors import add_to_all, copy_all, version_of
 
 # -- Data that is away -----------------------------------------------------------------------------
+#
+# What one call has copied away: opened with its forward, closed at the end of its backward, or where the
+# call is forgotten.
 
 
 class Away:
@@ -53,6 +56,8 @@ class Away:
 
 
 # -- The environment of a step ---------------------------------------------------------------------
+#
+# What generated source runs on: the environment of one call.
 
 
 _random = threading.RLock()

@@ -45,6 +45,12 @@ from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.tensors import all_ordinary, version_of
 
 # -- Backwards of backwards ------------------------------------------------------------------------
+#
+# A double backward (``create_graph=True``) around a planned step: gradient penalties, Hessians.
+#
+# A planned backward leaves no graph to differentiate. So where one is wanted, the original's forward runs
+# once more, with the draws of the call, and autograd differentiates that. The plan's own step stays as it
+# is: an ordinary backward through the same forward may follow.
 
 
 _INSTEAD = ("compute the inner gradient in the forward of the module that is wrapped (torch.autograd.grad: "
@@ -115,6 +121,8 @@ class Again(NamedTuple):
 
 
 # -- Executables -----------------------------------------------------------------------------------
+#
+# A plan's source, compiled, on a model's own parameters and buffers.
 
 
 _numbers = iter(range(1 << 62))

@@ -35,6 +35,13 @@ from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forw
 from rkmate.torch_seam.versions import is_off
 
 # -- Guards of a call ------------------------------------------------------------------------------
+#
+# Guards: what a plan is specialised on, read cheaply at each call.
+#
+# A captured step has the module and its arguments baked in, all but the values of tensors. Another module,
+# flag, attribute, shape or constant means another plan. The module is walked over at every call: what is as
+# it was at the latest call gives the very part of the key that it gave then, with its hash, and only what
+# has changed is hashed and compared with the keys of other plans.
 
 
 _REMEMBERED = 4
@@ -221,6 +228,8 @@ def _kernels() -> tuple[bool, ...]:
 
 
 # -- What has changed ------------------------------------------------------------------------------
+#
+# What a call has that is not as it was planned, in words.
 
 
 _MANY = 4
@@ -283,6 +292,11 @@ def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
 
 
 # -- Observations of inputs ------------------------------------------------------------------------
+#
+# What a forward observes of the values of its inputs, as a part of the signature.
+#
+# Most forwards look at no values: nothing is asked then. Where one does, its recipes run before each step;
+# what they observe belongs to the key of a plan, and what they compute to its inputs.
 
 
 MANY = 8

@@ -31,6 +31,8 @@ from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
 
 # -- Before and after the first step ---------------------------------------------------------------
+#
+# The first training step, measured against its prediction where the device keeps statistics.
 
 
 def statistics_of(device: torch.device) -> Statistics | None:
@@ -78,6 +80,8 @@ class FirstStep:
 
 
 # -- Planned modules -------------------------------------------------------------------------------
+#
+# The module that `wrap` returns.
 
 
 logger = logging.getLogger("rkmate")

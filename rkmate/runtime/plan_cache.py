@@ -49,6 +49,8 @@ from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 
 # -- Engines that copy data away -------------------------------------------------------------------
+#
+# What copies data away for all plans of a module, or of modules that share a budget.
 
 
 class Engines:
@@ -76,6 +78,12 @@ class Engines:
 
 
 # -- Sizes of calls --------------------------------------------------------------------------------
+#
+# Calls that differ in sizes alone: which signatures are alike, and a capture from theirs.
+#
+# Two full captures of a call at different sizes, and dry runs of both, give the graph of a third
+# (`rkmate.graph.capture.resized`). Each is a member of a family: the signatures that are equal but for the
+# lengths and strides of the arguments.
 
 
 logger = logging.getLogger("rkmate")
@@ -159,6 +167,8 @@ def shapes_of(key: Guards) -> list[Sequence[int]]:
 
 
 # -- The cache -------------------------------------------------------------------------------------
+#
+# The plans of one wrapped module: made, kept and looked up by signature and by loss.
 
 
 

@@ -24,6 +24,8 @@ from rkmate.torch_seam.schema import below_autograd, below_views
 from rkmate.torch_seam.tensors import base_of, keeps_graph
 
 # -- Segments --------------------------------------------------------------------------------------
+#
+# How a planned backward hangs in autograd's graph: one function per segment.
 
 
 _GONE = ("this forward has been through a backward already, and its activations are gone; run the forward "
@@ -332,6 +334,8 @@ def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor]
 
 
 # -- Open calls ------------------------------------------------------------------------------------
+#
+# Calls of one module whose backward has not come: what they hold stands beside the next call's plan.
 
 
 class OpenCalls:

@@ -26,6 +26,8 @@ from rkmate.torch_seam.patches.libraries import weight_made_by
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 
 # -- Parts of keys ---------------------------------------------------------------------------------
+#
+# Hashable stand-ins for values that a captured step has baked in.
 
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
@@ -146,6 +148,13 @@ def _says_what_it_equals(value: Any) -> bool:
 
 
 # -- Snapshots of attributes -----------------------------------------------------------------------
+#
+# The plain attributes of a module at one moment, as a value.
+#
+# A trace bakes in what it reads from attributes: numbers, flags, functions, and the same in objects that a
+# module holds (its configuration). Which attributes those are is found once (`attributes_of`); a `Snapshot`
+# is what stands in them, and what that is in a key. Whether they are as they were is asked at every call, so
+# a snapshot compares objects by identity, in one loop.
 
 
 _OPEN = (dict, list, set, ModuleType)
@@ -328,6 +337,12 @@ def _has_attributes(value: Any) -> bool:
 
 
 # -- Unchanged modules -----------------------------------------------------------------------------
+#
+# Whether a module is as it was when it was walked over, told without walking over it.
+#
+# Python counts the changes of each dictionary. Attributes, submodules, parameters, buffers and hooks all
+# stand in dictionaries: where their counts are the same, they hold the same objects. What can change in
+# place is compared itself: the forms of tensors, and what classes have for a forward.
 
 
 _TENSORS = (PARAMETERS, BUFFERS)

@@ -45,6 +45,12 @@ from rkmate.torch_seam.trace import Role, export_joint, load, quiet, role_of
 from rkmate.torch_seam.versions import is_off
 
 # -- A captured step -------------------------------------------------------------------------------
+#
+# Capture: the joint forward and backward graph of a module, as ATen operations.
+#
+# `torch.export` first (it tells libraries that they are being compiled, so that data-dependent mask checks
+# take the traceable path), then AOTAutograd's joint graph with descriptors. What has to be repaired on the
+# way is in the table of `repairs`.
 
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", "grad"]
@@ -369,6 +375,8 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
 
 
 # -- On a device that is not here ------------------------------------------------------------------
+#
+# A captured graph, as if it had been captured on a device that is not here.
 
 
 def as_there(captured: Capture, device: torch.device) -> Capture:

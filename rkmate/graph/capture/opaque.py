@@ -34,6 +34,14 @@ from rkmate.torch_seam.tensors import version_of, without_modes, without_torch_f
 from rkmate.torch_seam.trace import several_ranks, values_refused
 
 # -- Calls as operations ---------------------------------------------------------------------------
+#
+# Submodules that run as they are inside of a plan: each call is one operation.
+#
+# A submodule whose inner shapes depend on values (experts that pick their rows) has no static graph. What
+# goes into it and what comes out often has static shapes all the same. Then the whole call stands in the
+# graph as one operation. It keeps nothing but what goes in; its backward runs the forward again and
+# differentiates that, as `torch.utils.checkpoint` does: the kernels are eager mode's, on the rows that were
+# picked.
 
 
 _library = torch.library.Library("rkmate", "FRAGMENT")
@@ -349,6 +357,8 @@ def kind_of(key: str) -> str:
 
 
 # -- Which submodules ------------------------------------------------------------------------------
+#
+# Which submodules run as they are: those that a user names, or those that a trace stumbles over.
 
 
 Opaque = Literal["auto"] | tuple[str, ...]

@@ -35,6 +35,10 @@ from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forw
 from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
 
 # -- Ways out --------------------------------------------------------------------------------------
+#
+# What a user can change where a value stops a trace: a switch of the module's library, or another form.
+#
+# One table. Each way out is looked for in the module and in the line that the trace has stopped at.
 
 
 _DRAWN = re.compile(r"rand|bernoulli|layer_?drop|drop_?path|dropout_probability|skip_the_layer")
@@ -111,6 +115,9 @@ RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
 
 
 # -- Before a trace, and after one that failed -----------------------------------------------------
+#
+# Models that have no static training step: what is refused before a trace, and what a failed trace means for
+# the user.
 
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -309,6 +316,9 @@ def _users(filename: str) -> bool:
 
 
 # -- Gradients in place ----------------------------------------------------------------------------
+#
+# Whether gradients of parameters can be added straight to what stands in ``.grad``, or somebody wants them
+# as tensors.
 
 
 IN_PLACE = 'gradients="in_place"'
@@ -373,6 +383,8 @@ def _words(tensor: torch.Tensor) -> str:
 
 
 # -- Train mode ------------------------------------------------------------------------------------
+#
+# Models that libraries hand out in eval mode: their plans are for training.
 
 
 logger = logging.getLogger("rkmate")

@@ -42,6 +42,11 @@ from rkmate.torch_seam.tensors import base_of, outside_trace, storage_id, versio
 from rkmate.torch_seam.trace import values_refused
 
 # -- CTC losses, told their longest target ---------------------------------------------------------
+#
+# The CTC loss as an operation whose results have known shapes.
+#
+# Torch's own returns a table as wide as the longest target: a length is a value, which a trace has not. This
+# one is told it. What runs is torch's kernel.
 
 
 _library = torch.library.Library("rkmate", "FRAGMENT")
@@ -111,6 +116,12 @@ torch.library.register_autograd("rkmate::ctc_loss", _differentiate, setup_contex
 
 
 # -- Calls of which a part is known ----------------------------------------------------------------
+#
+# Calls of which a part is known: masks, lengths or counts come from the inputs, what they apply to does not.
+#
+# The shapes of their results depend on that part alone, so its values are computed before the step, and the
+# call is written without them: with indices in the place of a mask, with the number of elements in its
+# result.
 
 
 _MASKS = (torch.bool, torch.uint8)
@@ -224,6 +235,14 @@ FILLED: dict[str, Callable[..., Any]] = {
 
 
 # -- Twins -----------------------------------------------------------------------------------------
+#
+# Values that depend on inputs alone, while a forward is traced.
+#
+# A trace knows shapes and no values, so a forward that looks at values stops it. Where these come from
+# integers and masks among the arguments alone (labels, lengths, edges), and not from parameters or
+# activations, they are known: beside each traced tensor of that kind its *twin* is computed, the same on the
+# real arguments. Where a call stops the trace, its twin answers, and how it was computed is a recipe, which
+# runs before each planned step (`recipe`).
 
 
 _READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__",

@@ -41,6 +41,8 @@ def backward_without_autocast() -> Iterator[None]:
 
 
 # -- Nodes of the backward -------------------------------------------------------------------------
+#
+# Which nodes of a joint graph belong to the backward.
 
 
 def tag_what_needs_the_loss(graph: fx.Graph) -> None:

@@ -115,6 +115,8 @@ def _full(path: str, name: str) -> str:
 
 
 # -- Modules that a forward moves to where they are ------------------------------------------------
+#
+# Modules that a forward moves to where they are: a router's `classifier.to(dtype)`.
 
 
 @contextmanager
@@ -142,6 +144,8 @@ def _moves_nothing(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
 
 
 # -- Hooks around every module of the process ------------------------------------------------------
+#
+# Hooks that torch runs around the calls of every module of the process (`register_module_forward_hook`).
 
 
 _COUNTING = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker",
