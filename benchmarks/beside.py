@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 Forward = Callable[[], Any]
 """Runs a forward and returns the loss."""

@@ -18,7 +18,7 @@ from beside import Forward
 from peers import DOCS, MODELS, budgeted
 
 import rkmate
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 COUNT = 20
 

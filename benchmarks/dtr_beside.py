@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import rkmate
 import rkmate.dtr
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 

@@ -51,7 +51,7 @@ def allocated(layers: int, width: int, length: int) -> None:
     from rkmate.device.cpu import Cpu
     from rkmate.ir.schedule import from_order
     from rkmate.ir.simulate import simulate
-    from rkmate.measure.meter import measure_peak
+    from rkmate.measure.step import measure_peak
     from rkmate.pipeline.prepare import prepare, trace
     from rkmate.pipeline.search import plan_prepared
     from rkmate.pipeline.settings import Settings

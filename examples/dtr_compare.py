@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import rkmate.dtr
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 RATIOS = (1.0, 0.6, 0.4)
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 
 from rkmate import Plan
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 WORDS = 124
 

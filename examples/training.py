@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 Batch = dict[str, torch.Tensor]
 

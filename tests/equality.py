@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from tests.models import Sample
 
 _SEED = 1234

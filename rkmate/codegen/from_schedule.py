@@ -27,8 +27,7 @@ from rkmate.codegen.slices import (
 )
 from rkmate.codegen.spelling import Spelled, Views
 from rkmate.codegen.stretches import Part, Stretch, cut_schedule
-from rkmate.graph.blocks.expressions import local_names, operator_namespaces, source_key
-from rkmate.graph.blocks.names import NameTable
+from rkmate.graph.blocks.expressions import NameTable, local_names, operator_namespaces, source_key
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.functions import OwnFunction

@@ -1,15 +1,21 @@
-"""What copies a device's data away during a step, and back: one protocol for disks and host memory.
-
-Keys are the caller's; a key is copied out at most once in a call. Errors of the place are `OffloadError`,
-which names the place and the bytes; they are raised in the calling thread, by `out`, `leave`, `back` or
-`arrive`. After one the call can only be closed, and the next call works.
-"""
+"""What copies data away while a device computes, as a type, and how long its copies take."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+
+# -- The protocol ----------------------------------------------------------------------------------
+#
+# What copies a device's data away during a step, and back: one protocol for disks and host memory.
+#
+# Keys are the caller's; a key is copied out at most once in a call. Errors of the place are `OffloadError`,
+# which names the place and the bytes; they are raised in the calling thread, by `out`, `leave`, `back` or
+# `arrive`. After one the call can only be closed, and the next call works.
 
 
 class StepCopies(Protocol):
@@ -56,3 +62,48 @@ class CopyEngine(Protocol):
 
     def close(self) -> None:
         """No more calls are opened; the place is given back when the open ones are closed."""
+
+
+# -- Times -----------------------------------------------------------------------------------------
+#
+# When copies end that nobody waits for, because the device computes meanwhile.
+
+
+def ends_by_threads(call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
+                    compute: Callable[[], object]) -> tuple[float, float]:
+    """See `Device.ends_of`: two threads wait. What these raise is raised here."""
+    now = time.perf_counter()
+    begin()
+    outs = _Waiting(call.leave, out, now)
+    backs = _Waiting(call.arrive, back, now)
+    try:
+        while outs.is_alive() or backs.is_alive():
+            compute()
+    finally:
+        outs.join()
+        backs.join()
+    for waiting in (outs, backs):
+        if waiting.error is not None:
+            raise waiting.error
+    return outs.seconds, backs.seconds
+
+
+class _Waiting(threading.Thread):
+    """Waits for copies, and looks at the clock."""
+
+    def __init__(self, wait: Callable[[str], None], keys: Sequence[str], start: float) -> None:
+        super().__init__(daemon=True)
+        self._wait, self._keys, self._since = wait, keys, start
+        self.seconds = 0.0
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """What the thread does."""
+        try:
+            for key in self._keys:
+                self._wait(key)
+        except Exception as error:
+            self.error = error
+        self.seconds = time.perf_counter() - self._since
+

@@ -15,8 +15,7 @@ import torch
 from torch.autograd import profiler
 
 from rkmate.device import events
-from rkmate.device.copy_engine import CopyEngine, StepCopies
-from rkmate.device.copy_times import ends_by_threads
+from rkmate.device.copy_engine import CopyEngine, StepCopies, ends_by_threads
 from rkmate.device.disk_copies import FolderEngine
 from rkmate.device.kept_pages import give_back_free_pages
 from rkmate.devices import HOST

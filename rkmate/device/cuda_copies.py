@@ -16,12 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rkmate.device.away_bytes import AwayBytes
-from rkmate.device.call_copies import CallCopies, Sent
+from rkmate.device.copies import AwayBytes, CallCopies, Extent, Room, Sent, checksum
 from rkmate.device.copy_engine import StepCopies
 from rkmate.device.forms import Form, bytes_of
-from rkmate.device.lanes import checksum
-from rkmate.device.room import Extent, Room
 from rkmate.errors import OffloadError
 
 SLAB = 2**25

@@ -43,10 +43,10 @@ from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.several_calls import peak_of_calls
 from rkmate.ir.simulate import Simulation, simulate
 from rkmate.measure.analytic import analytic_costs
-from rkmate.measure.caches import touched_bytes
 from rkmate.measure.compiled_memory import with_memory_of_groups
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
+from rkmate.measure.runs import touched_bytes
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.loss import traceable, trained_outputs, trains_of
 from rkmate.pipeline.offload import link_of

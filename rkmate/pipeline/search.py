@@ -14,10 +14,9 @@ from rkmate.budget import Budget
 from rkmate.device import Device
 from rkmate.errors import ArgumentError
 from rkmate.ir.cd import HOISTED, Cost, Kernel
-from rkmate.measure.caches import as_in_a_step, touched_bytes
 from rkmate.measure.costs import text_of_beginning
 from rkmate.measure.remembered import CostMemory, Numbers
-from rkmate.measure.runs import median
+from rkmate.measure.runs import as_in_a_step, median, touched_bytes
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.attempts import (
     Attempt,

@@ -15,10 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from rkmate.device.away_bytes import AwayBytes
-from rkmate.device.call_copies import CallCopies, Sent
-from rkmate.device.copy_engine import StepCopies
-from rkmate.device.copy_times import ends_by_threads
+from rkmate.device.copies import AwayBytes, CallCopies, Sent
+from rkmate.device.copy_engine import StepCopies, ends_by_threads
 from rkmate.device.forms import Form
 from rkmate.device.protocol import MemoryState
 from rkmate.device.registry import standing_in

@@ -14,7 +14,7 @@ import rkmate
 from rkmate import device as devices
 from rkmate.device.history import History
 from rkmate.ir.allocator import Block, CachingAllocator
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20

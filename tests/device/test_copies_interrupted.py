@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from rkmate import device as devices
-from rkmate.device import away_file, disk_copies
+from rkmate.device import disk_copies
+from rkmate.device import disk_copies as away_file
+from rkmate.device.copies import Extent
 from rkmate.device.copy_engine import CopyEngine
-from rkmate.device.room import Extent
 from rkmate.errors import OffloadError
 from tests.device.test_copy_engine import files, same, some, there_and_back
 from tests.device.test_copy_engine_faults import Gate

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rkmate import device as devices
-from rkmate.device import away_file
+from rkmate.device import disk_copies as away_file
 from rkmate.device.copy_engine import CopyEngine
 from rkmate.errors import ArgumentError, OffloadError, RkmateWarning
 from tests.device.test_copy_engine import files, same, some, there_and_back

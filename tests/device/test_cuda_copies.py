@@ -12,7 +12,7 @@ from rkmate import device as devices
 from rkmate.device.cuda_copies import SLAB, pool_of
 from rkmate.errors import ArgumentError, OffloadError
 from rkmate.measure.bandwidth import measure_link
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 MIB = 2**20

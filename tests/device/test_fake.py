@@ -10,7 +10,7 @@ import rkmate
 from rkmate import device as devices
 from rkmate.device import Device, cpu, cuda
 from rkmate.device.statistics import PeakWatch
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from tests.device.fake import FakeDevice, Ledger
 
 KB = 1024

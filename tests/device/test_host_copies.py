@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from rkmate.device import cuda_copies
+from rkmate.device.copies import Extent
 from rkmate.device.cuda_copies import HostEngine, PinnedPool, pool_of
-from rkmate.device.room import Extent
 from rkmate.errors import OffloadError
 from rkmate.runtime.environment import Away
 from tests.device.test_copy_engine import same, some

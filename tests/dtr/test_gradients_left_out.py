@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rkmate.dtr
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 
 class WithLoss(nn.Module):

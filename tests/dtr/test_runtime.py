@@ -17,7 +17,7 @@ from rkmate.dtr.runtime import rematerialize, sizes
 from rkmate.dtr.runtime.arguments import Arguments
 from rkmate.dtr.runtime.rates import expected_nanoseconds
 from rkmate.errors import ArgumentError
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from tests.device.fake import FakeDevice
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import rkmate.dtr
 from rkmate.errors import ArgumentError, BackwardError
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 
 
 def make() -> nn.Sequential:

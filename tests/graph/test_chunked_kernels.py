@@ -13,7 +13,7 @@ from torch import nn
 import rkmate
 from rkmate.device import cpu
 from rkmate.graph.passes.simplify import simplify
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.pipeline import prepare as pipeline
 from rkmate.show.replay import replay
 from tests.capturing import captured_once

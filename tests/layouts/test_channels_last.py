@@ -23,7 +23,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs
 from rkmate.measure.made_up import made_up
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.pipeline import prepare
 from rkmate.pipeline.following import follow
 from rkmate.pipeline.prepare import Traced, block, trace, with_compiler

@@ -11,7 +11,7 @@ from rkmate import device
 from rkmate.errors import OffloadError, RkmateWarning
 from rkmate.measure import bandwidth
 from rkmate.measure.bandwidth import measure_link
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from tests.device.fake import FakeCopies, FakeDevice, FakeEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is memory:rkmate.errors.RkmateWarning")

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkmate import MeasureSettings, Settings
-from rkmate.measure.caches import Caches, made_just_before, touched_bytes
 from rkmate.measure.costs import measure
 from rkmate.measure.remembered import CostMemory
+from rkmate.measure.runs import Caches, made_just_before, touched_bytes
 from rkmate.pipeline.prepare import block, trace
 from rkmate.support.progress import Progress
 from tests.device.fake import FakeDevice

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.opaque import FORWARD
-from rkmate.measure import known
+from rkmate.measure import remembered as known
 
 
 def test_views_belong_to_what_reads_them() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rkmate.device.cpu import Cpu, EventsMeter
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.pipeline.prepare import Prepared, prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.support.progress import Progress

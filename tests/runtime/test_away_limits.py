@@ -14,7 +14,7 @@ from torch import nn
 import rkmate
 from rkmate import device as devices
 from rkmate.budget import Budget
-from rkmate.device.away_bytes import AwayBytes
+from rkmate.device.copies import AwayBytes
 from rkmate.ir.link import Link
 from rkmate.pipeline import offload as places
 from rkmate.pipeline.offload import Offload

@@ -13,7 +13,7 @@ from torch import nn
 import rkmate
 from rkmate.device.cuda_copies import SLAB, pool_of
 from rkmate.ir.link import Link
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.show.copies import away_bytes
 from tests.copying import sending
 from tests.device.test_cuda_copies import no_waiting

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
 from tests.equality import measured_peak, trace_step

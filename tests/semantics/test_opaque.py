@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from tests.semantics.steps import planned
 
 AUTO = rkmate.Settings(opaque="auto")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import rkmate
 from rkmate.comparison.measured import loss_of
 from rkmate.graph.capture.structure import take_apart
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.pipeline.loss import chosen_outputs
 from rkmate.pipeline.settings import checked_trains
 from rkmate.runtime.executable import PlannedStep

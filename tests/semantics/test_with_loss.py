@@ -22,7 +22,7 @@ import rkmate
 import rkmate.dtr
 from rkmate.cli.main import main
 from rkmate.device import cpu
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.pipeline.prepare import trace
 from rkmate.pipeline.settings import Settings
 from rkmate.runtime.executable import PlannedStep

@@ -1,19 +1,63 @@
-"""Python expressions for the values and operations of a program."""
+"""Operations as expressions of Python, under names that are free."""
 
 from __future__ import annotations
 
+import string
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import fx
 
 from rkmate.graph.blocks.lower import Program
-from rkmate.graph.blocks.names import NameTable, letters
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.functions import OwnFunction
 from rkmate.graph.passes.literals import literal
 from rkmate.graph.passes.view_methods import view_method
 from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
+
+# -- Names -----------------------------------------------------------------------------------------
+#
+# Names that are given once each.
+
+
+class NameTable:
+    """Names of values that are seen together: each is given once, and none is a reserved word."""
+
+    def __init__(self, reserved: Iterable[str] = ()) -> None:
+        self._reserved = frozenset(reserved)
+        self._taken: set[str] = set()
+        self._counts: dict[str, int] = {}
+
+    def copied(self) -> NameTable:
+        """The same names given, to go on from apart."""
+        made = NameTable()
+        made._reserved, made._taken, made._counts = self._reserved, {*self._taken}, {**self._counts}
+        return made
+
+    def fresh(self, base: str) -> str:
+        """`base` for the first one of this name, then ``base_2``, ``base_3``; a reserved word gets an
+        underscore."""
+        if base in self._reserved:
+            return self.fresh(f"{base}_")
+        name, n = base, self._counts.get(base, 0)
+        while not n or name in self._taken or name in self._reserved:
+            n += 1
+            name = base if n == 1 else f"{base}_{n}"
+        self._counts[base] = n
+        self._taken.add(name)
+        return name
+
+
+def letters(n: int) -> str:
+    """``a`` to ``z``, then ``aa``, ``ab`` ...: the letters of number `n`, counted from 0."""
+    text = string.ascii_lowercase[n % 26]
+    return letters(n // 26 - 1) + text if n >= 26 else text
+
+
+# -- Expressions -----------------------------------------------------------------------------------
+#
+# Python expressions for the values and operations of a program.
 
 
 class Naming(Protocol):
@@ -128,3 +172,4 @@ class Expressions:
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(self._argument(v) for v in value)}]"
         return literal(value)
+

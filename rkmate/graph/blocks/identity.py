@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from rkmate import device as devices
-from rkmate.graph.blocks.expressions import Expressions, local_names
+from rkmate.graph.blocks.expressions import Expressions, NameTable, local_names
 from rkmate.graph.blocks.lower import Program
-from rkmate.graph.blocks.names import NameTable
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of

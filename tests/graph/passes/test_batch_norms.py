@@ -13,7 +13,7 @@ from torch import nn
 
 import rkmate
 from rkmate.graph.passes.batch_norms import BY_GROUPS, LEAST_PIXELS, groups_of
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from tests.device.fake import FakeDevice
 from tests.graph.passes.graphs import Made, aten, run, targets
 

@@ -13,7 +13,7 @@ import rkmate
 from rkmate.device import cpu
 from rkmate.graph.passes.embedding_sums import bytes_of_rows
 from rkmate.graph.passes.joint import Rewriting
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from tests.equality import as_bytes, assert_same_step, measured_peak
 from tests.graph.passes.graphs import Made, aten, run, targets
 from tests.models import Sample

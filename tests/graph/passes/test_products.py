@@ -21,7 +21,7 @@ from rkmate.graph.passes.tiles.source import products
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.kernels import choose_kernels
 from rkmate.ir.schedule import Compute, from_order
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.pipeline.prepare import block, prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, PLAIN

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from tests.equality import assert_same_step
 from tests.graph.passes.graphs import Made, aten, run, targets
 from tests.models import Sample

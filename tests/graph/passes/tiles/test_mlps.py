@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.device import cpu
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.pipeline.prepare import block, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import PLAIN, TILED_MLPS

@@ -10,7 +10,7 @@ import torch
 from rkmate.graph.passes.tiles.build import build, default_parts
 from rkmate.graph.passes.tiles.region import Region, grow
 from rkmate.graph.passes.tiles.tiled import Tiled
-from rkmate.measure.meter import measure_peak
+from rkmate.measure.step import measure_peak
 from rkmate.measure.temporaries import temporary_bytes
 from tests.graph.passes.graphs import Made, aten
 

@@ -1,0 +1,565 @@
+"""Copies of a call's data out of a device's memory and back, on threads of their own: bytes that are away,
+room for them, lanes, and the order of a call's copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import sys
+import threading
+import time
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from rkmate.device.forms import Form
+from rkmate.errors import OffloadError
+
+# -- Bytes that are away ---------------------------------------------------------------------------
+#
+# How much the calls of an engine have away, and how much they may.
+
+
+class Call(Protocol):
+    """One that sends."""
+
+    away_bytes: int
+    """Of the storages that it has sent, until it is closed."""
+
+
+class AwayBytes:
+    """Of all open calls of one engine."""
+
+    def __init__(self, place: str, most_bytes: int | None) -> None:
+        self._place, self._most = place, most_bytes
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._counting = threading.Lock()
+
+    def add(self, call: Call, size: int) -> None:
+        """A call sends so many bytes. Raises `OffloadError`: more than may be away."""
+        with self._counting:
+            self._calls.add(call)
+            away = sum(c.away_bytes for c in self._calls) + size
+            if self._most is not None and away > self._most:
+                raise OffloadError(f"{self._place}: {size:,} bytes more would make {away:,} bytes there, and "
+                                   f"{self._most:,} may be (most_bytes)")
+            call.away_bytes += size
+
+
+# -- Room ------------------------------------------------------------------------------------------
+#
+# Which bytes of a growing space are taken, and by whom they can be taken next.
+
+
+PIECE = 2**18
+"""Bytes: room that is not in one piece is made of pieces that are no smaller."""
+
+
+class Extent(NamedTuple):
+    """Bytes in a row."""
+
+    offset: int
+    size: int
+
+
+class Room:
+    """A space that grows where what is free does not do. All is in multiples of a block of bytes."""
+
+    def __init__(self, block: int, grow: Callable[[Extent], None], *, step: int = 1) -> None:
+        """`grow`: makes the space longer by an extent, in multiples of `step` bytes; what it raises, `take`
+        raises, and nothing is taken."""
+        self.block = block
+        self.end = 0
+        """How long the space is."""
+        self._grow, self._step = grow, step
+        self._free: list[Extent] = []
+        self._given: deque[Extent] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> list[Extent]:
+        """Room for so many bytes: one extent where there is one, else several."""
+        need = -(-size // self.block) * self.block
+        if not need:
+            return []
+        with self._lock:
+            self._merge()
+            for k, extent in enumerate(self._free):
+                if extent.size >= need:
+                    self._free[k:k + 1] = _after(extent, need)
+                    return [Extent(extent.offset, need)]
+            taken, left = [], []
+            for extent in self._free:
+                some = min(need, extent.size)
+                if not need or some < min(PIECE, need):
+                    left.append(extent)
+                    continue
+                taken.append(Extent(extent.offset, some))
+                left.extend(_after(extent, some))
+                need -= some
+            if need:
+                at_end = left and left[-1].offset + left[-1].size == self.end
+                last = left.pop() if at_end else Extent(self.end, 0)
+                more = Extent(self.end, -(-(need - last.size) // self._step) * self._step)
+                self._grow(more)
+                taken.append(Extent(last.offset, need))
+                left.extend(_after(Extent(last.offset, last.size + more.size), need))
+                self.end += more.size
+            self._free = left
+            return taken
+
+    def give(self, extents: Iterable[Extent]) -> None:
+        """Give room back. It takes no lock: the collector of garbage may call it at any place."""
+        self._given.extend(extents)
+
+    def _merge(self) -> None:
+        if self._given:
+            given = [self._given.popleft() for _ in range(len(self._given))]
+            self._free = list(_merged(sorted([*self._free, *given])))
+
+
+def _after(extent: Extent, size: int) -> list[Extent]:
+    """What is left of an extent when its first bytes are taken."""
+    return [Extent(extent.offset + size, extent.size - size)] if extent.size > size else []
+
+
+def _merged(extents: Iterable[Extent]) -> Iterator[Extent]:
+    """Neighbours as one; extents come in order."""
+    last: Extent | None = None
+    for extent in extents:
+        if last is not None and last.offset + last.size == extent.offset:
+            last = Extent(last.offset, last.size + extent.size)
+        else:
+            if last is not None:
+                yield last
+            last = extent
+    if last is not None:
+        yield last
+
+
+# -- Lanes -----------------------------------------------------------------------------------------
+#
+# Threads that move bytes between memory and a file.
+#
+# Each direction has a queue of chunks and two threads: while one waits for the disk, the other copies
+# memory. They call nothing of torch (its kernels would start threads of their own here), and what they call
+# leaves the interpreter to the others. They know addresses: who starts a transfer keeps the memory until it
+# is over, so that memory is never freed in these threads.
+
+
+LANES = 2
+"""Threads of a direction."""
+BLOCK = 4096
+"""Direct reads and writes are in multiples of so many bytes, in the file and in memory."""
+CHUNK = 2**20
+"""Bytes that are moved at a time, at most, and of a thread's buffer."""
+_LOOK_SECONDS = 2e-4
+"""Between looks at a thread that is to be done with a chunk."""
+
+
+class Transfer:
+    """A copy of one storage, one way, in chunks."""
+
+    def __init__(self, chunks: int, buffers: tuple[int, ...]) -> None:
+        """`buffers`: each lane's, by its address."""
+        self.buffers = buffers
+        self.given_up = False
+        """Set by whoever needs it no more: chunks that nobody has begun are left out."""
+        self.error: BaseException | None = None
+        """The first that occurred; before the end of the transfer it means nothing."""
+        self.over = threading.Event()
+        """Set when all chunks were moved or left out."""
+        self._left = chunks
+        self._lock = threading.Lock()
+        if not chunks:
+            self.over.set()
+
+    def count(self, error: BaseException | None) -> None:
+        """A chunk is over."""
+        with self._lock:
+            self.error = self.error or error
+            self._left -= 1
+            if self._left:
+                return
+        self.over.set()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a transfer."""
+
+    transfer: Transfer
+    address: int
+    """In memory."""
+    size: int
+    offset: int
+    """In the file."""
+    checksum: int | None = None
+    """Which its bytes should have when they are back."""
+
+
+class Mismatch(Exception):
+    """What came back is not what went."""
+
+
+class Descriptor:
+    """An open file. It is closed at the latest when no thread uses it any more."""
+
+    def __init__(self, number: int, *, direct: bool) -> None:
+        self.number = number
+        self.direct = direct
+        """Whether reads and writes pass by the system's cache of pages."""
+        self.aligned = BLOCK if direct else 1
+        """Whole blocks of memory at multiples of it are read and written as they stand; what is elsewhere is
+        copied to a buffer, or from one."""
+
+    def close(self) -> None:
+        """Close it, once."""
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    __del__ = close
+
+    def write(self, chunk: Chunk, lane: int) -> None:
+        """From memory to the file."""
+        buffer = self._buffer(chunk, lane)
+        if buffer:
+            ctypes.memmove(buffer, chunk.address, chunk.size)
+        view, done = memory(buffer or chunk.address, -(-chunk.size // BLOCK) * BLOCK), 0
+        while done < chunk.size:
+            some = os.pwrite(self.number, view[done:], chunk.offset + done)
+            done = _advanced(done, some, chunk.size, "written")
+        if not self.direct:
+            os.fdatasync(self.number)
+            self._forget(chunk)
+
+    def read(self, chunk: Chunk, lane: int) -> None:
+        """From the file to memory."""
+        buffer = self._buffer(chunk, lane)
+        view, done = memory(buffer or chunk.address, -(-chunk.size // BLOCK) * BLOCK), 0
+        while done < chunk.size:
+            some = os.preadv(self.number, [view[done:]], chunk.offset + done)
+            done = _advanced(done, some, chunk.size, "read")
+        if buffer:
+            ctypes.memmove(chunk.address, buffer, chunk.size)
+        if not self.direct:
+            self._forget(chunk)
+        if chunk.checksum is not None and checksum(chunk.address, chunk.size) != chunk.checksum:
+            raise Mismatch
+
+    def _buffer(self, chunk: Chunk, lane: int) -> int:
+        """The address of the buffer that a chunk takes its way over; 0 for none."""
+        return chunk.transfer.buffers[lane] if chunk.address % self.aligned or chunk.size % BLOCK else 0
+
+    def _forget(self, chunk: Chunk) -> None:
+        """The system need not keep the pages."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.number, chunk.offset, chunk.size, os.POSIX_FADV_DONTNEED)
+
+
+def _advanced(done: int, some: int, size: int, what: str) -> int:
+    """How much is done after another call, in whole blocks unless that is all. Raises `OSError` where it got
+    no further, as at the end of the file."""
+    if done + some >= size:
+        return size
+    if some < BLOCK:
+        raise OSError(errno.EIO, f"only {some:,} bytes of {size - done:,} could be {what}")
+    return (done + some) // BLOCK * BLOCK
+
+
+def memory(address: int, size: int) -> memoryview:
+    """Memory at an address, which it does not keep."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+
+def checksum(address: int, size: int) -> int:
+    """Of bytes in memory."""
+    return zlib.crc32(memory(address, size))
+
+
+def let_go(lock: threading.RLock) -> None:
+    """Release a lock as often as this thread has acquired it."""
+    with contextlib.suppress(RuntimeError):         # it is not this thread's
+        while True:
+            lock.release()
+
+
+def uninterrupted(call: Callable[[], None]) -> Callable[[], None]:
+    """Where Python drops what a call raises and goes on, as around a fork and in a collector: half of it is
+    worse than a Ctrl-C that is lost. It begins anew."""
+    def run() -> None:
+        while True:
+            try:
+                return call()
+            except KeyboardInterrupt:
+                continue
+    return run
+
+
+Queue = SimpleQueue["Chunk | None"]
+
+
+class Lanes:
+    """The threads of one file. The file's owner calls `stop`."""
+
+    def __init__(self, descriptor: Descriptor, keep: object) -> None:
+        """`keep`: what has to live as long as the threads do."""
+        self.out: Queue = SimpleQueue()
+        self.back: Queue = SimpleQueue()
+        self._descriptor, self._keep = descriptor, keep
+        self._lanes = [Lane(k % LANES, self.back if k >= LANES else self.out,
+                            descriptor.read if k >= LANES else descriptor.write) for k in range(2 * LANES)]
+        self._giving = threading.Lock()
+        """Held while chunks are given: none comes after the end of a queue, where nobody would move it."""
+        self._stopped = False
+
+    def put(self, queue: Queue, chunks: Iterable[Chunk]) -> None:
+        """Give chunks to the threads of a direction, and start these, where they do not run. Raises
+        `RuntimeError`: not after `stop`, nor where the system has no thread."""
+        with self._giving:
+            if self._stopped:
+                raise RuntimeError("the threads that copy have ended, as the process does")
+            for lane in self._lanes:
+                if not lane.started:
+                    # Known before it runs: it runs on where the wait for its start is interrupted.
+                    lane.thread = threading.Thread(target=lane.work, args=(self._keep,),
+                                                   name="rkmate copies", daemon=True)
+                    lane.thread.start()
+            for chunk in chunks:
+                queue.put(chunk)
+
+    def here(self) -> bool:
+        """Whether this thread is one of them."""
+        return threading.current_thread() in [lane.thread for lane in self._lanes]
+
+    def stop(self) -> None:
+        """End the threads; the file is closed then. Nobody waits for what they were given."""
+        with self._giving:
+            self._stopped = True
+            for lane in self._lanes:
+                lane.stopped = True
+                lane.queue.put(None)
+        if not self.here():
+            for lane in self._lanes:
+                if lane.thread is not None and lane.started:
+                    lane.thread.join()
+            self._descriptor.close()
+
+    def without(self, transfers: Collection[Transfer]) -> None:
+        """Give transfers up; return when no thread works on them, and none will. It takes no lock: the
+        collector of garbage may call it at any place, but in these threads."""
+        for transfer in transfers:
+            transfer.given_up = True
+        for lane in self._lanes:
+            while lane.transfer in transfers:
+                time.sleep(_LOOK_SECONDS)
+
+    def rest(self) -> None:
+        """Wait until no thread reads or writes; none does before `resume`."""
+        for lane in self._lanes:
+            lane.working.acquire()
+
+    def resume(self) -> None:
+        """The opposite of `rest`, in the same thread; also of one that was interrupted, or done twice."""
+        for lane in self._lanes:
+            let_go(lane.working)
+
+
+class Lane:
+    """A thread, and what it works on."""
+
+    def __init__(self, number: int, queue: Queue, move: Callable[[Chunk, int], None]) -> None:
+        self.queue = queue
+        self.thread: threading.Thread | None = None
+        self.transfer: Transfer | None = None
+        """Whose chunk it moves now."""
+        self.working = threading.RLock()
+        """Held while it moves a chunk. It knows who holds it: nobody lets go of it for another."""
+        self.stopped = False
+        """Set when it is to move no more."""
+        self._number, self._move = number, move
+
+    @property
+    def started(self) -> bool:
+        """Whether it has a thread that runs, or has run."""
+        return self.thread is not None and self.thread.ident is not None
+
+    def work(self, _keep: object) -> None:
+        """What the thread does."""
+        while (chunk := self.queue.get()) is not None:
+            error: BaseException | None = None
+            with self.working:
+                self.transfer = transfer = chunk.transfer       # first this, and then the question
+                if self.stopped:
+                    error = OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                elif not transfer.given_up and transfer.error is None:
+                    try:
+                        self._move(chunk, self._number)
+                    except BaseException as caught:
+                        error = caught.with_traceback(None)     # it would keep what the frames have
+                self.transfer = None
+            transfer.count(error)
+            del chunk, transfer
+
+
+# -- Copies of a call ------------------------------------------------------------------------------
+#
+# What the copies of a call are in every engine: their order, what is away, and their end.
+
+
+@dataclass(eq=False)
+class Sent:
+    """A storage that a call has sent."""
+
+    form: Form
+    leaving: torch.Tensor | None
+    """What is copied away; None when it has left."""
+    coming: torch.Tensor | None = field(default=None, init=False)
+    """Where it is copied back to, until it is there."""
+    begun: bool = field(default=False, init=False)
+    """Whether all of the last copy, out or back, was asked for: else that was interrupted."""
+
+
+S = TypeVar("S", bound=Sent)
+
+
+class CallCopies(ABC, Generic[S]):
+    """See `StepCopies`. One thread at a time may use it, any may close it."""
+
+    room = "room"
+    """What `_take` takes, in words."""
+
+    def __init__(self, place: str, device: torch.device, away: AwayBytes) -> None:
+        """`away`: counts what all calls of its engine have there."""
+        self._place, self._device, self._bytes = place, device, away
+        self._process = os.getpid()
+        self._closing = threading.RLock()       # of this thread: an interrupted close can be done again
+        self.away_bytes = 0
+        """Of the storages that it has sent, until it is closed."""
+        self._away: dict[str, S] = {}
+        self._open = True
+
+    # -- what an engine does -----------------------------------------------------------------
+
+    @abstractmethod
+    def _take(self, form: Form, tensor: torch.Tensor) -> S:
+        """Room for a storage. Raises `OSError` or `RuntimeError`: there is none."""
+
+    @abstractmethod
+    def _send(self, sent: S, content: torch.UntypedStorage) -> None:
+        """Begin to copy it away."""
+
+    @abstractmethod
+    def _wait_out(self, sent: S) -> None:
+        """Wait for the end of that."""
+
+    @abstractmethod
+    def _fetch(self, sent: S, content: torch.UntypedStorage) -> None:
+        """Begin to copy it back."""
+
+    @abstractmethod
+    def _wait_back(self, sent: S) -> None:
+        """Wait for the end of that."""
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """Wait for, or give up, what is under way; `_forget`, and then give room back: who is interrupted
+        between loses room, and gives none twice."""
+
+    # -- what all do -------------------------------------------------------------------------
+
+    def out(self, key: str, tensor: torch.Tensor) -> None:
+        """See `StepCopies.out`."""
+        self._check_open()
+        if key in self._away:
+            raise ValueError(f"{key} was sent away before")
+        form = Form.of(tensor)
+        self._bytes.add(self, form.nbytes)
+        try:
+            sent = self._take(form, tensor)
+        except (OSError, RuntimeError) as error:
+            self.away_bytes -= form.nbytes
+            raise self._error(f"there is no {self.room} for {form.nbytes:,} bytes", error) from error
+        self._away[key] = sent          # before all else: what is known here is given back at the end
+        self._send(sent, tensor.untyped_storage())
+        sent.begun = True
+
+    def leave(self, key: str) -> None:
+        """See `StepCopies.leave`."""
+        self._check_open()
+        sent = self._away[key]
+        if sent.leaving is None:
+            raise ValueError(f"{key} has left before")
+        self._check_begun(sent)
+        self._wait_out(sent)
+        sent.leaving = None
+
+    def back(self, key: str) -> torch.Tensor:
+        """See `StepCopies.back`."""
+        self._check_open()
+        sent = self._away[key]
+        if sent.leaving is not None:
+            raise ValueError(f"{key} has not left")
+        self.arrive(key)
+        storage = torch.UntypedStorage(sent.form.nbytes, device=self._device)
+        sent.begun, sent.coming = False, (tensor := sent.form.over(storage))
+        self._fetch(sent, storage)
+        sent.begun = True
+        return tensor
+
+    def arrive(self, key: str) -> None:
+        """See `StepCopies.arrive`."""
+        self._check_open()
+        sent = self._away.get(key)
+        if sent is not None and sent.coming is not None:
+            self._check_begun(sent)
+            self._wait_back(sent)
+            sent.coming = None
+
+    def close(self) -> None:
+        """See `StepCopies.close`. What is here is no business of a forked child, which only forgets it."""
+        if self._closing.acquire(blocking=False):       # else another thread is at it
+            try:
+                if self._open and self._process == os.getpid():
+                    self._give_up()
+                elif self._open:
+                    self._forget()
+            finally:
+                let_go(self._closing)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open") and not sys.is_finalizing():
+            uninterrupted(self.close)()         # memory goes then that a copy may still be at
+
+    def _forget(self) -> None:
+        self._open, self.away_bytes, self._away = False, 0, {}
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise OffloadError(f"{self._place}: these copies were closed")
+        if self._process != os.getpid():
+            raise OffloadError(f"{self._place}: what another process sent there is not a forked child's")
+
+    def _check_begun(self, sent: S) -> None:
+        if not sent.begun:
+            raise OffloadError(f"{self._place}: {sent.form.nbytes:,} bytes were not copied: that was "
+                               "interrupted")
+
+    def _error(self, what: str, error: BaseException) -> OffloadError:
+        return OffloadError(f"{self._place}: {what} ({reason_of(error)})")
+
+
+def reason_of(error: BaseException) -> str:
+    """Of an error, in words."""
+    return str(error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
