@@ -47,17 +47,17 @@ def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int
 
 
 def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int:
-    """About what ``budget="auto"`` leaves for a step, in bytes.
+    """Return about how many bytes ``budget="auto"`` leaves for a step.
 
-    The memory that is free on the model's CUDA device (what torch's allocator has cached is free
-    too), without the parameter gradients that do not exist yet and without the optimizer's state,
-    and without 4% of the device for fragments. ``budget="auto"`` itself knows the schedule, and counts its
-    fragments. Call it, or `wrap`, before the first step.
+    This is the free memory of the model's CUDA device (including memory that torch's allocator has cached),
+    minus gradients of parameters that do not exist yet, minus the optimizer's state, minus 4% of the device
+    for fragments. ``budget="auto"`` itself counts the fragments of the actual schedule. Call this function,
+    or `wrap`, before the first step.
 
     Args:
-        model: on its device already.
-        optimizer_states: tensors of the size of each parameter that the optimizer will keep: 2 for
-            Adam and AdamW, 1 for SGD with momentum, 0 for SGD, or when its state exists already.
+        model: the module, on its device.
+        optimizer_states: number of tensors of a parameter's size that the optimizer will keep for each
+            parameter: 2 for Adam and AdamW, 1 for SGD with momentum, 0 for SGD, or if the state exists.
 
     Raises:
         ArgumentError: the model is not on a CUDA device, or nothing is left for a step.
@@ -97,17 +97,17 @@ class BatchSize:
 
     size: int
     plan: Plan
-    """For a step of that batch."""
+    """Plan for a step with this batch."""
     budget_bytes: int
-    """Left for the step beside parameters, buffers, gradients and optimizer state."""
+    """Bytes left for the step, next to parameters, buffers, gradients and optimizer state."""
     size_without: int
-    """The largest batch that fits without rematerialization; 0 when not even one does."""
+    """Largest batch that fits without rematerialization; 0 if not even one sample fits."""
     tried: tuple[tuple[int, int | None], ...]
-    """(batch size, smallest peak in bytes that its step can have); None: more than the budget."""
+    """Pairs of a batch size and the smallest possible peak of its step, in bytes; None: over the budget."""
 
     @property
     def seconds_per_sample(self) -> float:
-        """Predicted."""
+        """Predicted seconds of a step, divided by the batch size."""
         return self.plan.step_seconds / self.size
 
     def __str__(self) -> str:
@@ -126,24 +126,23 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
                    gradients: Gradients = "returned", compile: Compile = False, progress: bool = True,
                    calls: int = 1, device: GPU | str | None = None, offload: Place | None = None,
                    offload_bytes: int | str | None = None) -> BatchSize:
-    """The largest batch whose training step fits in a device, and what it costs.
+    """Find the largest batch whose training step fits on a device, and its plan.
 
-    Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
+    The batch size is doubled until a step no longer fits, then narrowed to the largest one that fits.
 
     Args:
-        model: the module to train; in train mode, where it is in eval mode.
-        make_inputs: batch size -> ``args``, or ``(args, kwargs)`` with a tuple and a dict.
-        device_memory: of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
-            and optimizer state are taken off. None: what is free on the model's CUDA device.
+        model: the module to train; a model in eval mode is planned in train mode.
+        make_inputs: function from a batch size to ``args``, or to ``(args, kwargs)``, a tuple and a dict.
+        device_memory: memory of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
+            and optimizer state are subtracted. None: the free memory of the model's CUDA device.
         optimizer_states: see `auto_budget`.
-        most: greatest batch size to try.
-        costs, trains, gradients, compile: see `wrap`. Each size that is looked at has groups of its own, so
-            that compiling takes seconds for each.
+        most: largest batch size to try.
+        costs, trains, gradients, compile: see `wrap`. With `compile`, each tried size has its own groups, and
+            compiling takes seconds for each size.
         progress: show progress on a terminal.
-        calls: how many times the module is called, with a batch of that size each time, before the
-            backward; see `wrap`.
-        device: a GPU that need not be here, to plan for it, as of `plan`: costs are then estimated, and
-            `device_memory` is its own unless given.
+        calls: number of calls of the module before the backward, each with a batch of this size; see `wrap`.
+        device: a GPU to plan for, which need not be in this machine; see `plan`. Costs are then estimated,
+            and `device_memory` defaults to the memory of this GPU.
         offload, offload_bytes: see `wrap`.
 
     Raises:
