@@ -41,7 +41,7 @@ class Row:
     """Predicted time of a step, divided by the time without rematerialization."""
     measured_peak_bytes: int | None = None
     measured_ratio: float | None = None
-    """Median step time, divided by the original model's; the steps of both alternate."""
+    """Median of the ratios of step times to the original model's; the steps of both alternate."""
     note: str = ""
 
 
