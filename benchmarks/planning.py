@@ -52,8 +52,8 @@ def allocated(layers: int, width: int, length: int) -> None:
     from rkmate.ir.schedule import from_order
     from rkmate.ir.simulate import simulate
     from rkmate.measure.meter import measure_peak
-    from rkmate.pipeline.planning import plan_prepared
     from rkmate.pipeline.prepare import prepare, trace
+    from rkmate.pipeline.search import plan_prepared
     from rkmate.pipeline.settings import Settings
     from rkmate.support.progress import Progress
 
@@ -81,9 +81,9 @@ def allocated(layers: int, width: int, length: int) -> None:
 def measure(layers: int, width: int, length: int) -> None:
     """One depth; prints one line of JSON."""
     from rkmate.pipeline.attempts import attempted
-    from rkmate.pipeline.chains import solve
     from rkmate.pipeline.prepare import prepare, trace
     from rkmate.pipeline.settings import Settings
+    from rkmate.pipeline.solve import solve
     from rkmate.planners.chain import smallest_of_chain
     from rkmate.planners.registry import planner
     from rkmate.support.progress import Progress

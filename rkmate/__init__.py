@@ -21,7 +21,7 @@ _PLACES = {
     "rkmate.measure.settings": ("MeasureSettings",),
     "rkmate.measure.step": ("measure_step",),
     "rkmate.pipeline.device_budget": ("BatchSize", "auto_budget"),
-    "rkmate.pipeline.loss_inside": ("with_loss",),
+    "rkmate.pipeline.loss": ("with_loss",),
     "rkmate.pipeline.offload": ("Offload",),
     "rkmate.pipeline.settings": ("RunSettings", "Settings"),
     "rkmate.planners.settings": ("PlannerSettings",),
@@ -70,7 +70,7 @@ if typing.TYPE_CHECKING:
     from rkmate.measure.step import measure_step as measure_step
     from rkmate.pipeline.device_budget import BatchSize as BatchSize
     from rkmate.pipeline.device_budget import auto_budget as auto_budget
-    from rkmate.pipeline.loss_inside import with_loss as with_loss
+    from rkmate.pipeline.loss import with_loss as with_loss
     from rkmate.pipeline.offload import Offload as Offload
     from rkmate.pipeline.settings import RunSettings as RunSettings
     from rkmate.pipeline.settings import Settings as Settings

@@ -20,17 +20,22 @@ from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
-from rkmate.pipeline.loss_inside import loss_inside, traceable
-from rkmate.pipeline.planning import make_curve, make_plan
+from rkmate.pipeline.loss import loss_inside, traceable
 from rkmate.pipeline.prepare import check_model, trace
+from rkmate.pipeline.search import make_curve, make_plan
 from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
-from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_layers, take_plan_from
+from rkmate.runtime.apply import (
+    planned_call_of,
+    put_plan_into,
+    put_plans_into_layers,
+    sharded_layers,
+    take_plan_from,
+)
 from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.plan_cache import Planning
 from rkmate.runtime.recorded_step import check_device
-from rkmate.runtime.sharded import sharded_layers
 from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen
 from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan

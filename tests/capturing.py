@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from rkmate.graph.capture.capture import Capture, capture
-from rkmate.pipeline import planning
 from rkmate.pipeline import prepare as pipeline
-from rkmate.pipeline.chains import Solved, solve
+from rkmate.pipeline import search as planning
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
+from rkmate.pipeline.solve import Solved, solve
 from rkmate.pipeline.variants import Variant
 
 _HERE = threading.local()

@@ -29,8 +29,8 @@ from rkmate.comparison.table import Row
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.step import measure_step
+from rkmate.pipeline.loss import chosen_outputs
 from rkmate.pipeline.settings import RunSettings, Settings, Trains
-from rkmate.pipeline.trained_outputs import chosen_outputs
 from rkmate.show.plan import Plan
 
 ROUNDS = 9

@@ -17,11 +17,11 @@ from rkmate.comparison.table import Comparison, Row
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
 from rkmate.graph.capture.train_mode import flags_to_plan
 from rkmate.pipeline.attempts import attempted
-from rkmate.pipeline.chains import Solved, solve
-from rkmate.pipeline.checkpointed import limit_of
 from rkmate.pipeline.device_budget import auto_budget
-from rkmate.pipeline.loss_inside import trains_of
+from rkmate.pipeline.loss import trains_of
 from rkmate.pipeline.prepare import prepare, trace
+from rkmate.pipeline.refuse import limit_of
+from rkmate.pipeline.solve import Solved, solve
 from rkmate.planners.protocol import Candidate, Composed, Planner
 from rkmate.planners.registry import PLANNERS, asks
 from rkmate.planners.registry import planner as find_planner

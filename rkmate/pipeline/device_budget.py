@@ -16,10 +16,10 @@ from rkmate.graph.capture.family import KnownCall, derived, known_call, one_fami
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.capture.train_mode import flags_to_plan
-from rkmate.pipeline.loss_inside import traceable
-from rkmate.pipeline.planning import plan_prepared, smallest_peak_of
+from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
 from rkmate.pipeline.reserved import LEFT_ALONE
+from rkmate.pipeline.search import plan_prepared, smallest_peak_of
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause

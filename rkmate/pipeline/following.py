@@ -10,8 +10,7 @@ from rkmate import device as devices
 from rkmate.errors import PlanError, ScheduleError
 from rkmate.pipeline import deferred_outputs
 from rkmate.pipeline.attempts import Planned
-from rkmate.pipeline.compiled import check_version
-from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, with_operation_costs
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, check_version, with_operation_costs
 from rkmate.pipeline.variants import Variant, first, named, possible
 from rkmate.show.plan import Plan
 

@@ -1,24 +1,28 @@
-"""From a model to its graph in blocks, with costs: capture, passes, lower, partition, costs.
-
-Only the files of this package know the order of the stages. Each stage takes what the one before
-returns.
+"""The stages before a search, one value each: a model is traced, cut into blocks, compiled where the caller
+asks for that, and measured.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
+import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rkmate import device as devices
-from rkmate.errors import ArgumentError, CaptureError, RkmateError
+from rkmate.device.inductor import check_compiler, form_of, fused
+from rkmate.device.inductor import version as compiler_version
+from rkmate.errors import ArgumentError, CaptureError, CompilerError, DeviceMemoryError, RkmateError
 from rkmate.graph.blocks.identity import block_text, classes_of
 from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
@@ -29,6 +33,7 @@ from rkmate.graph.capture.elsewhere import as_there
 from rkmate.graph.capture.gradient_places import refuse_gradients_in_place
 from rkmate.graph.capture.pieces import tensor_called
 from rkmate.graph.capture.structure import take_apart
+from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.graph.passes.simplify import Choices, simplify
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
@@ -45,20 +50,19 @@ from rkmate.measure.compiled_memory import with_memory_of_groups
 from rkmate.measure.costs import Costs, measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
-from rkmate.pipeline.compiled import compile_all, with_compiler
-from rkmate.pipeline.loss_inside import traceable, trains_of
-from rkmate.pipeline.measuring import measured_within
+from rkmate.pipeline.loss import traceable, trained_outputs, trains_of
 from rkmate.pipeline.offload import link_of
-from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.trained_outputs import trained_outputs
 from rkmate.pipeline.variants import Concerned, Variant, first
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.progress import Progress
+from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import submodules_of
 from rkmate.torch_seam.patches.autograd import region_of
 from rkmate.torch_seam.tensors import read_directly
+
+# -- Traced, blocked, prepared ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -416,3 +420,145 @@ def _fingerprint(parts: Partition, texts: Sequence[str]) -> str:
     digest.update(repr([(c.inputs, c.outputs) for c in cd.c]).encode())
     digest.update(repr((parts.block_of, parts.segments, sorted(cd.releases.items()))).encode())
     return digest.hexdigest()
+
+
+# -- Measuring within the memory that there is -----------------------------------------------------
+
+
+PART_OF_FREE = 0.8
+"""How much of what is free measuring may take where it has run out of memory: an operation may take more than
+is known before it has run."""
+
+
+def measured_within(measure: Callable[[Callable[[], int] | None], Costs], limit: Callable[[], int] | None,
+                    device: torch.device, name: str) -> Costs:
+    """What `measure` returns, which is told how many bytes it may take; once more with less, where the device
+    has not that much. `name`: of the model.
+
+    Raises:
+        DeviceMemoryError: too little is free even for single operations.
+    """
+    try:
+        return measure(limit)
+    except torch.OutOfMemoryError:
+        pass                # left first: the error holds the values of what ran
+    place = devices.of(device)
+    place.give_back()
+    memory = place.memory()
+    free = 0 if memory is None else memory.free + memory.cached
+    wanted = None if limit is None else limit()
+    less = int(PART_OF_FREE * free)
+    try:
+        return measure(lambda: less if wanted is None else min(less, wanted))
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"there is too little memory on {device} to measure the operations of {name}: {free:,} bytes are "
+            'free. Free some (other models, other processes), count costs (Settings(costs="analytic")), or '
+            "plan on an emptier device, save the plan and give it to wrap (plan=)") from error
+
+
+# -- Where a plan comes from -----------------------------------------------------------------------
+
+
+def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin:
+    """The origin of a plan for a model on sample inputs."""
+    parameters = list(model.parameters())
+    tensors, structure = take_apart(_by_name(model, args, kwargs), result=False)
+    device = devices.common((*parameters, *tensors))
+    where = device.torch_device if device.elsewhere is None else device.elsewhere.name
+    # A tensor stands under several names: by field, by index, by index from the end.
+    singles = [(name, min(under)) for name, under in structure.names().items() if len(under) == 1]
+    names = {i: name for name, i in reversed(singles)}
+    return Origin(type(model).__name__, sum(p.numel() for p in parameters),
+                  sum(p.numel() for p in parameters if p.requires_grad),
+                  tuple((names.get(i, f"tensor {i}"), shape_of(t)) for i, t in enumerate(tensors)),
+                  str(where), (("rkmate", _version()), ("torch", str(torch.__version__)),
+                   ("python", platform.python_version())))
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """``float32[8, 128]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _version() -> str:
+    try:
+        return version("rkmate")
+    except PackageNotFoundError:        # run from a source tree that was never installed
+        return "source"
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that the forward gives them; by number where its signature is not its own, as
+    some decorators leave it."""
+    try:
+        signature = inspect.signature(model.forward)
+        bound = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {**{str(k): a for k, a in enumerate(args)}, **kwargs}
+    named: dict[str, Any] = {}
+    for name, value in bound.items():
+        keywords = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        named |= value if keywords else {name: value}
+    return named
+
+
+# -- Groups to compile -----------------------------------------------------------------------------
+
+
+def with_compiler(settings: Settings, device: torch.device) -> Settings:
+    """Return the settings with a decision whether to compile, for "auto" by compiling something. Where groups
+    are compiled, images are laid out as is faster, unless the settings say otherwise. Raises `CompilerError`
+    where compiling is requested, and there is no compiler for the device."""
+    if settings.compile is False:
+        return settings
+    try:
+        check_compiler(device)
+        if settings.compile == "auto":          # there may be no headers
+            fused(form_of(torch.empty(2, device=device)))(_smallest).compile()
+    except CompilerError as error:
+        if settings.compile is True:
+            raise
+        warn(f'compile is "auto", and nothing is compiled: {error}')
+        return replace(settings, compile=False)
+    return replace(settings, compile=True,
+                   layouts="auto" if settings.layouts == "with_compile" else settings.layouts)
+
+
+def _smallest(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x + 1,)
+
+
+def clusters_of(operations: Iterable[fx.Node]) -> list[Cluster]:
+    """The groups among some operations, in their order; equal ones are one."""
+    return list(dict.fromkeys(n.target for n in operations if isinstance(n.target, Cluster)))
+
+
+def compile_all(operations: Iterable[fx.Node], progress: Progress) -> None:
+    """Compile the groups among some operations. Raises `CompilerError`."""
+    found = clusters_of(operations)
+    if found:
+        with progress.stage("compiling", len(found)) as tick:
+            for k, cluster in enumerate(found):
+                tick(k)
+                cluster.compile()
+
+
+def compiled_by(settings: Settings) -> str:
+    """What a plan was compiled by; empty where nothing is."""
+    return compiler_version() if settings.compile else ""
+
+
+def check_version(plan_compiled: str) -> None:
+    """Warn where a plan was compiled by something else than what compiles now."""
+    if plan_compiled and plan_compiled != compiler_version():
+        warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by "
+             f"{compiler_version()}: they may take other time and temporary memory than the plan says. Make it "
+             "again to be sure of its peak")
+
+
+def fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:
+    """Per group of the graph, the names of its operations, and how many times it is there."""
+    counts = Counter(n.target for n in operations if isinstance(n.target, Cluster))
+    return tuple((", ".join(cluster.operations), times) for cluster, times in counts.items())
+

@@ -1,7 +1,7 @@
 """The variants of a model's graph: each trades something else than time for memory.
 
 Where the step fits whole, nothing is traded for memory. Else every variant that the settings allow, and that
-the graph has a place for, is planned; the fastest plan counts (`rkmate.pipeline.planning`). One that computes
+the graph has a place for, is planned; the fastest plan counts (`rkmate.pipeline.search`). One that computes
 more than the plain graph is planned where the others meet no budget. One that the user asked for because its
 kernels may be faster is compared at every budget. The pipeline prepares a variant when its turn comes, from
 the same capture.
@@ -125,7 +125,7 @@ CHANNELS_LAST = Variant(
     combines=("chunked-loss", "grouped-loss", "tiled-mlps"))
 _WHEN: dict[str, When] = {"keep": "never", "with_compile": "never", "channels_last": "always"}
 """What the names of layouts say of a variant. Where groups are compiled, ``"with_compile"`` has become
-another name by then (`rkmate.pipeline.compiled.with_compiler`)."""
+another name by then (`rkmate.pipeline.prepare.with_compiler`)."""
 VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 

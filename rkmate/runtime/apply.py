@@ -1,35 +1,89 @@
-"""A planned forward inside of the user's own module, which stays what it is.
-
-Libraries look at a model's class, save it, index it, and put forwards of their own into it. `apply` leaves
-all of that alone: it puts a planned call in the place where ``Module.compile`` keeps its own, and a
-planned method in the place of ``forward`` for those who call that directly (peft does).
-
-What is planned is the call as a whole, with the hooks and whatever a library has put in the place of
-``forward``. Sharded modules are the exception: their hooks gather parameters, and run outside.
-"""
+"""Plans inside of a module that stays what it is, or inside of its sharded layers."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from rkmate.budget import Budget
 from rkmate.errors import ArgumentError
-from rkmate.runtime.engines import Engines
-from rkmate.runtime.first_step import FirstStep
-from rkmate.runtime.module import NewShape, PlannedModule
-from rkmate.runtime.plan_cache import Executable, Planning
-from rkmate.runtime.sharded import is_sharded, shares
+from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
+from rkmate.runtime.plan_cache import Engines, Executable, Planning
 from rkmate.show.plan import Plan
 from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, replace_call
+
+# -- Sharded layers --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Share:
+    """A sharded layer, and how it is planned."""
+
+    layer: nn.Module
+    planning: Planning
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` gathers its parameters in hooks around the forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def sharded_layers(model: nn.Module) -> list[nn.Module]:
+    """The outermost sharded modules inside of a model, the model itself left out."""
+    found: list[nn.Module] = []
+    todo = list(model.children())
+    for module in todo:                     # grows while it is walked
+        if is_sharded(module):
+            found.append(module)
+        else:
+            todo += module.children()
+    return found
+
+
+def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> list[Share]:
+    """How the layers of a model share a budget.
+
+    Raises:
+        ArgumentError: several calls before a backward were asked for, which is what layers are planned as.
+    """
+    if planning.settings.calls != 1:
+        raise ArgumentError(f"calls is {planning.settings.calls}, and {type(model).__name__} has sharded "
+                            "layers, which share a budget as calls of one module do: apply a budget to each "
+                            "layer, with calls=layers times calls")
+    kinds: dict[object, list[nn.Module]] = defaultdict(list)
+    for layer in layers:
+        kinds[type(layer), tuple((name, p.shape, p.dtype) for name, p in layer.named_parameters())
+              ].append(layer)
+    weights = {kind: sum(p.numel() * p.element_size() for m in alike for p in m.parameters()) or 1
+               for kind, alike in kinds.items()}
+    whole = sum(weights.values())
+    found: dict[nn.Module, Share] = {}
+    for kind, alike in kinds.items():
+        budget = planning.budget
+        if budget.bytes is not None:
+            budget = Budget(bytes=max(1, budget.bytes * weights[kind] // whole))
+        offload = planning.settings.offload
+        own = replace(planning, budget=budget, settings=replace(
+            planning.settings, calls=len(alike), deferred_outputs="never",      # the parameters go again
+            offload=None if offload is None else offload.part(weights[kind], whole)))
+        found.update((layer, Share(layer, own)) for layer in alike)
+    return [found[layer] for layer in layers]
+
+
+# -- Planned calls ---------------------------------------------------------------------------------
+
 
 _M = TypeVar("_M", bound=nn.Module)
 _PUT = ("forward", "__getstate__", "_replicate_for_data_parallel")
@@ -248,3 +302,4 @@ def _planned_forward(call: PlannedCall) -> Callable[..., Any]:
         forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[first, *signature.parameters.values()])
     return forward
+

@@ -1,7 +1,9 @@
-"""Outputs that a planned step leaves out: what computes them when they are read, and who reads them."""
+"""Outputs that are computed when somebody reads them."""
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +15,175 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.structure import Structure
 from rkmate.graph.passes.joint import Joint
 from rkmate.pipeline.deferred_outputs import name_of
-from rkmate.runtime.deferred_tensor import Unread, deferred_tensor, leave_alone
 from rkmate.runtime.environment import Environment, version
 from rkmate.runtime.segments import without_autocast
 from rkmate.support.warn import warn
+from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.tensors import version_of
+from rkmate.torch_seam.tensors import read_directly, version_of, wrapper_tensor
+
+# -- Tensors whose values are computed when they are read ------------------------------------------
+
+
+_T = torch.Tensor
+aten = torch.ops.aten
+
+
+class Unread:
+    """Values that are computed once, by whoever reads them first."""
+
+    __slots__ = ("__weakref__", "_compute", "_lock", "_values")
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._compute: Callable[[], torch.Tensor] | None = compute
+        self._lock = threading.Lock()
+        self._values: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        """They; what they are computed from is let go."""
+        with self._lock:
+            if self._compute is not None:
+                self._values = self._compute()
+                self._compute = None
+        assert self._values is not None
+        return self._values
+
+
+class DeferredTensor(torch.Tensor):
+    """Such a tensor. Made by `deferred_tensor`."""
+
+    _unread: Unread
+    _plain: torch.Tensor | None
+    """What stands for it, once it was read: with its place in autograd's graph."""
+
+    def read(self) -> torch.Tensor:
+        """The plain tensor."""
+        plain = self._plain
+        if plain is None or (self.requires_grad and not plain.requires_grad):
+            with torch.inference_mode(False), torch.no_grad():
+                plain = self._unread.values()
+                if self.requires_grad:
+                    with torch.enable_grad():
+                        plain = _Read.apply(self, [plain])
+            self._plain = plain
+        return plain
+
+    def later(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What a function makes of the values, computed when that is read."""
+        with torch.inference_mode(False), torch.no_grad():
+            now = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device="meta")
+            form = function(now)
+        if form is now:
+            return self
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Later.apply(self, function, form)  # type: ignore[no-any-return]
+        return deferred_tensor(form, self.device, _then(self._unread, function))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Functions that ask for no values are answered at once, the others by the plain tensor."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, DeferredTensor) and first._plain is None:
+            if func is _T.detach and not kwargs:
+                return deferred_tensor(first, first.device, first._unread)
+            if func in _LATER and not any(isinstance(a, _T) for a in (*args[1:], *kwargs.values())):
+                return first.later(lambda values: func(values, *args[1:], **kwargs))
+        if func not in _WITHOUT_VALUES:
+            args, kwargs = _in_their_place((args, kwargs), DeferredTensor.read)
+        with read_directly():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What reaches the values by a way around the above: a library's own calls of operators."""
+        args, kwargs = _in_their_place((args, kwargs or {}), lambda t: t.read().detach())
+        return func(*args, **kwargs)
+
+
+def deferred_tensor(form: torch.Tensor, device: torch.device, unread: Unread) -> DeferredTensor:
+    """A tensor with the form of another one, and these values when they are read."""
+    with read_directly():
+        made = wrapper_tensor(DeferredTensor, form.size(), form.stride(), 0, dtype=form.dtype, device=device)
+    made._unread = unread
+    made._plain = None
+    return made
+
+
+@functools.cache
+def leave_alone() -> None:
+    """Let compiled functions call the above as it stands. Loads Dynamo, which a capture has loaded before."""
+    run = torch.compiler.disable(DeferredTensor.__dict__["__torch_function__"].__func__)
+    setattr(DeferredTensor, "__torch_function__", classmethod(run))  # noqa: B010 - a method, for mypy
+
+
+def _then(unread: Unread, function: Callable[[torch.Tensor], torch.Tensor]) -> Unread:
+    def compute() -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(unread.values())
+
+    return Unread(compute)
+
+
+def _in_their_place(value: Any, of: Callable[[DeferredTensor], torch.Tensor]) -> Any:
+    return pytree.tree_map_only(DeferredTensor, of, value)
+
+
+class _Read(torch.autograd.Function):
+    """From a deferred tensor to the plain one."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: torch.Tensor, values: list[torch.Tensor]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return values[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        return grads[0], None
+
+
+class _Later(torch.autograd.Function):
+    """From a deferred tensor to one that a function makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: DeferredTensor, function: Callable[[torch.Tensor], torch.Tensor],
+                form: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.function, ctx.unread = function, deferred._unread
+        return deferred_tensor(form, deferred.device, _then(deferred._unread, function))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if grads[0] is None:
+            return None, None, None
+        with torch.enable_grad():
+            values = ctx.unread.values().detach().requires_grad_()
+            grad, = torch.autograd.grad(ctx.function(values), values, grads[0])
+        return grad, None, None
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(_T, name).__get__ for name in names}
+
+
+_LATER = {_T.float, _T.double, _T.half, _T.bfloat16, _T.narrow}
+"""What libraries do to every output that they pass on; done when the result is read."""
+_WITHOUT_VALUES: set[Any] = {
+    _T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.storage_offset,
+    _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference, _T.is_conj,
+    _T.is_neg, _T.get_device, _T.is_same_size, _T.__len__, _T.__hash__, _T.__dir__, _T.requires_grad_,
+    _T.retain_grad, _T.register_hook, _T.is_shared, torch.numel, torch.is_floating_point, torch.is_complex,
+    torch.is_inference, torch.is_same_size, torch.is_conj, torch.is_neg,
+} | _getters(
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "retains_grad",
+    "output_nr", "grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized",
+    "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "_backward_hooks")
+"""What is answered without the values."""
+
+
+# -- Deferred outputs of a step --------------------------------------------------------------------
+
 
 IN_A_ROW = 2
 """Calls after another whose deferred outputs were read, until they are planned as ordinary ones."""
@@ -153,3 +318,4 @@ class Reads:
 
     def _words(self) -> str:
         return f"the output {' and '.join(self._names)} is read"
+

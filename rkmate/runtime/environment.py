@@ -1,4 +1,4 @@
-"""What generated source runs on: the environment of one call."""
+"""The values of a step that runs: where a plan's source reads and writes, and data that is away."""
 
 from __future__ import annotations
 
@@ -10,11 +10,50 @@ from dataclasses import dataclass
 import torch
 
 from rkmate import device as devices
+from rkmate.device.copy_engine import CopyEngine
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import BackwardError
 from rkmate.runtime.added_gradients import adding
-from rkmate.runtime.away import Away
 from rkmate.torch_seam.tensors import add_to_all, copy_all, version_of
+
+# -- Data that is away -----------------------------------------------------------------------------
+
+
+class Away:
+    """The copies of one call. Raises `OffloadError` where the place fails, as its engine does. The engine
+    closes what is collected: the copies of a forward whose backward never comes."""
+
+    __slots__ = ("_step", "buffer_bytes")
+
+    def __init__(self, engine: CopyEngine, *, verify: bool = False) -> None:
+        """`verify`: whether what comes back must have the checksum of what went."""
+        self.buffer_bytes = engine.buffer_bytes
+        """Of the device."""
+        self._step = engine.open(verify=verify)
+
+    def out(self, key: str, value: torch.Tensor) -> None:
+        """Begin to copy a value away."""
+        self._step.out(key, value)
+
+    def leave(self, key: str) -> None:
+        """Wait for the end of that; its memory is then free, where nobody else refers to the value."""
+        self._step.leave(key)
+
+    def back(self, key: str) -> torch.Tensor:
+        """Make room for a value, and begin to copy it back."""
+        return self._step.back(key)
+
+    def arrive(self, key: str) -> None:
+        """Wait for the end of that."""
+        self._step.arrive(key)
+
+    def close(self) -> None:
+        """Give up what is under way, and free everything."""
+        self._step.close()
+
+
+# -- The environment of a step ---------------------------------------------------------------------
+
 
 _random = threading.RLock()
 """Held around every random operation of a planned step: a replay moves the default generator back,
@@ -233,3 +272,4 @@ def generators_at(device: torch.device, state: RandomState) -> Iterator[None]:
         with unchanged_random_state(devices.of(device)):
             state.restore()
             yield
+

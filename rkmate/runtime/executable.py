@@ -1,20 +1,23 @@
-"""A plan's source, compiled, on a model's own parameters and buffers."""
+"""A plan's source, compiled, on a model's own parameters and buffers; and backwards of backwards, by the
+original's forward.
+"""
 
 from __future__ import annotations
 
 import linecache
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import starmap
 from operator import attrgetter, getitem
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
+from rkmate import device as devices
 from rkmate.codegen.emit import Generated
 from rkmate.device.copy_engine import CopyEngine
 from rkmate.device.quick_code import load
@@ -24,16 +27,11 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.pieces import owner_name, piece_of
+from rkmate.graph.capture.structure import take_apart
 from rkmate.runtime.added_gradients import Additions, Held
-from rkmate.runtime.away import Away
 from rkmate.runtime.deferred import DeferredOutputs
-from rkmate.runtime.double_backward import Again, Original
-from rkmate.runtime.environment import (
-    Environment,
-    RerunState,
-    generator_state,
-    generators_at,
-)
+from rkmate.runtime.environment import Away, Environment, RerunState, generator_state, generators_at
+from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.segments import (
     Call,
     WithGraph,
@@ -46,6 +44,79 @@ from rkmate.runtime.segments import (
 from rkmate.torch_seam.modules import buffers_of, parameters_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.tensors import all_ordinary, version_of
+
+# -- Backwards of backwards ------------------------------------------------------------------------
+
+
+_INSTEAD = ("compute the inner gradient in the forward of the module that is wrapped (torch.autograd.grad: "
+            "see 'Gradient penalties' in docs/recipes.md), on the original module, or with rkmate.dtr")
+
+
+class Original(NamedTuple):
+    """What a call does without a plan."""
+
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    reader: ModuleReader
+    key: Guards
+    """The signature of the call."""
+
+    def outputs(self, capture: Capture, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The output tensors of the original, on the call's arguments. Raises `BackwardError` where the
+        module is no longer what it was."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            given = dict(self.key.autocast)
+            for kind in {"cpu", *given, *devices.autocast_kinds(t.device for t in tensors)}:
+                stack.enter_context(torch.autocast(kind, dtype=given.get(kind), enabled=kind in given))
+            args, kwargs = capture.inputs.fill(list(tensors))
+            now, _ = guards_of(self.reader, args, kwargs)
+            if now._replace(values=self.key.values) != self.key:
+                raise BackwardError("the module was changed between the forward and a backward with "
+                                    f"create_graph=True, which runs the forward once more: {_INSTEAD}")
+            return take_apart(self.run(args, kwargs), result=True)[0]
+
+
+class Again(NamedTuple):
+    """What a second run of one call's original needs."""
+
+    original: Original
+    capture: Capture
+    tensors: Sequence[torch.Tensor]
+    """Among the arguments."""
+    draws: RandomState | None
+    """Of the generators before the forward; None where nothing is drawn."""
+    targets: Mapping[str, torch.Tensor | int]
+    """What gradients are of, by source key: a parameter, or the number of an input."""
+    buffers: Sequence[torch.Tensor]
+    """What the forward overwrites."""
+    obstacle: str
+    """Why it cannot run a second time; empty where it can."""
+
+    def gradients(self, call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        """By source key, with a graph. `given`: gradients of the outputs, by number."""
+        if self.obstacle:
+            raise BackwardError("there is no double backward (create_graph=True) of this step: "
+                                f"{self.obstacle}; {_INSTEAD}")
+        call.check_untouched()
+        tensors = [t.view_as(t) if t.requires_grad else t for t in self.tensors]
+        with ExitStack() as stack:
+            before = [b.detach().clone() for b in self.buffers]
+            if self.draws is not None:
+                stack.enter_context(generators_at(call.env.device, self.draws))
+            try:
+                outputs = self.original.outputs(self.capture, tensors)
+            finally:
+                for buffer, value in zip(self.buffers, before, strict=True):
+                    buffer.data.copy_(value)        # no new version: what was saved for a backward stands
+        targets = {k: tensors[t] if isinstance(t, int) else t for k, t in self.targets.items()}
+        numbers = list(given)
+        found = torch.autograd.grad([outputs[n] for n in numbers], list(targets.values()),
+                                    [given[n] for n in numbers], create_graph=True, allow_unused=True)
+        return dict(zip(targets, found, strict=True))
+
+
+# -- Executables -----------------------------------------------------------------------------------
+
 
 _numbers = iter(range(1 << 62))
 _version = attrgetter("_version")
@@ -373,3 +444,4 @@ def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
     module = model.get_submodule(path)
     return TensorSlot(parameters_of(module) if kind == "param" else buffers_of(module), leaf,
                       leaf + name.removeprefix(owner) if name != owner else "")
+

@@ -1,31 +1,41 @@
-"""Guards: what a plan is specialised on, read cheaply at each call.
-
-A captured step has the module and its arguments baked in, all but the values of tensors. Another
-module, flag, attribute, shape or constant means another plan. The module is walked over at every call:
-what is as it was at the latest call gives the very part of the key that it gave then, with its hash, and
-only what has changed is hashed and compared with the keys of other plans.
+"""Guards: what a plan is specialised on, how that is read at each call, what is observed of inputs, and what
+has changed since a plan was made.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rkmate import device as devices
+from rkmate.graph.capture.recipe import Recipe, Recipes
 from rkmate.graph.capture.state import Assigned
 from rkmate.graph.capture.structure import take_call_apart
-from rkmate.runtime.key_parts import Part, Same, by_content
-from rkmate.runtime.snapshot import Equivalents, Snapshot, attributes_of, before, snapshot
-from rkmate.runtime.unchanged import Walk, forwards
+from rkmate.runtime.snapshot import (
+    Equivalents,
+    Part,
+    Same,
+    Snapshot,
+    Walk,
+    attributes_of,
+    before,
+    by_content,
+    forwards,
+    snapshot,
+)
+from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES
 from rkmate.torch_seam.patches.features import GUARDS
 from rkmate.torch_seam.patches.libraries import is_observer
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 from rkmate.torch_seam.versions import is_off
+
+# -- Guards of a call ------------------------------------------------------------------------------
+
 
 _REMEMBERED = 4
 """Sets of submodules whose attributes are known by name."""
@@ -208,3 +218,116 @@ def _kernels() -> tuple[bool, ...]:
     cuda = torch.backends.cuda
     return (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
             cuda.cudnn_sdp_enabled(), torch.backends.cudnn.enabled)
+
+
+# -- What has changed ------------------------------------------------------------------------------
+
+
+_MANY = 4
+"""Values of one attribute that say that it will go on to change."""
+_NAMED = 5
+"""Attributes that a message names at most."""
+_WORDS = {
+    "inputs": "the shapes, dtypes, devices or strides of its tensors, or which of them require gradients",
+    "structure": "how its arguments are put together",
+    "constants": "an argument that is no tensor",
+    "autocast": "the autocast state",
+    "kernels": "which kernels torch may choose (sdpa_kernel, torch.backends.cudnn.enabled)",
+    "places": "the shapes, dtypes, devices or strides of parameters or buffers, or which of them are tied",
+    "default_dtype": "the default dtype",
+    "values": "what its forward reads from the values of its inputs, or how many elements they pick",
+}
+
+
+def differing(key: Guards, others: Iterable[Guards]) -> str:
+    """In what a call differs from the nearest of those that were planned."""
+    nearest = min((_differences(key, k) for k in others), key=len)
+    return "; ".join(nearest)
+
+
+def _differences(key: Guards, other: Guards) -> list[str]:
+    found = []
+    if key.flags != other.flags:
+        found.append(_flags(key.flags, other.flags))
+    names = _attributes(key, other)
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        found.append(f"the values of {', '.join(names[:_NAMED])}{more}")
+    return found + [text for field, text in _WORDS.items()
+                    if getattr(key, field) != getattr(other, field)]
+
+
+def _flags(flags: FlagGuards, other: FlagGuards) -> str:
+    if flags.parts != other.parts:
+        return "its submodules (which there are, their classes or forwards)"
+    return "a submodule's train flag, number of hooks, or a parameter's requires_grad"
+
+
+def _attributes(key: Guards, other: Guards) -> list[str]:
+    now, before = dict(key.attributes.content), dict(other.attributes.content)
+    return [name for name in (*now, *(n for n in before if n not in now))
+            if now.get(name) != before.get(name)]
+
+
+def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
+    """Attributes that have had another value in each of the latest keys that are alike otherwise.
+
+    `others`: the latest last. Empty while the values are few.
+    """
+    alike = [k.attributes for k in others
+             if k.attributes != key.attributes and k._replace(attributes=key.attributes) == key]
+    if len(alike) < _MANY - 1:
+        return []
+    *before, now = [dict(p.content) for p in (*alike[1 - _MANY:], key.attributes)]
+    return [name for name in now if len({p.get(name) for p in (*before, now)}) == _MANY]
+
+
+# -- Observations of inputs ------------------------------------------------------------------------
+
+
+MANY = 8
+"""Plans of calls that differ in nothing else, until it is said that each takes one."""
+_NEW = ("new",)
+"""What no recipe has observed yet."""
+
+
+class Observations:
+    """The recipes of the signatures of one module."""
+
+    def __init__(self) -> None:
+        self._of: dict[Guards, Recipes] = {}
+        self._seen: dict[Guards, set[tuple[str, ...]]] = {}
+
+    def add(self, key: Guards, recipe: Recipe | None) -> Guards:
+        """A call of this signature was captured; its key, with what the forward observed."""
+        key = key._replace(values=())
+        if recipe is None:
+            return key
+        self._of.setdefault(key, Recipes()).add(recipe)
+        seen = self._seen.setdefault(key, set())
+        if recipe.observed not in seen:
+            seen.add(recipe.observed)
+            if len(seen) == MANY:
+                warn(f"the forward looks at values of its inputs, and {MANY} calls of the same shapes had "
+                     "other ones (how many elements a mask picks, say): each takes a plan of its own. Let "
+                     "fewer occur, by padding, or compute without looking ('Values of inputs' in "
+                     "docs/limits.md)")
+        return key._replace(values=recipe.observed)
+
+    def keep(self, keys: Iterable[Guards]) -> None:
+        """Forget signatures other than these: no plan of theirs is kept."""
+        kept = {k._replace(values=()) for k in keys}
+        self._of = {k: v for k, v in self._of.items() if k in kept}
+        self._seen = {k: v for k, v in self._seen.items() if k in kept}
+
+    def of(self, key: Guards, tensors: list[torch.Tensor]) -> tuple[Guards, list[torch.Tensor]]:
+        """The key of a call with these tensors, and the inputs of its plan."""
+        recipes = self._of.get(key) if self._of else None
+        if recipes is None:
+            return key, tensors
+        found = recipes.run(tensors)
+        if found is None:
+            return key._replace(values=_NEW), tensors
+        observed, computed = found
+        return key._replace(values=observed), [*tensors, *computed]
+

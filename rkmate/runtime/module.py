@@ -1,24 +1,25 @@
-"""The module that `wrap` returns."""
+"""A wrapped module: it finds or makes a plan for each call and runs it."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from rkmate import device as devices
+from rkmate.device import Statistics
+from rkmate.device.statistics import PeakWatch
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.gradient_places import refuse_data_parallelism
-from rkmate.pipeline.loss_inside import traceable
+from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.settings import NewShape as NewShape
-from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
-from rkmate.runtime.executable import Gradients
-from rkmate.runtime.first_step import FirstStep, before_first_step, statistics_of
+from rkmate.runtime.executable import Gradients, Original
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.lengths import Lengths
 from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Specialization
@@ -28,6 +29,56 @@ from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
+
+# -- Before and after the first step ---------------------------------------------------------------
+
+
+def statistics_of(device: torch.device) -> Statistics | None:
+    """The device's statistics; None for a device that keeps none (the CPU)."""
+    return devices.of(device).statistics
+
+
+def before_first_step(device: torch.device) -> None:
+    """Libraries take what they keep before the step that is watched: it is no part of it."""
+    devices.of(device).warm_up()
+
+
+class FirstStep:
+    """Watches one training step, from its forward to the end of its backward.
+
+    The device's statistics are read and not reset. A step is judged by its peak where that is a new
+    one since the statistics were last reset (by the user), else by the levels before and after it.
+    """
+
+    def __init__(self, statistics: Statistics, predicted: int, budget: int,
+                 params: Iterable[torch.Tensor]) -> None:
+        """`predicted`, `budget`: bytes above the level at the start, parameter gradients left out.
+        `params`: those whose gradients the step makes."""
+        self._predicted = predicted
+        self._budget = budget
+        self._new_gradients = sum(p.numel() * p.element_size() for p in params
+                                  if p.requires_grad and p.grad is None)
+        self._watch = PeakWatch(statistics)
+        self.done = False
+        self.peak: int | None = None
+        """Bytes that the step took above what stood before it, new gradients included; once it is done."""
+
+    def finish(self) -> None:
+        """The backward is over: warn when the step took more than its budget."""
+        self.done = True
+        self.peak = peak = self._watch.peak() - self._watch.start
+        allowed = self._budget + self._new_gradients
+        if peak > allowed:
+            warn(
+                f"the first training step took {peak:,} bytes above what stood before it; predicted "
+                f"were {self._predicted:,}, the budget is {self._budget:,}, and new parameter "
+                f"gradients may add {self._new_gradients:,}. Something outside the planned module "
+                "(the loss, hooks, other models) allocates during the step, or operations take "
+                "other temporary memory here than when they were measured")
+
+
+# -- Planned modules -------------------------------------------------------------------------------
+
 
 logger = logging.getLogger("rkmate")
 _MOST_UNPLANNED = 256
@@ -275,3 +326,4 @@ def _traced_here() -> bool:
     Torch's flag does not say: it is one for all threads.
     """
     return capture_lock.is_mine() or inside_fake_mode()
+

@@ -1,4 +1,4 @@
-"""The plans of one wrapped module: made, kept and looked up by signature and by loss."""
+"""Plans of a module by the calls that they are for: found, made, or derived from those for other sizes."""
 
 from __future__ import annotations
 
@@ -18,39 +18,149 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
+from rkmate.device.copy_engine import CopyEngine
 from rkmate.device.kept_pages import KeptPages, keep_planned_pages
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
+from rkmate.graph.capture import family
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.family import known_call
+from rkmate.graph.capture.dry_run import Recording
+from rkmate.graph.capture.family import KnownCall, derived, known_call, possible
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
-from rkmate.pipeline.compiled import compile_all
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
-from rkmate.pipeline.loss_inside import traceable
-from rkmate.pipeline.other_sizes import KnownPlan
-from rkmate.pipeline.planning import make_plan
-from rkmate.pipeline.prepare import Traced, held_tensors, trace
+from rkmate.pipeline.loss import traceable
+from rkmate.pipeline.offload import Offload
+from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
+from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.sizes_on_devices import plan_that_fits
-from rkmate.runtime.changes import changing, differing
+from rkmate.pipeline.sizes import KnownPlan, plan_that_fits
 from rkmate.runtime.deferred import Reads
-from rkmate.runtime.engines import Engines
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
-from rkmate.runtime.guards import FlagGuards, Guards
-from rkmate.runtime.observations import Observations
-from rkmate.runtime.open_calls import OpenCalls
+from rkmate.runtime.guards import FlagGuards, Guards, Observations, changing, differing
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
-from rkmate.runtime.sizes import MEMBERS, Member, NewSizes, alike, comparable, compare, derive
+from rkmate.runtime.segments import OpenCalls
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
-from rkmate.support.planning_lock import planning_lock
+from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 
+# -- Engines that copy data away -------------------------------------------------------------------
+
+
+class Engines:
+    """One engine for each device, made when it is first needed, closed when nobody has this any more. All
+    calls of an engine together keep to what may be away."""
+
+    def __init__(self, offload: Offload | None) -> None:
+        self.offload = offload
+        self._lock = threading.Lock()
+        self._made: dict[torch.device, CopyEngine] = {}
+
+    def __reduce__(self) -> Any:
+        """A copy has engines of its own."""
+        return Engines, (self.offload,)
+
+    def of(self, device: torch.device) -> CopyEngine:
+        """The engine of a device. Raises `ArgumentError` where nothing can be sent from there."""
+        assert self.offload is not None, "a plan that sends nothing"
+        with self._lock:
+            found = self._made.get(device)
+            if found is None:
+                found = self._made[device] = self.offload.engine(devices.of(device))
+                weakref.finalize(self, found.close)
+            return found
+
+
+# -- Sizes of calls --------------------------------------------------------------------------------
+
+
 logger = logging.getLogger("rkmate")
+
+MEMBERS = 4
+"""Captures that a new size is derived from, at most: the latest."""
+SAID = (1, 10, 100, 1000, 10_000, 100_000)
+"""After how many new sizes it is said how long they took."""
+
+
+@dataclass
+class Member:
+    """A signature that was captured in full."""
+
+    key: Guards
+    known: KnownCall
+
+
+@dataclass
+class NewSizes:
+    """How many sizes were planned after the first one, and how long that took."""
+
+    derived: int = 0
+    """From captures of other sizes."""
+    captured: int = 0
+    """By a capture of their own."""
+    seconds: float = 0.0
+    told: set[int] = field(default_factory=set)
+
+    def add(self, derived: bool, seconds: float) -> None:
+        """Count one; say so at the first, the tenth, the hundredth."""
+        if derived:
+            self.derived += 1
+        else:
+            self.captured += 1
+        self.seconds += seconds
+        count = self.derived + self.captured
+        if count in SAID[1:]:
+            logger.warning("%d new signatures planned in %.1f s so far, %d of them from captures of other "
+                           "sizes", count, self.seconds, self.derived)
+
+
+def alike(a: Guards, b: Guards) -> bool:
+    """Whether two signatures differ in the sizes of their arguments at most."""
+    return len(a.inputs) == len(b.inputs) and a._replace(inputs=b.inputs) == b and all(
+        len(s[0]) == len(t[0]) and s[1:4] == t[1:4] and isinstance(s[4], tuple) and isinstance(t[4], tuple)
+        for s, t in zip(a.inputs, b.inputs, strict=True))
+
+
+def comparable(key: Guards, other: Guards) -> bool:
+    """Whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
+    return all(a == b or min(a, b) > 1 for s, t in zip(key.inputs, other.inputs, strict=True)
+               for a, b in zip(s[0], t[0], strict=True))
+
+
+def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Guards,
+           members: Sequence[Member]) -> tuple[Capture | None, Recording | None]:
+    """The capture of a call from those of its family, if that is certain; and the dry run of the call."""
+    if not possible(shapes_of(key), [shapes_of(m.key) for m in members]):
+        return None, None
+    start = time.perf_counter()
+    with capture_lock:
+        found, new = derived(model, args, kwargs, [m.known for m in members])
+    if new is not None:
+        logger.debug("a call of another size: %s in %.2f s", "derived" if found is not None else
+                     "to be captured, as its operations or sizes are not those of the known ones",
+                     time.perf_counter() - start)
+    return found, new
+
+
+def compare(model: nn.Module, members: Sequence[Member]) -> None:
+    """Do what further sizes of a family need of its captures: at a call that is captured in full it hardly
+    counts, and at the first derived one it would be most of what that takes."""
+    with capture_lock:
+        family.compare(model, [m.known for m in members])
+
+
+def shapes_of(key: Guards) -> list[Sequence[int]]:
+    """The shapes of a signature's tensors."""
+    return [place[0] for place in key.inputs]
+
+
+# -- The cache -------------------------------------------------------------------------------------
+
+
 
 _NODE_BYTES = 3 << 10
 """What a node of a captured graph takes, with its fake tensor; rounded up."""
@@ -383,3 +493,4 @@ def _names(mask: TangentMask) -> str:
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return take_apart((args, kwargs), result=False)[0]
+

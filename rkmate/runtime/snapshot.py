@@ -1,29 +1,152 @@
-"""The plain attributes of a module at one moment, as a value.
-
-A trace bakes in what it reads from attributes: numbers, flags, functions, and the same in objects that a
-module holds (its configuration). Which attributes those are is found once (`attributes_of`); a `Snapshot`
-is what stands in them, and what that is in a key. Whether they are as they were is asked at every
-call, so a snapshot compares objects by identity, in one loop.
-"""
+"""The attributes of a module at one moment, and whether a module is as it was when it was walked over."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import repeat
-from operator import is_
-from types import MethodType, ModuleType
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from rkmate.errors import ArgumentError
 from rkmate.graph.capture.state import MISSING, Assigned
-from rkmate.runtime.key_parts import FUNCTIONS, SCALARS, Part, by_value, identical
-from rkmate.torch_seam.modules import BUFFERS, PARAMETERS, forward_pre_hooks_of
+from rkmate.torch_seam.compiler import TensorGuards, dict_version
+from rkmate.torch_seam.containers import attributes_in
+from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES, forward_pre_hooks_of
 from rkmate.torch_seam.patches.libraries import weight_made_by
+from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
+
+# -- Parts of keys ---------------------------------------------------------------------------------
+
+
+SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
+           torch.memory_format)
+"""Compared by value."""
+FUNCTIONS = (type, FunctionType, MethodType, BuiltinFunctionType)
+
+
+class Part:
+    """A part of a key, with its hash: equal where the content is."""
+
+    __slots__ = ("_hash", "content")
+
+    def __init__(self, content: tuple[Any, ...] = ()) -> None:
+        self.content = content
+        self._hash = hash(content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Part) and self._hash == other._hash
+                                 and self.content == other.content)
+
+    def or_new(self, content: tuple[Any, ...]) -> Part:
+        """This part where it has that content, else a new one."""
+        return self if self.content == content else Part(content)
+
+
+class Same(Part):
+    """Objects as a part of a key: equal to these objects alone.
+
+    It refers to them: as long as a plan is kept under it, no other object gets their addresses.
+    """
+
+    __slots__ = ("objects",)
+
+    def __init__(self, objects: Sequence[Any] = ()) -> None:
+        super().__init__(tuple(map(id, objects)))
+        self.objects = objects
+
+    def is_of(self, objects: Sequence[Any]) -> bool:
+        """Whether it stands for these objects, in this order."""
+        return identical(self.objects, objects)
+
+
+def identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether both are the very same objects, in one order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def by_value(value: Any) -> Any:
+    """A scalar, or a tuple of them, by its value; a partial function by what it calls, and with what;
+    anything else by being this very object."""
+    if isinstance(value, SCALARS):
+        return type(value), value
+    if isinstance(value, tuple):
+        return type(value), tuple(map(by_value, value))
+    if isinstance(value, partial) and not vars(value):
+        return (type(value), by_value(value.func), by_value(value.args),
+                tuple((k, by_value(v)) for k, v in value.keywords.items()))
+    if isinstance(value, MethodType):       # made anew whenever one asks for it
+        return "method", Same((value.__func__, value.__self__))
+    return "object", Same((value,))
+
+
+def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
+    """An argument by all that it holds: containers, arrays, and the attributes of objects.
+
+    `above`: ids of what holds it, as it may hold itself. Raises `ArgumentError` for what can neither be taken
+    apart nor be compared.
+    """
+    if isinstance(value, SCALARS):
+        return type(value), value
+    if id(value) in above:
+        return "itself"
+    if isinstance(value, (*FUNCTIONS, nn.Module, torch.Tensor)):
+        return by_value(value)
+    above = above | {id(value)}
+    content, state = _parts_of(value, above), attributes_in(value)
+    if content is None and (not state or _says_what_it_equals(value)):
+        try:
+            hash(value)
+            return type(value), value
+        except TypeError:
+            if not state and not isinstance(getattr(value, "__dict__", None), dict):
+                raise ArgumentError(
+                    f"an argument holds a {type(value).__name__}, of which cannot be told whether it is as "
+                    "when the call was planned: give tensors, numbers, containers or objects with "
+                    "attributes") from None
+    return type(value), content, tuple((k, by_content(v, above)) for k, v in sorted(state.items()))
+
+
+def _parts_of(value: Any, above: frozenset[int]) -> Any:
+    """What is in a container or an array; None for what is neither."""
+    if isinstance(value, (list, tuple, deque)):
+        return tuple(by_content(v, above) for v in value)
+    if isinstance(value, Mapping):
+        return tuple((by_content(k, above), by_content(v, above)) for k, v in value.items())
+    if isinstance(value, Set):
+        return frozenset(by_content(v, above) for v in value)
+    if isinstance(value, slice):                # has no hash before Python 3.12
+        return tuple(by_content(v, above) for v in (value.start, value.stop, value.step))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":      # dates have no memory of their own
+        return str(value.dtype), by_content(value.view("i8"), above)
+    try:
+        array = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+    return None if "O" in array.format else (         # addresses of objects
+        array.format, array.shape, array.strides, hashlib.sha256(array.tobytes()).digest())
+
+
+def _says_what_it_equals(value: Any) -> bool:
+    """Whether its class has a hash, and all attributes in slots: some may be caches (of a path)."""
+    own: Any = type(value).__hash__
+    return not hasattr(value, "__dict__") and own is not object.__hash__
+
+
+# -- Snapshots of attributes -----------------------------------------------------------------------
+
 
 _OPEN = (dict, list, set, ModuleType)
 """What can change without a trace of it; too much to compare at every call."""
@@ -202,3 +325,110 @@ def _is_leaf(value: Any) -> bool:
 def _has_attributes(value: Any) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict) and not _is_leaf(value) \
         and not isinstance(value, (nn.Module, *_OPEN))
+
+
+# -- Unchanged modules -----------------------------------------------------------------------------
+
+
+_TENSORS = (PARAMETERS, BUFFERS)
+_content = attrgetter("__dict__")
+_form = attrgetter("dtype", "device", "shape", "requires_grad")
+
+
+class _Probe:
+    """An object with an attribute."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def counts_assignments() -> bool:
+    """Return whether an assignment to an attribute changes the count of its object's dictionary."""
+    probe = _Probe()
+    before = dict_version(probe.__dict__)
+    probe.value = 1
+    return bool(dict_version(probe.__dict__) != before)
+
+
+_COUNTED = dict_version is not None and counts_assignments()
+
+
+class Walk:
+    """What a walk over a module has come by."""
+
+    __slots__ = ("_around", "_attributes", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_kinds",
+                 "_modules", "_objects", "_quick", "_snapshot", "_tensors", "_types", "_versions")
+
+    def __init__(self, modules: Sequence[nn.Module], attributes: Snapshot) -> None:
+        """`modules`: the module and those in it. `attributes`: theirs, as they are now."""
+        self._modules, self._snapshot = modules, attributes
+        self._types = [*map(type, modules)]
+        self._kinds = [*dict.fromkeys(self._types)]
+        self._dicts = [*map(_content, modules)]
+        inside = [d[name] for d in self._dicts for name in (*HOOK_KINDS, *_TENSORS, SUBMODULES)]
+        every = {id(d): d for d in (*self._dicts, *inside, *attributes.dicts)}.values()
+        self._empty = [d for d in every if not d]
+        self._filled = [d for d in every if d]
+        self._tensors = [d[name].values() for d in self._dicts for name in _TENSORS if d[name]]
+        self._versions = [*map(dict_version, self._filled)]
+        objects = {id(d): d for d in (*self._dicts, *attributes.dicts)}
+        self._objects = [] if _COUNTED else [*objects.values()]
+        self._attributes = _content_of(self._objects)
+        self._around = _around()
+        self._forwards = forwards(self._kinds)
+        self._forms = self._forms_now()
+        self._quick = None if self._forms is None else _quick_forms(self._tensors_now())
+        """Of the same tensors, for one call; it says no for other reasons, too (autocast)."""
+
+    def is_now(self) -> bool:
+        """Whether another one would come by the same."""
+        boxes = self._snapshot.attributes.boxes
+        return identical([*map(type, self._modules)], self._types) \
+            and identical([*map(_content, self._modules)], self._dicts) \
+            and not any(self._empty) and [*map(dict_version, self._filled)] == self._versions \
+            and identical(_content_of(self._objects), self._attributes) \
+            and identical(_around(), self._around) and identical(forwards(self._kinds), self._forwards) \
+            and self._has_its_forms() \
+            and (not boxes or identical(self._snapshot.attributes.in_boxes(), self._snapshot.members))
+
+    def _has_its_forms(self) -> bool:
+        if self._quick is not None and self._quick.check(*self._tensors_now()):
+            return True
+        return self._forms is not None and self._forms_now() == self._forms
+
+    def _tensors_now(self) -> list[torch.Tensor]:
+        return [t for some in self._tensors for t in some if t is not None]
+
+    def _forms_now(self) -> tuple[list[Any], list[Any]] | None:
+        """Of parameters and buffers; None where some are no ordinary tensors."""
+        tensors = self._tensors_now()
+        if any(t.layout is not torch.strided for t in tensors):
+            return None
+        return [*map(_form, tensors)], [*map(torch.Tensor.stride, tensors)]
+
+
+def _quick_forms(tensors: Sequence[torch.Tensor]) -> Any:
+    """Compares types, dtypes, devices, sizes, strides, and whether a gradient is taken; None where torch
+    cannot (nested tensors)."""
+    try:
+        sizes: Any = [[*t.shape] for t in tensors]
+        strides: Any = [[*t.stride()] for t in tensors]
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def forwards(types: Sequence[type]) -> list[Any]:
+    """The forwards of classes: libraries replace those, too. Other descriptors make one at each access."""
+    return [f for t in types if isinstance(f := getattr(t, "forward", None), FunctionType)]
+
+
+def _content_of(dicts: Iterable[dict[str, Any]]) -> list[Any]:
+    """Names and values in dictionaries, one after another."""
+    return [*chain.from_iterable(dicts), *chain.from_iterable(map(dict.values, dicts))]
+
+
+def _around() -> list[Any]:
+    forward, backward = global_forward_hooks(), global_backward_hooks()
+    return [*forward, None, *backward]
+

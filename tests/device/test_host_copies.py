@@ -19,7 +19,7 @@ from rkmate.device import cuda_copies
 from rkmate.device.cuda_copies import HostEngine, PinnedPool, pool_of
 from rkmate.device.room import Extent
 from rkmate.errors import OffloadError
-from rkmate.runtime.away import Away
+from rkmate.runtime.environment import Away
 from tests.device.test_copy_engine import same, some
 
 CPU = torch.device("cpu")

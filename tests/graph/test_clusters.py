@@ -37,7 +37,7 @@ from tests.threads import threads
 
 pytestmark = pytest.mark.xdist_group("clusters")        # they share what was compiled
 aten = torch.ops.aten
-QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True)
+QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True, layouts="keep")
 
 
 @pytest.fixture

@@ -25,10 +25,9 @@ from rkmate.measure.costs import Costs
 from rkmate.measure.made_up import made_up
 from rkmate.measure.meter import measure_peak
 from rkmate.pipeline import prepare
-from rkmate.pipeline.compiled import with_compiler
 from rkmate.pipeline.following import follow
-from rkmate.pipeline.planning import make_curve, make_plan
-from rkmate.pipeline.prepare import Traced, block, trace
+from rkmate.pipeline.prepare import Traced, block, trace, with_compiler
+from rkmate.pipeline.search import make_curve, make_plan
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHANNELS_LAST, PLAIN, first, others
 from rkmate.planners.settings import PlannerSettings
@@ -121,14 +120,15 @@ def test_layouts_are_those_of_the_kernels(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("make", [convolutions.densenet, convolutions.unet, convolutions.batch_norm_cnn,
                                   vision.resnet, vision.regnet])
-def test_networks_in_double_precision(make: Callable[[], Sample]) -> None:
+def test_networks_in_double_precision(make: Callable[[], Sample], compile: bool) -> None:
     sample = make()
     double = Sample(sample.model.double(), *pytree.tree_map(
         lambda t: t.double() if t.is_floating_point() else t, (sample.args, sample.kwargs)), sample.loss)
     module = rkmate.wrap(copy.deepcopy(double.model), double.args, double.kwargs, budget=1.0, progress=False,
-                         settings=COUNTED)
+                         compile=compile, settings=COUNTED)
     expected, found = trace_step(double.model, double, 1), trace_step(module, double, 1)
     for name, grad in expected.gradients.items():
         other = found.gradients[name]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.runtime.first_step import FirstStep
+from rkmate.runtime.module import FirstStep
 from tests.device.fake import FakeDevice, Ledger
 
 

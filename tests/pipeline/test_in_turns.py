@@ -13,7 +13,7 @@ import rkmate
 from rkmate.ir.cd import Cost
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
-from rkmate.pipeline import in_turns
+from rkmate.pipeline import search as in_turns
 from rkmate.pipeline.prepare import Blocked, block, measured_costs, prepare, trace
 from rkmate.pipeline.variants import CHANNELS_LAST, PLAIN, TILED_MLPS
 from rkmate.support.progress import Progress

@@ -12,10 +12,10 @@ import rkmate
 from rkmate.ir.cd import Cost, Kernel
 from rkmate.ir.kernels import by_own_kernels
 from rkmate.ir.schedule import Compute
-from rkmate.pipeline import planning
-from rkmate.pipeline.larger_tiles import leaner_left_out
-from rkmate.pipeline.planning import make_curve, plan_prepared
+from rkmate.pipeline import search as planning
+from rkmate.pipeline.attempts import leaner_left_out
 from rkmate.pipeline.prepare import Prepared, Traced, block, trace, with_operation_costs
+from rkmate.pipeline.search import make_curve, plan_prepared
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS
 from rkmate.planners.settings import PlannerSettings

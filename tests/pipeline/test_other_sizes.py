@@ -11,10 +11,10 @@ from torch import nn
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
 from rkmate.graph.capture.resized import resized
-from rkmate.pipeline.other_sizes import _is_cut_alike
-from rkmate.pipeline.planning import DEFAULT, make_plan
 from rkmate.pipeline.prepare import trace
+from rkmate.pipeline.search import DEFAULT, make_plan
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.sizes import _is_cut_alike
 from rkmate.support.progress import Progress
 from tests.graph.test_resized import Attention, convolutions, images, known, recorded, tokens
 

@@ -100,7 +100,7 @@ def test_auto_fits_with_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append(largest_that_fits(limit, planned_at, room))
         return taken[-1]
 
-    monkeypatch.setattr("rkmate.pipeline.planning.largest_that_fits", spied)
+    monkeypatch.setattr("rkmate.pipeline.search.largest_that_fits", spied)
     x = torch.randn(4096, 128)          # values of 2 MiB: each large one is a tenth of a segment
     with FakeDevice(total=90 << 20, allocator=CachingAllocator), warnings.catch_warnings():
         warnings.simplefilter("ignore")

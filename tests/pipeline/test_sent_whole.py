@@ -11,7 +11,8 @@ from torch import nn
 
 import rkmate
 from rkmate.ir.link import Link
-from rkmate.pipeline import planning, prepare
+from rkmate.pipeline import prepare
+from rkmate.pipeline import search as planning
 from rkmate.show.plan import Plan
 from tests.copying import BUFFERS, LateEngine, use
 from tests.options import options_of

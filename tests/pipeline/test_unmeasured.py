@@ -14,12 +14,12 @@ import rkmate
 from rkmate.budget import Budget
 from rkmate.measure.analytic import analytic_costs
 from rkmate.pipeline import prepare as preparing
-from rkmate.pipeline import smallest, unmeasured
-from rkmate.pipeline.bounds import bytes_of_any
-from rkmate.pipeline.planning import make_plan, plan_prepared
+from rkmate.pipeline import refuse as smallest
+from rkmate.pipeline import refuse as unmeasured
 from rkmate.pipeline.prepare import Blocked, Traced, block, prepare, trace
+from rkmate.pipeline.refuse import bytes_of_any, refuse_unmeasured, refused_as_it_is
+from rkmate.pipeline.search import make_plan, plan_prepared
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.unmeasured import refuse_unmeasured, refused_as_it_is
 from rkmate.pipeline.variants import CHUNKED_LOSS, PLAIN, others
 from rkmate.planners.registry import planner
 from rkmate.planners.settings import PlannerSettings

@@ -18,14 +18,15 @@ from rkmate.budget import Budget
 from rkmate.device import cpu
 from rkmate.ilp import OptionSettings
 from rkmate.ir.cd import Kernel
-from rkmate.pipeline import planning, variants
-from rkmate.pipeline.bounds import seconds_of_any
-from rkmate.pipeline.chains import solve
+from rkmate.pipeline import search as planning
+from rkmate.pipeline import variants
 from rkmate.pipeline.following import follow, follow_any
-from rkmate.pipeline.other_sizes import bounded_costs
-from rkmate.pipeline.planning import make_curve, make_plan, smallest_peak_of
 from rkmate.pipeline.prepare import Traced, prepare, trace
+from rkmate.pipeline.refuse import seconds_of_any
+from rkmate.pipeline.search import make_curve, make_plan, smallest_peak_of
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.sizes import bounded_costs
+from rkmate.pipeline.solve import solve
 from rkmate.pipeline.variants import (
     CHUNKED_LOSS,
     FASTER_BY,

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline.chains import Solved, solve
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.solve import Solved, solve
 from rkmate.support.progress import Progress
 
 QUICK = Settings(costs="analytic", options=OptionSettings(grid=(3, 3), time_limit=0.2, block_limit=1.0))

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 import rkmate
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError
-from rkmate.pipeline import planning
+from rkmate.pipeline import search as planning
 from rkmate.pipeline.attempts import attempted
-from rkmate.pipeline.chains import Solved
-from rkmate.pipeline.planning import make_curve, plan_prepared
 from rkmate.pipeline.prepare import trace
+from rkmate.pipeline.search import make_curve, plan_prepared
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.solve import Solved
 from rkmate.planners import default
 from rkmate.planners.auto import Auto
 from rkmate.planners.chain import ChainSearch, SaveAll, smallest_of_chain

@@ -8,7 +8,7 @@ import rkmate
 from rkmate.ir.cd import CDGraph, CNode, DNode, Kernel
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Leave, Schedule, from_order, save_all
 from rkmate.ir.simulate import simulate
-from rkmate.pipeline.runs import runs_of
+from rkmate.pipeline.solve import runs_of
 from rkmate.planners.protocol import Candidate, Problem, ask, found_in
 from rkmate.planners.save_set import SaveSet, SaveSetProgram, add_checkpoint_time, gradient_bytes
 from tests.models import BANK

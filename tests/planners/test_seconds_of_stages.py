@@ -12,7 +12,8 @@ from torch import nn
 
 import rkmate
 from rkmate.ilp import OptionSettings
-from rkmate.pipeline import attempts, chains, prepare
+from rkmate.pipeline import attempts, prepare
+from rkmate.pipeline import solve as chains
 from rkmate.pipeline.settings import Settings
 
 X = torch.randn(8, 16)

@@ -12,7 +12,7 @@ from torch import nn
 import rkmate
 from rkmate.graph.blocks.cut import cut
 from rkmate.ir.cd import CDGraph, CNode, DNode
-from rkmate.pipeline.chains import Solved
+from rkmate.pipeline.solve import Solved
 from rkmate.planners.chain import Sequential, by_stages, save_all
 from rkmate.planners.protocol import Problem, beside_chain, expand
 from rkmate.rotor import replay

@@ -12,8 +12,7 @@ from torch import nn
 
 import rkmate
 from rkmate.pipeline.settings import Settings
-from rkmate.runtime.deferred import Reads
-from rkmate.runtime.deferred_tensor import DeferredTensor
+from rkmate.runtime.deferred import DeferredTensor, Reads
 
 WIDTH, CLASSES = 16, 512
 CHUNKED = Settings(costs="analytic", chunked_loss="always")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from rkmate.runtime.deferred_tensor import DeferredTensor, Unread, deferred_tensor
+from rkmate.runtime.deferred import DeferredTensor, Unread, deferred_tensor
 
 VALUES = torch.arange(12.0).view(3, 4) / 7
 

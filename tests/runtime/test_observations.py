@@ -10,8 +10,7 @@ import torch
 
 import rkmate
 from rkmate.graph.capture.recipe import Recipe, Segment, Slot, Step
-from rkmate.runtime.guards import Guards
-from rkmate.runtime.observations import MANY, Observations
+from rkmate.runtime.guards import MANY, Guards, Observations
 
 NOTHING: Any = None
 KEY = Guards(*(NOTHING,) * len(Guards._fields[:-1]))

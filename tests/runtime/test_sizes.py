@@ -13,8 +13,9 @@ from torch import nn
 import rkmate
 from rkmate.graph.capture import family
 from rkmate.ir.cd import CDGraph, CNode, Cost, DNode
-from rkmate.pipeline import other_sizes
-from rkmate.runtime import plan_cache, sizes
+from rkmate.pipeline import sizes as other_sizes
+from rkmate.runtime import plan_cache
+from rkmate.runtime import plan_cache as sizes
 from tests.equality import assert_same_step, measured_peak
 from tests.graph.test_resized import Attention, Branching, convolutions, images, tokens
 from tests.models.sample import Sample

@@ -16,8 +16,16 @@ from torch import nn
 
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.state import MISSING, Assigned
-from rkmate.runtime.key_parts import Part, Same, by_content, by_value
-from rkmate.runtime.snapshot import Equivalents, attributes_of, before, snapshot
+from rkmate.runtime.snapshot import (
+    Equivalents,
+    Part,
+    Same,
+    attributes_of,
+    before,
+    by_content,
+    by_value,
+    snapshot,
+)
 
 
 def _model() -> nn.Module:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from rkmate.runtime import unchanged
-from rkmate.runtime.snapshot import attributes_of, snapshot
-from rkmate.runtime.unchanged import Walk, counts_assignments
+from rkmate.runtime import snapshot as unchanged
+from rkmate.runtime.snapshot import Walk, attributes_of, counts_assignments, snapshot
 
 
 class Plain:

@@ -18,7 +18,7 @@ from torch import nn
 import rkmate
 from rkmate.errors import DeferredOutputError
 from rkmate.pipeline.settings import Settings
-from rkmate.runtime.deferred_tensor import DeferredTensor
+from rkmate.runtime.deferred import DeferredTensor
 from tests.capturing import captured_once
 from tests.equality import assert_same_tensor, measured_peak
 from tests.models import Sample

@@ -17,8 +17,8 @@ import rkmate
 from rkmate.comparison.measured import loss_of
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.meter import measure_peak
+from rkmate.pipeline.loss import chosen_outputs
 from rkmate.pipeline.settings import checked_trains
-from rkmate.pipeline.trained_outputs import chosen_outputs
 from rkmate.runtime.executable import PlannedStep
 from tests.capturing import captured_once
 from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned

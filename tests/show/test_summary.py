@@ -14,10 +14,9 @@ from torch import nn
 
 import rkmate
 from rkmate.ir.simulate import simulate
-from rkmate.pipeline.origin import origin_of
-from rkmate.pipeline.prepare import prepare, trace
+from rkmate.pipeline.prepare import origin_of, prepare, trace
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.summarise import summarise
+from rkmate.pipeline.solve import summarise
 from rkmate.support.progress import Progress
 from tests.show.models import PLANS, in_one_process, tower, wrapped
 

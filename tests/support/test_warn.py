@@ -11,9 +11,9 @@ from torch import nn
 
 import rkmate
 from rkmate.device import cpu
-from rkmate.pipeline import planning
-from rkmate.pipeline.chains import solve
+from rkmate.pipeline import search as planning
 from rkmate.pipeline.prepare import prepare
+from rkmate.pipeline.solve import solve
 
 X = torch.randn(4, 8)
 

@@ -240,7 +240,7 @@ _library.impl("opaque_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("rkmate::opaque_backward", _fake_backward, lib=_library)
 
 
-class Opaque(torch.autograd.Function):
+class _OpaqueFunction(torch.autograd.Function):
     """One call, as autograd sees it while the joint graph is traced."""
 
     @staticmethod
@@ -296,7 +296,7 @@ def traced_as_one(module: nn.Module, name: str) -> Callable[..., Any]:
         call = _calls[key]
         with without_modes(), without_torch_function(), _own_forward(module, own):
             call.probe([*given, *actual])
-        results = Opaque.apply(key, *given, *state)
+        results = _OpaqueFunction.apply(key, *given, *state)
         assert call.result is not None
         return call.result.fill(list(results))
 

@@ -75,19 +75,19 @@ def region() -> Iterator[None]:
 
 @contextmanager
 def regions_marked() -> Iterator[None]:
-    """While a module is exported, regions without reentrance are marked; `custom_functions` sees the
-    others. Other threads' calls run as ever."""
+    """Mark regions without reentrance, while a module is exported; `custom_functions` sees the others.
+
+    What autograd saves inside passes through no hooks, as these would be recorded. Calls in other threads run
+    as usual.
+    """
     here = threading.get_ident()
-    plain = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    plain = torch.utils.checkpoint._checkpoint_hook
 
-    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if proxy_tensor.get_proxy_mode() is None or threading.get_ident() != here:
-            yield from plain(*args, **kwargs)
-            return
-        with region():
-            yield from plain(*args, **kwargs)
+    def marked(frame: Any) -> AbstractContextManager[None]:
+        elsewhere = proxy_tensor.get_proxy_mode() is None or threading.get_ident() != here
+        return plain(frame) if elsewhere else region()
 
-    with mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", marked):
+    with mock.patch.object(torch.utils.checkpoint, "_checkpoint_hook", marked):
         yield
 
 

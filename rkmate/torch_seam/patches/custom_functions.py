@@ -1,16 +1,18 @@
 """Custom autograd functions, kept whole while a module is exported.
 
-`torch.export` records the operations of a function's forward, and their derivative would take the
-place of the function's own backward: a straight-through estimator would lose its gradient, a reversed
-gradient its sign. So each call is recorded as one operation, and runs as it is when the joint graph
-is traced from the exported program; its backward is then traced as autograd calls it.
+`torch.export` records the operations of a function's forward, and their derivative would replace the
+function's own backward: a straight-through estimator would lose its gradient, a reversed gradient its sign.
+So an export records each call as one operation. The joint trace of the exported program calls the function
+again, and records its backward as autograd calls it.
+
+Modules keep `F.apply` under names of their own, and torch reads `F.forward` each time that one of these is
+called, with gradients switched off. So an export replaces that attribute, in the metaclass of all functions.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,13 +22,15 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._ops import HigherOrderOperator
+from torch.autograd.function import BackwardCFunction, FunctionMeta
 from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from rkmate.errors import CaptureError
-from rkmate.torch_seam.containers import objects_in
+from rkmate.torch_seam.containers import objects_in, pytree
 from rkmate.torch_seam.patches.autograd import region
+from rkmate.torch_seam.schema import HigherOrderOperator
+from rkmate.torch_seam.tensors import version_of
 from rkmate.torch_seam.trace import several_ranks
 
 
@@ -88,56 +92,50 @@ def caller_of(context: object) -> nn.Module | None:
 
 @contextmanager
 def kept_whole() -> Iterator[None]:
-    """While a module is exported. Other threads' calls run as ever.
+    """Record each call of a custom function as one operation, while a module is exported.
 
-    Modules keep `F.apply` under names of their own, so it is the method's code that changes.
+    Run calls of `CheckpointFunction` through, and mark their operations as a region. Calls in other threads
+    run as usual.
     """
     here = threading.get_ident()
-    method: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-    code = method.__code__
-    plain = types.FunctionType(code, method.__globals__, method.__name__, method.__defaults__,
-                               method.__closure__)
 
-    def apply(cls: type[torch.autograd.Function], args: tuple[Any, ...],
-              kwargs: dict[str, Any]) -> Any:
-        mode = proxy_tensor.get_proxy_mode()
+    def attribute(cls: Any, name: str) -> Any:
+        value = type.__getattribute__(cls, name)
         # Torch keeps the mode of an export once for all threads.
-        if mode is None or threading.get_ident() != here:
-            return plain(cls, *args, **kwargs)
-        if issubclass(cls, CheckpointFunction):
-            # What is checkpointed is the plan's business; without such inputs it takes no gradient.
-            run, _, *rest = args
-            learns = any(isinstance(a, torch.Tensor) and a.requires_grad for a in rest)
-            if not learns:
-                return plain(cls, *args, **kwargs)
-            with region():
-                return run(*rest)
-        return _recorded(mode, plain, cls, args, kwargs)
+        if name not in ("forward", "apply") or threading.get_ident() != here \
+                or proxy_tensor.get_proxy_mode() is None:
+            return value
+        if name == "apply":
+            return _run_through if issubclass(cls, CheckpointFunction) else value
+        # Checkpointing has functions of its own to save; those that functorch makes call the function inside.
+        called = issubclass(cls, torch.autograd.Function) and cls.__module__ != CheckpointFunction.__module__
+        return _recording(cls, value) if called else value
 
-    globals_ = method.__globals__
-    globals_[_HOOK] = apply
-    method.__code__ = _calling_the_hook(code)
-    try:
-        with mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
-            yield
-    finally:
-        method.__code__ = code
-        # It stays: another thread's call may have begun with the other code.
-        globals_[_HOOK] = lambda cls, args, kwargs: plain(cls, *args, **kwargs)
+    with mock.patch.object(FunctionMeta, "__getattribute__", attribute), \
+            mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
+        yield
 
 
-_HOOK = "_rkmate_apply"
+def _run_through(run: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
+    """Replace `CheckpointFunction.apply`, as what is kept is the plan's business.
+
+    Without an argument that requires a gradient, the results require none, parameters or not.
+    """
+    learns = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with region() if learns else torch.no_grad():
+        return run(*args)
 
 
-def _calling_the_hook(code: types.CodeType) -> types.CodeType:
-    """The code of ``apply(cls, *args, **kwargs)`` that calls the hook; with the cells of `code`."""
-    cells = "".join(f"    {name} = None\n" for name in code.co_freevars)
-    read = "".join(f"        {name}\n" for name in code.co_freevars)
-    space: dict[str, Any] = {}
-    exec(f"def outer():\n{cells}    def apply(cls, *args, **kwargs):\n"
-         f"        return {_HOOK}(cls, args, kwargs)\n{read}    return apply\n", space)
-    made: types.CodeType = space["outer"]().__code__
-    return made
+def _recording(cls: type[torch.autograd.Function], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function's forward, which records the call if `apply` calls it; not if the model does so itself."""
+    takes_context = cls.setup_context is torch.autograd.Function.setup_context
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        context = args[:takes_context]
+        if torch.is_grad_enabled() or not all(isinstance(c, BackwardCFunction) for c in context):
+            return forward(*args, **kwargs)
+        return _recorded(cls, forward, context, args[takes_context:], kwargs)
+    return recording
 
 
 def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,8 +151,10 @@ def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
     return register_hook
 
 
-def _recorded(mode: Any, plain: Callable[..., Any], cls: type[torch.autograd.Function],
+def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], context: tuple[Any, ...],
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of a forward that is not traced, as those of one operation."""
+    mode: Any = proxy_tensor.get_proxy_mode()
     places = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor))
     others = tuple(None if i in places else a for i, a in enumerate(args))
     for value in (*objects_in((others, kwargs)), *others):
@@ -165,8 +165,12 @@ def _recorded(mode: Any, plain: Callable[..., Any], cls: type[torch.autograd.Fun
                 "their gradients: pass the tensors themselves, or use rkmate.dtr")
     _note_caller(cls)
     proxies = [mode.tracer.unwrap_proxy(args[i]) for i in places]
+    versions = {id(args[i]): version_of(args[i]) for i in places}
     with proxy_tensor.disable_proxy_modes_tracing():
-        result = plain(cls, *args, **kwargs)
+        result = forward(*context, *args, **kwargs)
+        # Torch makes a view of an input that is returned unchanged, too late for this trace.
+        result = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.view_as(t) if versions.get(id(t)) == version_of(t) else t, result)
     call = _Call(cls, others, places, kwargs)
     proxy = mode.tracer.create_proxy("call_function", _Recorded(call), tuple(proxies), {},
                                      name=cls.__name__)
@@ -175,10 +179,12 @@ def _recorded(mode: Any, plain: Callable[..., Any], cls: type[torch.autograd.Fun
 
 def run_as_they_are(program: fx.GraphModule) -> None:
     """Let the recorded calls of an exported program be calls of their functions again."""
-    for node in program.graph.nodes:
-        if isinstance(node.target, _Recorded):
-            node.target = _custom_function(node.target.call)
-    program.recompile()
+    for module in program.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if isinstance(node.target, _Recorded):
+                    node.target = _custom_function(node.target.call)
+            module.recompile()
 
 
 def _custom_function(call: _Call) -> Callable[..., Any]:
@@ -186,4 +192,3 @@ def _custom_function(call: _Call) -> Callable[..., Any]:
     def custom_function(*tensors: torch.Tensor) -> Any:
         return call.again(*tensors)
     return custom_function
-

@@ -187,8 +187,8 @@ def as_eager_computes() -> Iterator[None]:
 def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
     """Raise `CaptureError` where an operation checks the values of its result while a module is captured.
 
-    The check has no result, so a graph does not show that it was there (torch 2.11 and 2.12), or has to keep it
-    in order with other effects (from 2.13 on).
+    The check has no result, so a graph does not show that it was there (torch 2.11 and 2.12), or has to keep
+    it in order with other effects (from 2.13 on).
     """
     here = threading.get_ident()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
 from torch._decomp import decomposition_table, decompositions
+from torch.autograd.function import FunctionMeta
 from torch.distributions import Distribution
 
 from rkmate.errors import CaptureError
@@ -68,7 +71,7 @@ def _state_of_torch() -> dict[str, Any]:
     return {"decompositions": dict(decomposition_table), "kernels": kernels,
             "gru": (decompositions.gru_cell, decompositions.gru_cell_data),
             "checks": Distribution._validate_args,
-            "apply": torch.autograd.Function.apply.__func__.__code__,  # type: ignore[attr-defined]
+            "functions": FunctionMeta.__getattribute__, "checkpoint": dict(vars(torch.utils.checkpoint)),
             "hook": torch.Tensor.register_hook}
 
 
@@ -149,7 +152,7 @@ def test_closed_over_tensors_are_buffers_of_the_program() -> None:
 class _Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -157,20 +160,41 @@ class _Twice(torch.autograd.Function):
 
 
 def test_a_custom_function_is_one_operation_and_then_itself_again() -> None:
+    bound = _Twice.apply
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        first: torch.Tensor = _Twice.apply(x)
-        second: torch.Tensor = _Twice.apply(first + 1)
-        return second
+        first: torch.Tensor = bound(x)
+        second: torch.Tensor = _Twice.apply(first.exp())
+        return first * _Twice.forward(None, x + second) + x  # type: ignore[no-any-return]
 
     from torch.fx.experimental.proxy_tensor import make_fx
     with kept_whole():
         program = make_fx(forward)(torch.randn(3))
     assert sum("rkmate_custom_function" in str(n.target) for n in program.graph.nodes) == 2
     run_as_they_are(program)
-    x = torch.randn(3, requires_grad=True)
+    x, y = (torch.arange(3.0, requires_grad=True) for _ in range(2))
     program(x).sum().backward()
+    forward(y).sum().backward()
     assert x.grad is not None
-    assert x.grad.tolist() == [4, 4, 4]
+    assert y.grad is not None
+    assert x.grad.tolist() == y.grad.tolist()
+
+
+def test_calls_in_another_thread_run_as_usual() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+    x = torch.ones(3, requires_grad=True)
+
+    def forward(y: torch.Tensor) -> torch.Tensor:
+        other = threading.Thread(target=lambda: _Twice.apply(x).sum().backward())
+        other.start()
+        other.join()
+        return y + 1
+
+    with kept_whole():
+        program = make_fx(forward)(torch.randn(3))
+    assert not any("rkmate_custom_function" in str(n.target) for n in program.graph.nodes)
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]
 
 
 def test_tags_of_the_backward() -> None:

@@ -1,9 +1,4 @@
-"""Plans for other sizes of what was planned before: costs are scaled, schedules taken over.
-
-The graph is the new size's own, rewritten and cut as ever. Where its computations are those of a known plan,
-in the same order, nothing is measured and no integer program is solved: the known schedules, and the
-chain's dynamic program over the known options, are judged by the simulator at the new sizes.
-"""
+"""Plans for other sizes of a call, from plans that are known."""
 
 from __future__ import annotations
 
@@ -21,13 +16,12 @@ from rkmate.ir.cd import CDGraph, Cost, Kernel
 from rkmate.ir.kernels import by_own_kernels, seconds_to_gain
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.measure.temporaries import bytes_of, bytes_of_parts
-from rkmate.pipeline.attempts import Orders, Planned, attempted, plan_of
-from rkmate.pipeline.chains import solve_with
-from rkmate.pipeline.checkpointed import limit_of
-from rkmate.pipeline.larger_tiles import WORTH
-from rkmate.pipeline.planning import warn_of
+from rkmate.pipeline.attempts import WORTH, Orders, Planned, attempted, plan_of
 from rkmate.pipeline.prepare import Prepared, Traced, block, prepare, with_operation_costs
-from rkmate.pipeline.room import room_within
+from rkmate.pipeline.refuse import limit_of, room_within
+from rkmate.pipeline.reserved import device_room, largest_that_fits
+from rkmate.pipeline.search import warn_of
+from rkmate.pipeline.solve import solve_with
 from rkmate.pipeline.variants import Variant, first, is_faster, named
 from rkmate.planners.chain import ChainSearch
 from rkmate.planners.finish import finish
@@ -36,6 +30,9 @@ from rkmate.planners.registry import planner as find_planner
 from rkmate.show.plan import Plan
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock
+
+# -- Other sizes -----------------------------------------------------------------------------------
+
 
 UNUSED = 0.03
 """A schedule that leaves less of the budget than this share is taken as it is."""
@@ -267,3 +264,36 @@ def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:
     settings = replace(prepared.settings.of_planner, partial_save_levels=0)
     search = ChainSearch(settings, tries=5, count=1, quick=True)
     return search.plan(solve_with(prepared, sets), limit).schedule
+
+
+# -- Sizes within what a device reserves -----------------------------------------------------------
+
+
+class _Unknown(Exception):
+    """The known plans lead to none within a budget."""
+
+
+def plan_that_fits(traced: Traced, budget: Budget, planner: str, known: Sequence[KnownPlan], *,
+                   measured: bool) -> Planned | None:
+    """`plan_at_other_size`, within what the device has free where the budget is a share of it. None where one
+    has to be searched for."""
+    found = plan_at_other_size(traced, budget, planner, known, measured=measured)
+    if found is None or budget.device is None or budget.bytes is None:
+        return found
+    room = device_room(found.prepared, budget.device)
+    if room is None:
+        return found
+
+    def planned_at(limit: int) -> Planned:
+        if limit == budget.bytes:
+            return found
+        made = plan_at_other_size(traced, replace(budget, bytes=limit), planner, known, measured=measured)
+        if made is None:
+            raise _Unknown
+        return made
+
+    try:
+        return largest_that_fits(budget.bytes, planned_at, room)
+    except _Unknown:
+        return None
+

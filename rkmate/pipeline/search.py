@@ -1,9 +1,4 @@
-"""The one way to plan: a captured model and a budget in, a plan out.
-
-What every public function does, `rkmate.runtime` included: trace, block, costs, and for a budget below the
-model's own peak options, chain and a planner's search; then the same of each other variant of the graph that
-may be faster.
-"""
+"""The fastest plan of all variants of a model within a budget, or a curve of them."""
 
 from __future__ import annotations
 
@@ -14,26 +9,60 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from rkmate import device as devices
 from rkmate.budget import Budget
+from rkmate.device import Device
 from rkmate.errors import ArgumentError
-from rkmate.pipeline.attempts import Attempt, Orders, Planned, attempted, fits, plan_of
-from rkmate.pipeline.bounds import seconds_of_any
-from rkmate.pipeline.chains import Solved, solve
-from rkmate.pipeline.checkpointed import limit_of, tell
-from rkmate.pipeline.in_turns import measure_in_turns
-from rkmate.pipeline.larger_tiles import leaner_left_out, with_larger_tiles
-from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
+from rkmate.ir.cd import HOISTED, Cost, Kernel
+from rkmate.measure.caches import as_in_a_step, touched_bytes
+from rkmate.measure.costs import text_of_beginning
+from rkmate.measure.remembered import CostMemory, Numbers
+from rkmate.measure.runs import median
+from rkmate.measure.settings import MeasureSettings
+from rkmate.pipeline.attempts import (
+    Attempt,
+    Orders,
+    Planned,
+    attempted,
+    fits,
+    leaner_left_out,
+    plan_of,
+    with_larger_tiles,
+)
+from rkmate.pipeline.prepare import (
+    Blocked,
+    Prepared,
+    Traced,
+    block,
+    compile_all,
+    cost_memory,
+    measured_costs,
+    prepare,
+)
+from rkmate.pipeline.refuse import (
+    Refused,
+    error_of_all,
+    limit_of,
+    refuse_unmeasured,
+    refused_as_it_is,
+    refused_at_once,
+    room_within,
+    seconds_of_any,
+    smallest_of,
+    tell,
+)
 from rkmate.pipeline.reserved import device_room, largest_that_fits
-from rkmate.pipeline.room import room_within
-from rkmate.pipeline.sent_whole import sent_whole
-from rkmate.pipeline.smallest import Refused, error_of_all, refused_at_once, smallest_of
-from rkmate.pipeline.unmeasured import refuse_unmeasured, refused_as_it_is
+from rkmate.pipeline.solve import Solved, solve
 from rkmate.pipeline.variants import Variant, first, is_faster, may_be_faster, others
 from rkmate.planners.auto import Auto
-from rkmate.planners.protocol import Candidate, Composed, Planner, best
+from rkmate.planners.offload_search import whole_at_once
+from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, best
 from rkmate.planners.registry import planner as find_planner
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
+
+# -- Plans and curves ------------------------------------------------------------------------------
+
 
 DEFAULT = "rockmate"
 """The planner that is taken unless a caller names one."""
@@ -331,3 +360,98 @@ def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:
     always = first(blocked.traced.settings).rows
     if any(row.trades and not row.asked_for and row not in always for row in blocked.variant.rows):
         warn(blocked.variant.warning(*reason, blocked.concerned))
+
+
+# -- Variants that are measured in turns -----------------------------------------------------------
+
+
+LEAST_ROUNDS = 2
+
+
+def measure_in_turns(blocks: dict[Variant, Blocked], limit: Callable[[Blocked], int] | None = None) -> float:
+    """Measure the first variant and one that is compared with it because its kernels may be faster, and
+    remember what they cost; nothing where there is none, or where costs are known, or counted. Seconds that
+    it took. `blocks`: the first variant, and others that were looked at; the one that is measured is added.
+    `limit`: the bytes that measuring may take."""
+    start = time.perf_counter()
+    one = next(iter(blocks.values()))
+    settings = one.traced.settings
+    variant = next((v for v in others(settings, one.concerned)
+                    if v.channels_last != one.variant.channels_last), None)
+    if variant is None or settings.costs == "analytic":
+        return 0.0
+    if variant not in blocks:
+        blocks[variant] = block(one.traced, variant)
+    both = (one, blocks[variant])
+    if _are_known(both, cost_memory()):
+        return time.perf_counter() - start
+    for each in both:
+        compile_all(each.partition.program.operation, each.traced.progress)
+    rounds = max(LEAST_ROUNDS, settings.measure.passes)
+    part = replace(settings.measure, passes=1, share=settings.measure.share / rounds,
+                   least_seconds=settings.measure.least_seconds / rounds)
+    found = [CostMemory(None) for _ in range(rounds)]
+    for own in found:
+        for each in both:
+            measured_costs(each, own, part, limit)
+    for each in both:
+        _remember(each, part, found, cost_memory())
+    return time.perf_counter() - start
+
+
+def _are_known(both: Sequence[Blocked], memory: CostMemory) -> bool:
+    return all(None not in _known(each, each.traced.settings.measure, memory) for each in both)
+
+
+def _remember(blocked: Blocked, part: MeasureSettings, found: Sequence[CostMemory],
+              memory: CostMemory) -> None:
+    """The median of each operation. Where one had no room in a round, its block is left to be
+    measured."""
+    where = _measured_on(blocked, blocked.traced.settings.measure)
+    rounds = [_known(blocked, part, own) for own in found]
+    for (text, _), runs in zip(_texts(blocked), zip(*rounds, strict=True), strict=True):
+        whole = [costs for costs in runs if costs is not None]
+        if len(whole) == len(runs):
+            memory.put(text, *where, tuple(map(_median, zip(*whole, strict=True))))
+
+
+def _known(blocked: Blocked, settings: MeasureSettings, memory: CostMemory) -> list[Numbers | None]:
+    """What a memory has of each text."""
+    where = _measured_on(blocked, settings)
+    return [memory.get(text, *where, count) for text, count in _texts(blocked)]
+
+
+def _texts(blocked: Blocked) -> list[tuple[str, int]]:
+    """By what costs are remembered, each once, and of how many operations."""
+    hoisted = blocked.partition.block_of.count(HOISTED)
+    blocks = {text: len(b.c) for text, b in zip(blocked.texts, blocked.partition.blocks, strict=True)}
+    return [(text_of_beginning(hoisted, blocked.texts), hoisted), *blocks.items()]
+
+
+def _measured_on(blocked: Blocked, settings: MeasureSettings) -> tuple[Device, MeasureSettings]:
+    """Where it is measured, and how."""
+    device = devices.of(blocked.traced.device)
+    return device, as_in_a_step(settings, device, touched_bytes(blocked.traced.capture.graph))
+
+
+def _median(runs: Sequence[Cost]) -> Cost:
+    """Of one operation in several rounds: the median of its seconds, and the most bytes."""
+    kernels = [(median(k.time for k in same), max(k.overhead for k in same)) for same in zip(
+        *((Kernel(run.time, run.overhead), *run.alternatives) for run in runs), strict=True)]
+    return Cost(*kernels[0], tuple(Kernel(*k) for k in kernels[1:]))
+
+
+# -- Whole steps that send data away ---------------------------------------------------------------
+
+
+def sent_whole(prepared: Prepared, method: Planner, limit: int,
+               time_limit: float | None) -> Outcome | None:
+    """What a planner that may send data away makes of a budget, where what does not fit is copied away
+    and nobody waits; None where that is not so, and options have to be solved. `time_limit`: seconds, of
+    those that looking for copies may take anyway."""
+    if prepared.graph.link is None or prepared.settings.calls != 1 or not isinstance(method, Composed):
+        return None
+    return whole_at_once(prepared.graph, prepared.whole, limit, prepared.settings.of_planner,
+                         pinned=prepared.pinned, reserve_at_loss=prepared.reserve_at_loss,
+                         time_limit=time_limit)
+

@@ -1,0 +1,331 @@
+"""Budgets that cannot be met: what a budget is in bytes, lower bounds, the smallest budget that can be met,
+and refusals before anything is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rkmate import device as devices
+from rkmate.budget import Budget
+from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
+from rkmate.ilp.grid import lean_options
+from rkmate.ir.gradients import least_memory
+from rkmate.ir.kernels import seconds_to_save
+from rkmate.measure.analytic import analytic_costs
+from rkmate.measure.costs import Costs
+from rkmate.measure.least import least_bytes
+from rkmate.measure.unmeasured import with_ample_temporaries, with_likely_temporaries, without_temporaries
+from rkmate.pipeline.prepare import Blocked, Prepared, block, with_operation_costs
+from rkmate.pipeline.solve import Solved, solve, solve_with
+from rkmate.pipeline.variants import Variant, others
+from rkmate.planners.finish import finish
+from rkmate.planners.protocol import Composed, Outcome, Planner, Problem, smallest_budget
+from rkmate.planners.save_set import SaveSetProgram
+from rkmate.planners.several_calls import smallest_steps
+from rkmate.support.gc_pause import gc_pause
+
+# -- Lower bounds ----------------------------------------------------------------------------------
+
+
+SECONDS = 0.6
+"""How long the program of one variant may take."""
+
+
+def bytes_of_any(prepared: Prepared) -> int:
+    """Bytes that some backward computation needs by itself: nothing fits in less."""
+    return _program(prepared).least_bytes
+
+
+def seconds_of_any(prepared: Prepared, limit: int) -> float:
+    """Seconds that every schedule within so many bytes takes that runs each backward computation once, in
+    order, by the fastest kernels (`rkmate.planners.save_set`)."""
+    program = _program(prepared)
+    kept = None if limit < program.least_bytes else program.solve(limit, (), time_limit=SECONDS)
+    again = 0.0 if kept is None else kept.bound
+    return max(0.0, program.seconds + again - seconds_to_save(prepared.graph))
+
+
+def _program(prepared: Prepared) -> SaveSetProgram:
+    return SaveSetProgram(prepared.graph, prepared.pinned, prepared.reserve_at_loss)
+
+
+# -- Fractions of what the model takes -------------------------------------------------------------
+
+
+logger = logging.getLogger("rkmate")
+
+
+def limit_of(prepared: Prepared, budget: Budget) -> int:
+    """The bytes that a budget leaves a schedule: a fraction is one of the peak that ``Settings.fraction_of``
+    names."""
+    return max(0, budget.of(_reference(prepared) + prepared.beside) - prepared.beside)
+
+
+def _reference(prepared: Prepared) -> int:
+    if prepared.settings.fraction_of == "checkpointed":
+        found = prepared.as_checkpointed
+        if found is not None:
+            return found.peak
+    return prepared.baseline_peak
+
+
+def note_of(prepared: Prepared) -> str:
+    """What a plan says about the checkpointing of the model; empty where there is none."""
+    found = prepared.as_checkpointed
+    if found is None:
+        return ""
+    n = found.regions
+    return (f"the plan takes the place of torch.utils.checkpoint in {n} region{'s' if n > 1 else ''}; with "
+            f"it, the model's own step would have a peak of {found.peak:,} bytes and take "
+            f"{found.seconds / prepared.baseline.seconds - 1:+.0%} time")
+
+
+def tell(prepared: Prepared, budget: Budget) -> None:
+    """Say which peak a fraction is of, where there are two."""
+    if budget.fraction is None or prepared.settings.fraction_of == "checkpointed":
+        return
+    found = prepared.as_checkpointed
+    if found is not None:
+        logger.warning(
+            "the model calls torch.utils.checkpoint, which a plan takes the place of: a budget of %g is that "
+            "part of the peak without checkpointing (%s bytes). "
+            'rkmate.Settings(fraction_of="checkpointed") makes it one of the peak with it (%s bytes)',
+            budget.fraction, f"{prepared.baseline_peak:,}", f"{found.peak:,}")
+
+
+# -- Room to measure in ----------------------------------------------------------------------------
+
+
+def room_within(budget: Budget) -> Callable[[Blocked], int]:
+    """The bytes that a budget leaves for measuring a graph. What a fraction is a part of is counted, as it is
+    not measured yet."""
+    def room(blocked: Blocked) -> int:
+        if budget.bytes is not None:
+            return budget.bytes
+        costs = analytic_costs(blocked.partition)
+        return limit_of(with_operation_costs(blocked, [costs[i] for i in range(len(costs))]), budget)
+    return room
+
+
+def wholly_measured(prepared: Prepared, limit: int) -> Prepared:
+    """A graph with all operations measured, those too that have no room within the limit: for the smallest
+    budget that has some. Measuring takes no more than the largest of them then."""
+    least = least_bytes(prepared.partition)
+    if prepared.settings.costs == "analytic" or least <= limit:
+        return prepared
+    return with_operation_costs(prepared.blocked, limit=lambda blocked: least)
+
+
+# -- The smallest budget ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Refused:
+    """A variant without a schedule within a budget."""
+
+    prepared: Prepared
+    """Where nothing was measured, with the least costs that it can have."""
+    limit: int
+    """The budget, in bytes."""
+    solved: Solved | None = None
+    """Where its options were solved to know."""
+    timeout: bool = False
+    note: str = ""
+    least: int | None = None
+    """The smallest budget that is met, where it is known."""
+    measured: bool = True
+    """Whether its costs are known."""
+
+
+def lean_problem(prepared: Prepared) -> Problem:
+    """The planner's problem with the options of each block that no program is solved for."""
+    return solve_with(prepared, [lean_options(graph) for graph in prepared.class_graphs])
+
+
+def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:
+    """That a budget is too small, where it is known without the options of blocks; None where it is not."""
+    if not is_quick(prepared.blocked, method) or limit >= bytes_of_any(prepared):
+        return None
+    least = smallest_budget(method, lean_problem(wholly_measured(prepared, limit)), limit)
+    return None if least is None or least <= limit else Refused(prepared, limit, least=least)
+
+
+def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | None:
+    """The schedule whose peak `refused_at_once` names, with what is left of the budget spent; None where it
+    needs more."""
+    if not is_quick(prepared.blocked, method):
+        return None
+    problem = lean_problem(prepared)
+    least = smallest_budget(method, problem, limit)
+    found = method.plan(problem, least) if least is not None and least <= limit else None
+    if found is None or found.schedule is None:
+        return None
+    schedule = finish(prepared.graph, found.schedule, limit, pinned=prepared.pinned,
+                      reserve_at_loss=prepared.reserve_at_loss)
+    return replace(found, schedule=schedule, seconds=prepared.simulate(schedule).seconds, ops=(), bound=None,
+                   others=())
+
+
+def is_quick(blocked: Blocked, method: Planner) -> bool:
+    """Whether a planner's smallest budget is looked for without the options of blocks."""
+    settings = blocked.traced.settings
+    deep = len(blocked.partition.program.cd.c) > settings.of_planner.deep_nodes
+    return deep and isinstance(method, Composed) and settings.calls == 1
+
+
+def smallest_of(solved: Solved, method: Planner, above: int) -> int | None:
+    """The smallest budget that a planner is known to meet, for as many calls as the settings say."""
+    calls = solved.prepared.settings.calls
+    if calls == 1:
+        return smallest_budget(method, solved.problem, above)
+    return min((c.peak for c in smallest_steps(method, solved.problem, calls)), default=None)
+
+
+def _wholly(solved: Solved, limit: int) -> Solved:
+    """The same with nothing counted that has no room to be measured."""
+    prepared = wholly_measured(solved.prepared, limit)
+    return solved if prepared is solved.prepared else solve(prepared)
+
+
+def _measured(refused: Refused, method: Planner) -> Refused:
+    """The same with costs, and so with the smallest budget that is met."""
+    if refused.measured:
+        return refused
+    blocked, limit = refused.prepared.blocked, refused.limit
+    prepared = with_operation_costs(blocked, limit=lambda _: max(limit, least_bytes(blocked.partition)))
+    return Refused(prepared, limit, least=smallest_budget(method, lean_problem(prepared), limit))
+
+
+def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
+    """What a user hears where a planner has no schedule. `whole`: the peak of the model's own step."""
+    name, limit, solved = method.name, refused.limit, refused.solved
+    if refused.timeout and not isinstance(method, Composed):
+        return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
+                               f"it had; {refused.note or 'give it more, or another planner'}")
+    least = refused.least
+    if least is None and solved is not None:
+        least = smallest_of(_wholly(solved, limit), method, limit)
+    beside = refused.prepared.beside
+    limit, whole, least = limit + beside, whole + beside, None if least is None else least + beside
+    if isinstance(method, Composed):
+        assert least is not None
+        return InfeasibleBudget(
+            f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
+            f"{least:,} bytes ({least / whole:.0%} of its own peak of {whole:,} bytes)", least)
+    if least is None:
+        return ArgumentError(f"planner is {name!r}, which has no schedule for this model at "
+                             f"any budget: {refused.note or 'take another one'}")
+    return InfeasibleBudget(
+        f"{name} has no schedule within {limit:,} bytes; the smallest budget that it meets "
+        f"is {least:,} bytes. {refused.note}".rstrip(), least)
+
+
+def error_of_all(refused: list[Refused], method: Planner) -> Exception:
+    """The error of the variant that comes furthest down. Those that cannot are not looked at closely.
+    `refused`: of the first variant, then of the others."""
+    whole = refused[0].prepared.baseline_peak
+    found: list[Exception] = []
+    for one in sorted(refused, key=lambda r: bytes_of_any(r.prepared)):
+        named = [e.minimum_bytes for e in found if isinstance(e, InfeasibleBudget)]
+        if not named or bytes_of_any(one.prepared) < min(named):
+            found.append(error_of(_measured(one, method), method, whole))
+    met = [e for e in found if isinstance(e, InfeasibleBudget)]
+    return min(met, key=lambda e: e.minimum_bytes) if met else found[0]
+
+
+# -- Refusals before anything is measured ----------------------------------------------------------
+
+
+LONG = 10.0
+"""Seconds of a step, counted: of a shorter one all is measured in a few seconds, and the error says what was
+measured."""
+
+
+def refused_as_it_is(blocked: Blocked, method: Planner, limit: int) -> Prepared | None:
+    """A variant with the least costs that it can have, where it has no schedule within a budget even so."""
+    if not _is_asked(blocked, method):
+        return None
+    lean = _leanest(blocked, analytic_costs(blocked.partition))
+    return lean if limit < _bound(lean) else None
+
+
+@gc_pause()
+def refuse_unmeasured(blocks: dict[Variant, Blocked], budget: Budget, method: Planner) -> None:
+    """Raise `InfeasibleBudget` where every variant of a large graph is refused as it is. `blocks`: the first
+    variant; others that were looked at are put there."""
+    blocked, *_ = blocks.values()
+    traced = blocked.traced
+    if not _is_asked(blocked, method) or not devices.of(traced.device).cpu_kernels \
+            or traced.settings.compile is True:
+        return                  # nothing is counted of what other devices, or compiled groups, take
+    counted = analytic_costs(blocked.partition)
+    if sum(c.time for c in counted.values()) < LONG:
+        return
+    refused = [_leanest(blocked, counted)]
+    limit = _most(refused[0], counted, budget)
+    if limit is None or limit >= _bound(refused[0]):
+        return
+    for variant in others(traced.settings, blocked.concerned):
+        blocks[variant] = block(traced, variant)
+        lean = refused_as_it_is(blocks[variant], method, limit)
+        if lean is None:
+            return
+        refused.append(lean)
+    raise _error(refused, method, budget)
+
+
+def _is_asked(blocked: Blocked, method: Planner) -> bool:
+    settings = blocked.traced.settings
+    return settings.costs == "measured" and settings.offload is None and is_quick(blocked, method)
+
+
+def _leanest(blocked: Blocked, counted: Costs) -> Prepared:
+    return with_operation_costs(blocked, without_temporaries(counted))
+
+
+def _bound(prepared: Prepared) -> int:
+    return least_memory(prepared.graph, prepared.pinned)
+
+
+def _most(lean: Prepared, counted: Costs, budget: Budget) -> int | None:
+    """The most bytes that a budget can be once costs are measured, where that matters; None: nobody knows.
+
+    A fraction's whole grows with what operations take. If one takes much that is not counted (a convolution),
+    it does so in every variant, and has to fit into the fraction itself: then the whole grows by no more than
+    the fraction. Others are in some variants alone, and what these take is bounded.
+    """
+    if budget.fraction is None:
+        return limit_of(lean, budget)
+    blocked = lean.blocked
+    if budget.fraction >= 1 or any(v.channels_last for v in others(lean.settings, blocked.concerned)):
+        return None             # another layout has other convolutions
+    ample = with_operation_costs(blocked, with_ample_temporaries(blocked.partition, counted))
+    return max(limit_of(ample, budget), int(limit_of(lean, budget) / (1 - budget.fraction)) + 1)
+
+
+def _error(refused: list[Prepared], method: Planner, budget: Budget) -> InfeasibleBudget:
+    """`refused`: of the first variant, then of the others."""
+    whole = _likely(refused[0].blocked)
+    limit = limit_of(whole, budget)
+    bounds = [_bound(lean) for lean in refused]
+    met: list[int] = []
+    for bound, lean in sorted(zip(bounds, refused, strict=True), key=lambda pair: pair[0]):
+        if not met or bound < min(met):
+            likely = whole if lean is refused[0] else _likely(lean.blocked)
+            found = smallest_budget(method, lean_problem(likely), limit)
+            met += [] if found is None else [found]
+    beside = whole.beside
+    limit, least, smallest, peak = (n + beside for n in (limit, min(bounds), min(met), whole.baseline_peak))
+    return InfeasibleBudget(
+        f"no schedule fits in {limit:,} bytes: at least {least:,} bytes are read and made at once. Nothing "
+        f"was measured to know that; as counted, the smallest budget that {method.name} meets is "
+        f"{smallest:,} bytes ({smallest / peak:.0%} of its own peak of {peak:,} bytes)", smallest)
+
+
+def _likely(blocked: Blocked) -> Prepared:
+    counted = analytic_costs(blocked.partition)
+    return with_operation_costs(blocked, with_likely_temporaries(blocked.partition, counted))
+

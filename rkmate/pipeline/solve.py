@@ -1,0 +1,220 @@
+"""From a graph in blocks to a planner's problem: the options of each block, the chain of blocks, and the
+summary of the graph that a plan carries.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.blocks.infos import Modules
+from rkmate.graph.passes.simplify import is_backward
+from rkmate.ilp import OptionSet, solve_options
+from rkmate.ilp.evaluate_option import evaluate_option
+from rkmate.ir.cd import HOISTED, CDGraph
+from rkmate.ir.chain import Backward, Block, Chain, Forward, Op, Option
+from rkmate.ir.chain import Option as BlockOption
+from rkmate.ir.plan import BlockInfo, Run
+from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Schedule, from_order
+from rkmate.ir.simulate import simulate
+from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
+from rkmate.pipeline.prepare import Prepared, cut_children, shape_of
+from rkmate.planners.protocol import Problem
+from rkmate.planners.protocol import Stages as StageChain
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import operator_name
+from rkmate.torch_seam.tensors import read_directly
+
+# -- Options and chain -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A prepared model with the options of its blocks: what planners work on, for any budget."""
+
+    prepared: Prepared
+    problem: Problem
+    summary: GraphSummary
+    """The graph as plans carry it."""
+    stage_seconds: Mapping[str, float]
+
+    @property
+    def infos(self) -> tuple[BlockInfo, ...]:
+        """The blocks' descriptions, now that their options are known."""
+        return tuple(replace(info, options=len(block.options)) for info, block in
+                     zip(self.prepared.infos, self.problem.chain.blocks, strict=True))
+
+    @property
+    def options(self) -> list[Sequence[BlockOption]]:
+        """Of each block."""
+        return [block.options for block in self.problem.chain.blocks]
+
+
+def solve(prepared: Prepared) -> Solved:
+    """The options of every class of blocks, by integer programs, and the chain of blocks."""
+    start = time.perf_counter()
+    sets = options_of(prepared)
+    middle = time.perf_counter()
+    problem = solve_with(prepared, sets)
+    return Solved(prepared, problem, summarise(prepared), {
+        **prepared.stage_seconds, "options": middle - start, "chain": time.perf_counter() - middle})
+
+
+def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
+    """A planner's problem, of known options."""
+    return Problem(
+        prepared.graph, chain_of(prepared, sets), tuple(b.c for b in prepared.partition.blocks),
+        prepared.pinned, prepared.reserve_at_loss, stages_of(prepared), prepared.blocked.classes,
+        prepared.class_graphs)
+
+
+def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:
+    """Per class, the options of its blocks."""
+    graphs = prepared.class_graphs
+    with prepared.blocked.traced.progress.stage("solving blocks", len(graphs)) as tick:
+        return tuple(solve_options(graphs, prepared.settings.options,
+                                   on_progress=lambda done, total: tick(done)))
+
+
+def chain_of(prepared: Prepared, sets: Sequence[OptionSet]) -> Chain:
+    """The chain of blocks for the dynamic program."""
+    parts = prepared.partition
+    plain = [_plain_forward(graph) for graph in prepared.class_graphs]
+    blocks = tuple(Block(*plain[k], sets[k].options) for k in prepared.blocked.classes)
+    return _chained(prepared.graph, blocks, parts.cuts, parts.grads)
+
+
+def stages_of(prepared: Prepared) -> StageChain | None:
+    """The children of an `nn.Sequential` as a chain, each with the one option that keeps all, and the C
+    nodes of each; None for other models."""
+    stages = cut_children(prepared.partition.program, prepared.blocked.traced.children)
+    if stages is None:
+        return None
+    cd = prepared.graph
+    graphs = [b.graph.with_costs(prepared.costs[i] for i in b.c) for b in stages.blocks]
+    blocks = tuple(Block(*_plain_forward(g), (evaluate_option(g, g.backward),)) for g in graphs)
+    return _chained(cd, blocks, stages.cuts, stages.grads), tuple(b.c for b in stages.blocks)
+
+
+def _chained(cd: CDGraph, blocks: tuple[Block, ...], cuts: tuple[frozenset[int], ...],
+             grads: Sequence[frozenset[int]]) -> Chain:
+    ours = set(cd.outputs)
+    sizes = {j: 0 if j in ours else cd.d[j].size for cut in cuts for j in cut}
+    return Chain(blocks, cuts, sizes, tuple(sum(cd.d[j].size for j in g) for g in grads)).verify()
+
+
+def _plain_forward(graph: CDGraph) -> tuple[float, int]:
+    """Time and peak of a forward that keeps nothing but its outputs."""
+    n = graph.loss
+    forward = CDGraph(graph.d, graph.c[:n], n, (*graph.inputs, *graph.output_grads), graph.outputs)
+    result = simulate(forward, from_order(forward, range(n), n))
+    return result.seconds, result.peak
+
+
+# -- The summary of a graph ------------------------------------------------------------------------
+
+
+@read_directly()
+def summarise(prepared: Prepared) -> GraphSummary:
+    """Names, operations, module paths, sizes and times of a model's graph."""
+    parts, module_of = prepared.partition, Modules()
+    program, graph = parts.program, prepared.graph
+    computations = tuple(
+        Computation(c.name, _operation(node), module_of(node), c.phase, parts.block_of[i], c.inputs,
+                    c.outputs, c.time, c.overhead, c.random, i in program.constant,
+                    c.donors, c.alternatives, c.decides, c.adds)
+        for i, (c, node) in enumerate(zip(graph.c, program.operation, strict=True)))
+    storages = tuple(Storage(d.name, d.size, d.kind, _shape(owner.meta.get(VALUE)))
+                     for d, owner in zip(graph.d, program.owner, strict=True))
+    made = GraphSummary(
+        computations, storages, graph.loss, graph.outputs, graph.output_grads, graph.input_grads,
+        dict(graph.releases), prepared.pinned, prepared.reserve_at_loss,
+        tuple(tuple(sorted(c)) for c in parts.cuts), _captured(prepared, module_of), graph.link)
+    made.__dict__["cd"] = graph         # which is what it would make again
+    return made
+
+
+def _captured(prepared: Prepared, module_of: Modules) -> tuple[Captured, ...]:
+    """The forward before simplification. Each view and dropped node stands in the block of what it
+    reads, or of what reads it."""
+    parts = prepared.partition
+    block = {c.name: parts.block_of[i] for i, c in enumerate(prepared.graph.c)}
+    left = {n.name for n in parts.program.joint.graph.nodes}
+    nodes = [n for n in prepared.capture.graph.nodes
+             if n.op == "call_function" and not is_backward(n)]
+    number = {n: k for k, n in enumerate(nodes)}
+    where: dict[fx.Node, int] = {}
+    for node in nodes:
+        before = [where[n] for n in node.all_input_nodes if n in where]
+        where[node] = block.get(node.name, max(before, default=HOISTED))
+    for node in reversed(nodes):
+        if where[node] == HOISTED and node.name not in block:
+            after = [where[n] for n in node.users if n in where]
+            where[node] = min(after, default=HOISTED)
+    result = []
+    for node in nodes:
+        kind: CapturedKind = "operation" if node.name in block else \
+            "view" if node.name in left else "dropped"
+        result.append(Captured(node.name, _operation(node), module_of(node), where[node], kind,
+                               tuple(number[n] for n in node.all_input_nodes if n in number)))
+    return tuple(result)
+
+
+def _operation(node: fx.Node) -> str:
+    target: Any = node.target
+    return operator_name(target, str(getattr(target, "__name__", target))).lstrip("_")
+
+
+def _shape(value: Any) -> str:
+    return shape_of(value) if isinstance(value, torch.Tensor) else ""
+
+
+# -- Runs of blocks in a schedule ------------------------------------------------------------------
+
+
+def runs_of_operations(ops: Iterable[Op], options: Sequence[Sequence[Option]]) -> Iterator[Run]:
+    """One run an operation. `options`: those of each block."""
+    for op in ops:
+        chosen = op.option if isinstance(op, Forward | Backward) else None
+        yield Run(op.block, "backward" if isinstance(op, Backward) else "forward", chosen,
+                  None if chosen is None else options[op.block][chosen].saved_bytes)
+
+
+def runs_of(schedule: Schedule, graph: CDGraph, block_of: Sequence[int]) -> Iterator[Run]:
+    """Stretches of one block's computations, of the forward or of the backward.
+
+    `block_of`: each C node's block. What a forward run keeps is what of its block is in memory when
+    the next run begins.
+    """
+    here: tuple[int, str] | None = None
+    there: set[int] = set()
+    for step in schedule.steps:
+        if isinstance(step, Free | Leave):
+            there.discard(step.d)
+        elif isinstance(step, CopyIn):
+            there.add(step.d)
+        elif isinstance(step, Compute) and block_of[step.c] != HOISTED:
+            kind = "backward" if step.c >= graph.loss else "forward"
+            place = (block_of[step.c], kind)
+            if here is not None and place != here:
+                yield _run(here, there, graph, block_of)
+            here = place
+        if isinstance(step, Compute):
+            there.update(graph.c[step.c].outputs)
+    if here is not None:
+        yield _run(here, there, graph, block_of)
+
+
+def _run(place: tuple[int, str], there: set[int], graph: CDGraph, block_of: Sequence[int]) -> Run:
+    block, phase = place
+    saved = None
+    if phase == "forward":
+        saved = graph.bytes(j for j in there if (made := graph.producer[j]) is not None
+                            and made < graph.loss and block_of[made] == block)
+    return Run(block, phase, None, saved)
+
