@@ -15,9 +15,7 @@ from torch import nn
 from rkmate.budget import Budget, parse_budget
 from rkmate.devices import GPU
 from rkmate.errors import ArgumentError, RkmateError, sendable
-from rkmate.graph.capture.gradient_places import refuse_data_parallelism
-from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
-from rkmate.graph.capture.train_mode import flags_to_plan
+from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism, refuse_what_cannot_repeat
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
 from rkmate.pipeline.loss import loss_inside, traceable

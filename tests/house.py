@@ -46,6 +46,8 @@ HOUSE: tuple[Room, ...] = (
          (*_BASE, "devices", "torch_seam", "device")),
     Room("graph/capture", "a module as one graph of forward and backward; what is refused",
          (*_BASE, "devices", "device", *_SEAM)),
+    Room("graph/sizes", "a captured graph at other sizes of its call",
+         (*_BASE, "device", *_SEAM, *_GRAPH[:1])),
     Room("graph/passes", "rewritings of the captured graph, in one ordered table",
          (*_BASE, "device", *_SEAM, *_GRAPH[:1])),
     Room("graph/blocks", "the graph of computations and data, cut into blocks, equal ones found",

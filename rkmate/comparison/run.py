@@ -15,7 +15,7 @@ from rkmate.budget import Budget, parse_budget
 from rkmate.comparison.measured import Bench
 from rkmate.comparison.table import Comparison, Row
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
-from rkmate.graph.capture.train_mode import flags_to_plan
+from rkmate.graph.capture.refusals import flags_to_plan
 from rkmate.pipeline.attempts import attempted
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss import trains_of

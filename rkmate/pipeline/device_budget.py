@@ -12,10 +12,9 @@ from rkmate import device as devices
 from rkmate.budget import Budget, DeviceShare, parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.family import KnownCall, derived, known_call, one_family, possible
-from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
+from rkmate.graph.capture.refusals import flags_to_plan, refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
-from rkmate.graph.capture.train_mode import flags_to_plan
+from rkmate.graph.sizes.family import KnownCall, derived, known_call, one_family, possible
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
 from rkmate.pipeline.reserved import LEFT_ALONE

@@ -28,11 +28,9 @@ from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
-from rkmate.graph.capture.capture import Capture, Source, capture
-from rkmate.graph.capture.elsewhere import as_there
-from rkmate.graph.capture.gradient_places import refuse_gradients_in_place
-from rkmate.graph.capture.pieces import tensor_called
-from rkmate.graph.capture.structure import take_apart
+from rkmate.graph.capture.capture import Capture, Source, as_there, capture
+from rkmate.graph.capture.refusals import refuse_gradients_in_place
+from rkmate.graph.capture.structure import take_apart, tensor_called
 from rkmate.graph.passes.clusters.cluster import Cluster
 from rkmate.graph.passes.simplify import Choices, simplify
 from rkmate.ilp import cache_folder
@@ -553,8 +551,8 @@ def check_version(plan_compiled: str) -> None:
     """Warn where a plan was compiled by something else than what compiles now."""
     if plan_compiled and plan_compiled != compiler_version():
         warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by "
-             f"{compiler_version()}: they may take other time and temporary memory than the plan says. Make it "
-             "again to be sure of its peak")
+             f"{compiler_version()}: they may take other time and temporary memory than the plan says. Make "
+             "it again to be sure of its peak")
 
 
 def fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.blocks.cut import CutSettings
-from rkmate.graph.capture.opaque_parts import Opaque
+from rkmate.graph.capture.opaque import Opaque
 from rkmate.ilp import settings as ilp_settings
 from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.settings import MeasureSettings

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from rkmate.errors import ArgumentError, BackwardError
-from rkmate.graph.capture.gradient_places import IN_PLACE, RETURNED, obstacle
+from rkmate.graph.capture.refusals import IN_PLACE, RETURNED, obstacle
 from rkmate.torch_seam.tensors import will_accumulate
 
 _MARK = "_rkmate_half_added"

@@ -26,8 +26,7 @@ from rkmate.errors import BackwardError, OffloadError
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.pieces import owner_name, piece_of
-from rkmate.graph.capture.structure import take_apart
+from rkmate.graph.capture.structure import owner_name, piece_of, take_apart
 from rkmate.runtime.added_gradients import Additions, Held
 from rkmate.runtime.deferred import DeferredOutputs
 from rkmate.runtime.environment import Away, Environment, RerunState, generator_state, generators_at

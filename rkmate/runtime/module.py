@@ -15,7 +15,7 @@ from rkmate import device as devices
 from rkmate.device import Statistics
 from rkmate.device.statistics import PeakWatch
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.gradient_places import refuse_data_parallelism
+from rkmate.graph.capture.refusals import refuse_data_parallelism
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.settings import NewShape as NewShape
 from rkmate.runtime.environment import RerunState

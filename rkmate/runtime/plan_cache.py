@@ -22,12 +22,12 @@ from rkmate.device.copy_engine import CopyEngine
 from rkmate.device.kept_pages import KeptPages, keep_planned_pages
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
-from rkmate.graph.capture import family
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.dry_run import Recording
-from rkmate.graph.capture.family import KnownCall, derived, known_call, possible
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
+from rkmate.graph.sizes import family
+from rkmate.graph.sizes.dry_run import Recording
+from rkmate.graph.sizes.family import KnownCall, derived, known_call, possible
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable

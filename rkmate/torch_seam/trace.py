@@ -128,7 +128,7 @@ def several_ranks() -> bool:
 
 def process_group(name: str) -> Any:
     """Return the process group that functional collectives know under a name."""
-    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+    from torch._C._distributed_c10d import _resolve_process_group
     return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
 
 

@@ -11,12 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from rkmate.graph.capture import meta_kernels
-from rkmate.graph.capture import resized as resizing
 from rkmate.graph.capture.capture import Capture, capture
-from rkmate.graph.capture.dry_run import Recording, dry_run, form_of
-from rkmate.graph.capture.resized import Known, resized, side_by_side
-from rkmate.graph.capture.structure import take_apart
+from rkmate.graph.capture.structure import form_of, take_apart
+from rkmate.graph.sizes.dry_run import Recording, dry_run
+from rkmate.graph.sizes.resized import Known, resized, side_by_side
+from rkmate.torch_seam.tensors import fake_like
 
 Call = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -140,31 +139,6 @@ def test_models_of_transformers(name: str) -> None:
     hold(model, call, (24, 32), (17, 40))
 
 
-@pytest.mark.parametrize(("model", "call"), [(Attention(), tokens), (convolutions(), images)])
-def test_kernels_say_what_fake_tensors_say(model: nn.Module, call: Call,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (20, 24, 17, 9)
-    for n in sizes[:2]:
-        recorded(model, call(n))                    # from here on, kernels are trusted
-    found = [recorded(model, call(n)) for n in sizes]
-    asked: list[Any] = []
-
-    def fake(func: Any, args: Any, kwargs: Any, form: Any, ask: Callable[[], Any]) -> Any:
-        asked.append(func)
-        return ask()
-
-    monkeypatch.setattr(meta_kernels, "answer", fake)
-    assert found == [recorded(model, call(n)) for n in sizes] and None not in found
-    assert len(asked) > 50
-
-
-def test_a_kernel_that_says_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ([form_of(torch.empty(3, 2).t())], None)
-    x = torch.empty(2, 3)
-    for _ in range(4):
-        assert meta_kernels.answer(torch.ops.aten.erfinv.default, (x,), {}, form_of, lambda: other) is other
-
-
 def test_what_captures_have_in_common_is_taken_again() -> None:
     model = nn.Sequential(nn.Linear(8, 5), nn.Tanh())
 
@@ -185,7 +159,7 @@ def test_fake_tensors_are_as_torch_makes_them() -> None:
     mode, plain = FakeTensorMode(), torch.empty_strided((3, 2), (1, 3), device="meta")
     other = FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu"))
     for gradient in (False, True):
-        made = resizing._fake_like(other, plain, gradient)
+        made = fake_like(other, plain, gradient)
         usual = FakeTensor(mode, plain.detach().requires_grad_(gradient), torch.device("cpu"))
         assert vars(made) == vars(usual)
         assert (made.device, made.requires_grad) == (usual.device, usual.requires_grad)

@@ -10,7 +10,7 @@ from torch import nn
 
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
-from rkmate.graph.capture.resized import resized
+from rkmate.graph.sizes.resized import resized
 from rkmate.pipeline.prepare import trace
 from rkmate.pipeline.search import DEFAULT, make_plan
 from rkmate.pipeline.settings import Settings

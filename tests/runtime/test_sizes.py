@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.graph.capture import family
+from rkmate.graph.sizes import family
 from rkmate.ir.cd import CDGraph, CNode, Cost, DNode
 from rkmate.pipeline import sizes as other_sizes
 from rkmate.runtime import plan_cache

@@ -253,7 +253,8 @@ def test_all_processes_follow_one_plan(processes: Processes) -> None:
 
 
 def test_a_shared_plan_says_where_data_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in (("is_initialized", True), ("get_rank", 0), ("broadcast_object_list", None)):
+    for name, value in (("is_initialized", True), ("get_rank", 0), ("get_world_size", 1),
+                        ("broadcast_object_list", None)):
         monkeypatch.setattr(dist, name, lambda *_, value=value, **__: value)
     link = rkmate.shared_plan(_model(), (_data(),), budget=1.0, settings=Settings(costs="analytic"),
                               progress=False, offload=rkmate.Offload(tmp_path, "1GiB")).graph.link

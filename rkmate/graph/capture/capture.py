@@ -20,7 +20,13 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.input_values import (
+from rkmate.graph.capture.opaque import Opaque, with_opaque
+from rkmate.graph.capture.recipe import Recipe
+from rkmate.graph.capture.refusals import explained, has_generator, is_data_dependent
+from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
+from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_transient
+from rkmate.graph.capture.structure import Structure, piece_name, take_apart
+from rkmate.graph.capture.values import (
     Values,
     begin,
     drop_unused,
@@ -28,22 +34,18 @@ from rkmate.graph.capture.input_values import (
     is_stopped_by_values,
     may_be_asked,
 )
-from rkmate.graph.capture.opaque_parts import Opaque, with_opaque
-from rkmate.graph.capture.pieces import piece_name
-from rkmate.graph.capture.recipe import Recipe
-from rkmate.graph.capture.refusals import explained, has_generator, is_data_dependent
-from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
-from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_transient
-from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.support.warn import warn
-from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.containers import pytree, tensors_in
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
 from rkmate.torch_seam.patches.features import INNER, check_once
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE
-from rkmate.torch_seam.tensors import storage_id
+from rkmate.torch_seam.tensors import FakeTensor, storage_id
 from rkmate.torch_seam.trace import Role, export_joint, load, quiet, role_of
 from rkmate.torch_seam.versions import is_off
+
+# -- A captured step -------------------------------------------------------------------------------
+
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", "grad"]
 
@@ -364,3 +366,33 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
     tangents = {s.key for s in sources.values() if s.kind == "tangent"}
     return Capture(module.graph, sources, tuple(outputs), tuple(mutations), tuple(grads), inputs,
                    structure, constants, tuple(i in tangents for i in range(structure.count)), recipe=recipe)
+
+
+# -- On a device that is not here ------------------------------------------------------------------
+
+
+def as_there(captured: Capture, device: torch.device) -> Capture:
+    """A captured graph whose values are on another device. Changes the graph in place."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, FakeTensor) or value.device == device:
+            return value
+        own = value.untyped_storage()
+        held = storages.setdefault(storage_id(own), torch.UntypedStorage(own.nbytes(), device="meta"))
+        plain = torch.empty(0, dtype=value.dtype, device="meta").set_(
+            held, value.storage_offset(), value.shape, value.stride())
+        return FakeTensor(value.fake_mode, plain, device)
+
+    def argument(value: torch.device) -> torch.device:
+        return value if devices.of(value).elsewhere is None else device
+
+    kept = [n.meta[VALUE] for n in captured.graph.nodes if VALUE in n.meta]      # their storages stay apart
+    for node in captured.graph.nodes:
+        node.args, node.kwargs = (pytree.tree_map_only(torch.device, argument, a)
+                                  for a in (node.args, node.kwargs))
+        if VALUE in node.meta:
+            node.meta[VALUE] = pytree.tree_map(moved, node.meta[VALUE])
+    del kept
+    return captured
+

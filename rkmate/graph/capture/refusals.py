@@ -1,14 +1,17 @@
-"""Models that have no static training step: what is refused before a trace, and what a failed
-trace means for the user.
+"""Models that cannot be captured: what is refused before a trace, what a failed trace means for the user, and
+the way out.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,7 @@ from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.pieces import is_made_of_pieces
-from rkmate.graph.capture.switches import way_out
+from rkmate.graph.capture.structure import is_made_of_pieces
 from rkmate.support.warn import PACKAGE, warn
 from rkmate.torch_seam.containers import objects_in
 from rkmate.torch_seam.modules import (
@@ -26,9 +28,90 @@ from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
     has_backward_hooks,
+    running_data_parallel,
 )
 from rkmate.torch_seam.patches.libraries import is_observer, routed_by_loops, weight_made_by
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
+from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
+
+# -- Ways out --------------------------------------------------------------------------------------
+
+
+_DRAWN = re.compile(r"rand|bernoulli|layer_?drop|drop_?path|dropout_probability|skip_the_layer")
+"""In lines that branch on a drawn number."""
+_DROPS = re.compile(r"layer_?drop$")
+_FUSED = "FusedMovingAvgObsFakeQuantize"
+
+
+def way_out(model: nn.Module, place: str, text: str) -> str:
+    """A sentence that names what to change, with a blank before it.
+
+    `place`: where the trace has stopped, with the source line. `text`: of the error.
+    """
+    return next((f" {found}" for rule in RULES if (found := rule(model, place, text))), "")
+
+
+def _layers_dropped(model: nn.Module, place: str, text: str) -> str:
+    if not _DRAWN.search(place):
+        return ""
+    names: dict[str, None] = {}
+    for path, module in model.named_modules():
+        # Some modules keep a copy of what their configuration says, others read it in each forward.
+        holder = next((h for h in (vars(module), vars(module).get("config")) if _dropping(h)), None)
+        where = [path] * bool(path) + ["config"] * (holder is not vars(module))
+        names |= {".".join([*where, name]): None for name in _dropping(holder)}
+    if names:
+        return (f"Layers are left out at random: set {' and '.join(f'{n} = 0' for n in list(names)[:3])} on "
+                "the module, and a plan can be made.")
+    return ("A random number decides: multiply by a drawn mask instead of a branch, or set its probability "
+            "to 0, and a plan can be made.")
+
+
+def _dropping(holder: object) -> list[str]:
+    """Names of the probabilities above 0 with which an object leaves layers out."""
+    values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+    return [k for k, v in values.items() if _DROPS.search(k) and isinstance(v, (int, float)) and v > 0]
+
+
+def _fake_quantized(model: nn.Module, place: str, text: str) -> str:
+    found = [path or "the module" for path, m in model.named_modules()
+             if type(m).__name__ == "FakeQuantize" and type(m).__module__.startswith(("torch.ao", "torchao"))]
+    if not found:
+        return ""
+    return (f"{found[0]} is a FakeQuantize, which reads its switches from buffers in each forward, after "
+            f"disable_observer, too: {_FUSED} (what get_default_qat_qconfig gives) reads them in its kernel, "
+            "and is planned; or run without it (nn.Identity) while its ranges do not count.")
+
+
+def _spectrum_masked(model: nn.Module, place: str, text: str) -> str:
+    config = getattr(model, "config", None)
+    masked = getattr(config, "apply_spec_augment", False) and (
+        getattr(config, "mask_time_prob", 0) > 0 or getattr(config, "mask_feature_prob", 0) > 0)
+    if not masked or "nonzero" not in text:
+        return ""
+    return "Spans are masked at random: set config.apply_spec_augment = False, and a plan can be made."
+
+
+def _numpy(model: nn.Module, place: str, text: str) -> str:
+    if ".numpy()" not in text:
+        return ""
+    return "The forward hands a tensor to numpy, which a plan cannot repeat: compute it with torch."
+
+
+def _value_decides(model: nn.Module, place: str, text: str) -> str:
+    if "rkmate.dtr" not in text:
+        return ""
+    return ("Or write it without the value: torch.where for a branch, a mask or padding for a size; or "
+            "decide outside, and pass what was decided as a plain argument.")
+
+
+RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
+    _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _value_decides)
+"""In the order in which they are asked; the first that applies is told."""
+
+
+# -- Before a trace, and after one that failed -----------------------------------------------------
+
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
@@ -223,3 +306,104 @@ def _through(error: Exception, place: str) -> bool:
 
 def _users(filename: str) -> bool:
     return not filename.startswith(("<", _TORCH, _HERE)) and Path(filename).name not in _DEPRECATING
+
+
+# -- Gradients in place ----------------------------------------------------------------------------
+
+
+IN_PLACE = 'gradients="in_place"'
+RETURNED = 'gradients="returned" (the default) hands gradients to autograd'
+
+
+def refuse_gradients_in_place(model: nn.Module) -> None:
+    """Raise `ArgumentError` where something in a model needs the gradient of a parameter as a tensor."""
+    refuse_data_parallelism(*model.modules())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (why := obstacle(parameter)):
+            raise ArgumentError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
+
+
+def refuse_data_parallelism(*modules: nn.Module) -> None:
+    """Raise `ArgumentError` where gradients are exchanged, by one of these modules or by the
+    DistributedDataParallel that runs now."""
+    distributed = torch.nn.parallel.DistributedDataParallel
+    kinds: list[type] = [distributed, torch.nn.parallel.DataParallel]
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        kinds += [fsdp.FSDPModule, fsdp.FullyShardedDataParallel]
+    around = running_data_parallel()
+    found = next((m for m in modules if isinstance(m, tuple(kinds))), around)
+    if found is not None:
+        raise ArgumentError(f"{IN_PLACE}: {type(found).__name__} exchanges gradients between processes or "
+                            f"threads, and needs them as tensors. {RETURNED}")
+
+
+def obstacle(parameter: torch.Tensor) -> str:
+    """Why nobody but autograd may add to a parameter's gradient, after its name; empty where one may."""
+    if has_gradient_hooks(parameter):
+        return "has a gradient hook, which needs the gradient as a tensor"
+    if has_accumulation_hooks(parameter):
+        return "has a hook that runs after its gradient was accumulated"
+    if not parameter.is_leaf:
+        return "is computed from other tensors: its gradient goes on to those"
+    if type(parameter) not in (torch.Tensor, nn.Parameter):
+        return f"is a {type(parameter).__name__}, whose gradient may be something else than a plain tensor"
+    grad = parameter.grad
+    if grad is None:
+        return ""
+    if grad.layout is not torch.strided:
+        return f"has a gradient of the layout {grad.layout}: set it to None, or make it dense"
+    if type(grad) is not torch.Tensor:
+        return f"has a gradient that is a {type(grad).__name__}: set it to None"
+    if _form(grad) != _form(parameter):
+        return (f"has a gradient of another form than itself ({_words(grad)}, not {_words(parameter)}): set "
+                "it to None")
+    return ""
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Shape, dtype, device, and strides where there is more than one element."""
+    strides = tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    return tensor.shape, tensor.dtype, tensor.device, strides if tensor.numel() else ()
+
+
+def _words(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
+
+
+# -- Train mode ------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("rkmate")
+
+
+@contextmanager
+def flags_to_plan(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """Inside, a model's train flags are those to plan for; afterwards they are what they were.
+
+    ``from_pretrained`` returns models in eval mode, and a Trainer switches to train mode later.
+
+    Args:
+        training: None: of a model in eval mode as its own `train` sets them, which is said, and of others
+            as they are. True: as its `train` sets them. False: as they are.
+
+    Raises:
+        ArgumentError: `training` is something else.
+    """
+    if training not in (None, True, False):
+        raise ArgumentError(f"training is {training!r}; it should be True, False or None")
+    if training is False or (training is None and model.training):
+        yield
+        return
+    before = [(m, m.training) for m in model.modules()]
+    if training is None:
+        logger.warning("%s is in eval mode: it is planned in train mode (training=False plans it as it is)",
+                       type(model).__name__)
+    model.train()
+    try:
+        yield
+    finally:
+        for m, flag in before:
+            m.training = flag
+

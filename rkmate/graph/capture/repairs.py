@@ -18,8 +18,8 @@ from typing import Any, Literal
 from torch import fx, nn
 
 from rkmate.graph.capture.collectives import collectives_refused, refuse_in_joint
-from rkmate.graph.capture.input_values import values_of_inputs
-from rkmate.graph.capture.opaque_parts import opaque_parts
+from rkmate.graph.capture.opaque import opaque_parts
+from rkmate.graph.capture.values import values_of_inputs
 from rkmate.torch_seam.patches import features
 from rkmate.torch_seam.patches.attention import attention_of_the_device
 from rkmate.torch_seam.patches.autograd import (

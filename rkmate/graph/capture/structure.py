@@ -1,8 +1,5 @@
-"""Arguments and results of a module, as flat lists of tensors and what stands around them.
-
-Standard containers (and what is registered with torch's pytree: Hugging Face outputs, named
-tuples) are taken apart by pytree. Any other object that can be copied (a dataclass, a key-value
-cache) becomes a *skeleton*: a deep copy in which every tensor is a numbered slot.
+"""Arguments and results of a module, as flat lists of tensors and what stands around them; forms of tensors;
+and parameters that are made of plain tensors.
 """
 
 from __future__ import annotations
@@ -11,11 +8,18 @@ import copy
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rkmate.torch_seam.containers import PLAIN, attributes_in, objects_in, pytree, tensors_in
+
+# -- Structures around tensors ---------------------------------------------------------------------
+#
+# Standard containers (and what is registered with torch's pytree: Hugging Face outputs, named tuples) are
+# taken apart by pytree. Any other object that can be copied (a dataclass, a key-value cache) becomes a
+# *skeleton*: a deep copy in which every tensor is a numbered slot.
+
 
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 """Types of everyday arguments, in which nothing else stands."""
@@ -165,3 +169,70 @@ def _spec_of_leaves(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
 def _skeleton(value: Any, slot: Any) -> Any:
     memo: dict[int, Any] = {id(t): slot(t) for t in tensors_in(value)}
     return copy.deepcopy(value, memo)
+
+
+# -- Forms of tensors ------------------------------------------------------------------------------
+
+
+class TensorForm(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+    offset: int = 0
+
+
+def form_of(t: torch.Tensor) -> TensorForm:
+    """Return the form of a tensor that an operation or a call takes."""
+    return TensorForm(tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad,
+                      int(t.storage_offset()))
+
+
+def like(f: TensorForm) -> torch.Tensor:
+    """Return a tensor of this form without memory."""
+    if not f.offset:
+        return torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device="meta")
+    extent = f.offset + 1 + sum((n - 1) * s for n, s in zip(f.shape, f.stride, strict=True))
+    whole = torch.empty(max(extent, 0), dtype=f.dtype, device="meta")
+    return whole.as_strided(f.shape, f.stride, f.offset)
+
+
+# -- Pieces of tensors (quantized weights) ---------------------------------------------------------
+#
+# A tensor subclass with ``__tensor_flatten__`` (torchao's quantized weights) is captured as the plain tensors
+# that it is made of, its pieces: these are what a step reads. A piece is named by the tensor's name and the
+# attributes that lead to it: ``layers.0.weight@qdata``.
+
+
+_AT = "@"
+
+
+def is_made_of_pieces(tensor: torch.Tensor) -> bool:
+    """Whether a trace sees the tensors inside of one, and not itself."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def piece_name(name: str, attribute: str) -> str:
+    """The name of a piece of a tensor, or of a piece."""
+    return f"{name}{_AT}{attribute}"
+
+
+def owner_name(name: str) -> str:
+    """The name of the tensor that a piece belongs to; of a whole tensor its own."""
+    return name.partition(_AT)[0]
+
+
+def piece_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The piece of a tensor that a name stands for; the tensor itself where it stands for all of it."""
+    for attribute in name.split(_AT)[1:]:
+        tensor = getattr(tensor, attribute)
+    return tensor
+
+
+def tensor_called(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The tensor, or the piece of one, of this name. Raises `KeyError`."""
+    return piece_of(tensors[owner_name(name)], name)
+

@@ -86,7 +86,7 @@ def caller_of(context: object) -> nn.Module | None:
     A function's backward is traced apart from its forward. Callers are remembered where there are several
     ranks.
     """
-    found = _callers.get(getattr(type(context), "_forward_cls", type(None)))
+    found = _callers.get(getattr(type(context), "_forward_cls", type(context)))
     return None if found is None else found()
 
 

@@ -3,7 +3,7 @@
 The model's own Python runs, and autograd's backward, on tensors that have shapes and strides alone. Nothing
 is made a graph of, and what an operation returns is asked of torch once for equal shapes: a fraction of
 a capture's time. Two recordings whose `text` is equal did the same operations on the same values, in one
-order, and differ in `numbers` at most; so `graph.capture.resized` knows what each number of a captured graph
+order, and differ in `numbers` at most; so `graph.sizes.resized` knows what each number of a captured graph
 is at another size.
 """
 
@@ -22,15 +22,11 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
-from rkmate.graph.capture import meta_kernels
 from rkmate.graph.capture.capture import flat_module
 from rkmate.graph.capture.collectives import communicates
-from rkmate.graph.capture.meta_kernels import TensorForm as TensorForm
-from rkmate.graph.capture.meta_kernels import form_of as form_of
-from rkmate.graph.capture.meta_kernels import like
 from rkmate.graph.capture.repairs import repaired, ways_to_export
 from rkmate.graph.capture.state import HostDraws, PythonState
-from rkmate.graph.capture.structure import Structure
+from rkmate.graph.capture.structure import Structure, TensorForm, form_of, like
 from rkmate.torch_seam.containers import pytree, tensors_in
 from rkmate.torch_seam.modules import buffers_of, parameters_of
 from rkmate.torch_seam.schema import schema_of
@@ -59,6 +55,10 @@ class Recording:
     """Numbers among arguments, and of the shapes, strides and offsets of all results, in order."""
     result: Structure
     """Around the output tensors."""
+
+
+Answer = tuple[list[TensorForm | None], Any]
+"""Forms of an operation's results, and how they stand in what it returns."""
 
 
 class _Refused(Exception):
@@ -253,8 +253,7 @@ class _Recorder(TorchDispatchMode):
         at = tuple(key)
         answer = self._answers.get(at)
         if answer is None:
-            answer = self._answers[at] = meta_kernels.answer(
-                func, args, kwargs, self._form, lambda: self._ask(func, args, kwargs))
+            answer = self._answers[at] = self._ask(func, args, kwargs)
         if writes:
             return self._written(func, args, kwargs)
         leaves, spec = answer
@@ -357,7 +356,7 @@ class _Recorder(TorchDispatchMode):
             raise _Refused(f"{func} writes")
         return found[0] if len(found) == 1 else tuple(found)
 
-    def _ask(self, func: Any, args: Any, kwargs: Any) -> meta_kernels.Answer:
+    def _ask(self, func: Any, args: Any, kwargs: Any) -> Answer:
         """The forms of an operation's results, by torch's own rules."""
         def fake(t: Any) -> Any:
             if not isinstance(t, torch.Tensor):
@@ -398,3 +397,4 @@ class _ByIdentity(dict[torch.Tensor, Any]):
     def get(self, t: torch.Tensor, default: Any = None) -> Any:
         found = self._of.get(id(t))
         return default if found is None else found[1]
+

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.dry_run import Recording, TensorForm, dry_run, form_of
-from rkmate.graph.capture.resized import Known, SideBySide, resized, side_by_side
-from rkmate.graph.capture.structure import take_apart
+from rkmate.graph.capture.structure import TensorForm, form_of, take_apart
+from rkmate.graph.sizes.dry_run import Recording, dry_run
+from rkmate.graph.sizes.resized import Known, SideBySide, resized, side_by_side
 
 
 @dataclass
@@ -112,3 +112,4 @@ def _alike(known: Sequence[KnownCall], new: Recording) -> tuple[list[Known], Sid
             return [pairs[id(c)] for c in k.common.captures], k.common
     same[0].common = side_by_side(list(pairs.values()))
     return list(pairs.values()), same[0].common
+

@@ -9,20 +9,21 @@ step (`recipe`).
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.known_parts import FILLED, PARTS
 from rkmate.graph.capture.recipe import (
     Builder,
     Recipe,
@@ -39,6 +40,191 @@ from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.schema import OpOverload, schema_of
 from rkmate.torch_seam.tensors import base_of, outside_trace, storage_id, version_of
 from rkmate.torch_seam.trace import values_refused
+
+# -- CTC losses, told their longest target ---------------------------------------------------------
+
+
+_library = torch.library.Library("rkmate", "FRAGMENT")
+_library.define("ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
+                "int blank, bool zero_infinity, int longest) -> (Tensor, Tensor)")
+_library.define("ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
+                "Tensor target_lengths, Tensor losses, Tensor table, int blank, bool zero_infinity) "
+                "-> Tensor")
+
+
+def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
+             target_lengths: torch.Tensor, blank: int, reduction: str | int, zero_infinity: bool,
+             longest: int) -> torch.Tensor:
+    """As torch composes its loss of kernels. `longest`: the largest of `target_lengths`."""
+    batched = log_probs.dim() == 3
+    log_probs = log_probs if batched else log_probs.unsqueeze(1)
+    targets = targets.to(log_probs.device, torch.long)
+    losses: torch.Tensor = torch.ops.rkmate.ctc_loss.default(
+        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity, longest)[0]
+    if zero_infinity:
+        losses = torch.where(losses == math.inf, losses.new_zeros(()), losses)
+    if reduction in ("mean", 1):
+        return (losses / target_lengths.to(losses.device, losses.dtype).clamp_min(1)).mean()
+    if reduction in ("sum", 2):
+        return losses.sum()
+    return losses if batched else losses.squeeze(0)
+
+
+def _forward(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
+             target_lengths: torch.Tensor, blank: int, zero_infinity: bool, longest: int) -> Any:
+    return torch.ops.aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank,
+                                           zero_infinity)
+
+
+def _backward(grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor,
+              input_lengths: torch.Tensor, target_lengths: torch.Tensor, losses: torch.Tensor,
+              table: torch.Tensor, blank: int, zero_infinity: bool) -> Any:
+    return torch.ops.aten._ctc_loss_backward.Tensor(grad, log_probs, targets, input_lengths, target_lengths,
+                                                    losses, table, blank, zero_infinity)
+
+
+def _fake_forward(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
+                  target_lengths: torch.Tensor, blank: int, zero_infinity: bool, longest: int) -> Any:
+    steps, batch, _ = log_probs.shape
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
+
+
+def _fake_backward(grad: torch.Tensor, log_probs: torch.Tensor, *others: Any) -> Any:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    log_probs, targets, input_lengths, target_lengths, ctx.blank, ctx.zero_infinity, _ = inputs
+    ctx.save_for_backward(log_probs, targets, input_lengths, target_lengths, *output)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, *others: Any) -> Any:
+    found = torch.ops.rkmate.ctc_loss_backward.default(grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return found, None, None, None, None, None, None
+
+
+_library.impl("ctc_loss", _forward, "CompositeExplicitAutograd")
+_library.impl("ctc_loss_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("rkmate::ctc_loss", _fake_forward, lib=_library)
+torch.library.register_fake("rkmate::ctc_loss_backward", _fake_backward, lib=_library)
+torch.library.register_autograd("rkmate::ctc_loss", _differentiate, setup_context=_keep, lib=_library)
+
+
+# -- Calls of which a part is known ----------------------------------------------------------------
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Known(Protocol):
+    """What is known of a trace's tensors."""
+
+    def twin(self, t: Any) -> torch.Tensor | None:
+        """The value; None where it is not known."""
+        ...
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of the forward."""
+        ...
+
+    def read(self, func: Callable[..., Any], *args: Any) -> Any:
+        """What a call of known tensors gives Python."""
+        ...
+
+    def compute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a call of known tensors returns, computed before the step."""
+        ...
+
+
+def _index(known: Known, index: Any) -> tuple[Any, ...]:
+    """An index with the places of what known masks pick."""
+    found: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        value = known.twin(part)
+        if value is not None and value.dtype in _MASKS and value.dim():
+            found += known.compute(torch.nonzero, part, as_tuple=True)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _given(known: Known, t: Any) -> Any:
+    """A known tensor, computed before the step: calls that hold it against other values never see one that is
+    made up, as where costs are measured."""
+    return t if known.twin(t) is None else known.compute(torch.clone, t)
+
+
+def _get(known: Known, func: Callable[..., Any], x: torch.Tensor, index: Any) -> Any:
+    return func(x, _index(known, index))
+
+
+def _set(known: Known, func: Callable[..., Any], x: torch.Tensor, index: Any, value: Any) -> Any:
+    # One number for all that a mask picks needs no number of them.
+    some = isinstance(value, torch.Tensor) and value.dim()
+    return func(x, _index(known, index) if some else index, value)
+
+
+def _masked_select(known: Known, func: Callable[..., Any], input: torch.Tensor, mask: torch.Tensor) -> Any:
+    if known.twin(mask) is None:
+        return func(input, mask)
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    if mask.shape != shape:
+        mask = known.call(torch.Tensor.expand, (mask, tuple(shape)), {})
+    return input.expand(shape)[known.compute(torch.nonzero, mask, as_tuple=True)]
+
+
+def _repeat_interleave(known: Known, func: Callable[..., Any], input: torch.Tensor, repeats: Any,
+                       dim: int | None = None, *, output_size: int | None = None) -> Any:
+    if known.twin(repeats) is not None and output_size is None:
+        flat = input.numel() if dim is None else input.shape[dim]
+        each = known.call(torch.Tensor.expand, (repeats, (flat,)), {}) if repeats.numel() == 1 else repeats
+        output_size = known.read(torch.Tensor.__int__, known.call(torch.Tensor.sum, (each,), {}))
+    return func(input, _given(known, repeats), dim, output_size=output_size)
+
+
+def _ctc_loss(known: Known, func: Callable[..., Any], log_probs: torch.Tensor, targets: torch.Tensor,
+              input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str | int = "mean",
+              zero_infinity: bool = False) -> Any:
+    if isinstance(target_lengths, torch.Tensor):
+        if known.twin(target_lengths) is None:
+            return func(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+        longest = known.read(torch.Tensor.__int__, known.call(torch.Tensor.max, (target_lengths,), {}))
+    else:
+        longest = max(target_lengths)
+    lengths = _lengths(known, input_lengths), _lengths(known, target_lengths)
+    return ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity, longest)
+
+
+def _lengths(known: Known, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    return _given(known, lengths) if isinstance(lengths, torch.Tensor) else torch.tensor(lengths)
+
+
+PARTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.Tensor.__getitem__: _get,
+    torch.Tensor.__setitem__: _set,
+    torch.masked_select: _masked_select,
+    torch.Tensor.masked_select: _masked_select,
+    torch.repeat_interleave: _repeat_interleave,
+    torch.Tensor.repeat_interleave: _repeat_interleave,
+    F.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss,
+}
+"""By the function that is called: what is called in its place, with what is known before its arguments."""
+
+
+FILLED: dict[str, Callable[..., Any]] = {
+    "zeros_like": lambda *_, **__: 0,
+    "ones_like": lambda *_, **__: 1,
+    "new_zeros": lambda *_, **__: 0,
+    "new_ones": lambda *_, **__: 1,
+    "full_like": lambda input, fill_value, **_: fill_value,
+    "new_full": lambda self, size, fill_value, **_: fill_value,
+}
+"""Calls that read of a tensor only its shape, type and device: by name, the number that they fill with."""
+
+
+# -- Twins -----------------------------------------------------------------------------------------
+
 
 _READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__",
                     "equal", "is_nonzero", "allclose"))
@@ -383,3 +569,4 @@ def _attribute(func: Any) -> str:
 
 def _is_large(t: torch.Tensor) -> bool:
     return t.is_floating_point() and t.numel() * t.element_size() > _LARGEST
+

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.dry_run import Recording
+from rkmate.graph.sizes.dry_run import Recording
 from rkmate.torch_seam.nodes import TENSOR_META, VALUE, add_like
 from rkmate.torch_seam.tensors import FakeTensor, FakeTensorMode, fake_like, read_directly, storage_id
 
@@ -320,5 +320,4 @@ def _same(row: Sequence[Any]) -> None:
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
                       and torch.equal(a, b))
-
 
