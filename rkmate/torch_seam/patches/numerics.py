@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,18 +185,28 @@ def as_eager_computes() -> Iterator[None]:
         yield
 
 
+_CHECKS = {aten._linalg_check_errors.default, aten._assert_async.default, aten._assert_async.msg}
+_DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+
+
 @contextmanager
 def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
     """Raise `CaptureError` where an operation checks the values of its result while a module is captured.
 
-    The check has no result, so a graph does not show that it was there (torch 2.11 and 2.12), or has to keep
-    it in order with other effects (from 2.13 on).
+    The check of a linear solver has no result, so a graph does not show that it was there (torch 2.11 and
+    2.12), or has to keep it in order with other effects (from 2.13 on). The check of a distribution is an
+    assertion (from 2.15 on).
     """
     here = threading.get_ident()
 
     def look(func: Any, args: Any, kwargs: Any) -> None:
-        if func is aten._linalg_check_errors.default and threading.get_ident() == here:
+        if func not in _CHECKS or threading.get_ident() != here:
+            return
+        if func is aten._linalg_check_errors.default:
             raise CaptureError(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
+        # Up to 2.14, the check of a distribution asks for a value, which stops a trace.
+        if any(f.filename.startswith(_DISTRIBUTIONS) for f in traceback.extract_stack()):
+            raise ValueError("data-dependent check of a distribution's arguments")
 
     with fake_operations_seen(look):
         yield
