@@ -20,12 +20,13 @@ _HELP = 'bytes (an int), text such as "600MiB", "1.5GB", "50%" or "0.5", a float
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """What a training loop will hold on its device beside its steps, and does not hold yet."""
+    """Memory that a training loop will hold on its device in addition to its steps, and that is not allocated
+    yet."""
 
     parameters: tuple[int, ...] = ()
-    """Bytes of each one that is trained."""
+    """Bytes of each trained parameter."""
     states: int = 0
-    """Tensors of its size that the optimizer keeps for each."""
+    """Number of tensors of a parameter's size that the optimizer keeps for each parameter."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +36,35 @@ class Budget:
     bytes: int | None = None
     fraction: float | None = None
     least: int = 0
-    """Bytes that a fraction stands for at least: those of a plan that was made with it."""
+    """Lower limit, in bytes, of a fractional budget: the largest budget of an earlier plan."""
     device: DeviceShare | None = None
-    """Given, `bytes` is the most: with what the device's allocator keeps beside tensors, the plan has to fit
-    in what is free."""
+    """If given, `bytes` is an upper limit: the plan, with the memory that the device's allocator keeps in
+    addition to tensors, must fit into the free memory."""
 
     def of(self, baseline: int) -> int:
-        """The bytes, given the peak without rematerialization."""
+        """Return the budget in bytes. `baseline`: the peak without rematerialization."""
         if self.bytes is not None:
             return self.bytes
         assert self.fraction is not None
         return max(self.least, math.floor(self.fraction * baseline))
 
     def at_least(self, least: int) -> Budget:
-        """This budget once a plan within `least` bytes was made: a smaller batch has that much, too; and what
-        a loop holds on the device is there."""
+        """Return the budget for later plans, after a plan within `least` bytes was made.
+
+        A fraction then stands for at least `least` bytes, so that a smaller batch may use them, too. On a
+        device, the memory of the training loop is allocated by now and no longer reserved.
+        """
         if self.device is not None:
             return replace(self, device=DeviceShare())
         return self if self.bytes is not None else replace(self, least=max(self.least, least))
 
 
 def parse_budget(budget: Any) -> Budget:
-    """Check a budget; one that is checked is returned. Whole numbers of any kind (numpy's too) are bytes,
-    other real ones fractions; so is text like ``"0.5"``. Raises `ArgumentError`."""
+    """Check a budget as a user writes it; return a `Budget` unchanged.
+
+    Integers of any type (also numpy's) are bytes. Other real numbers, and text such as ``"0.5"``, are
+    fractions. Raises `ArgumentError`.
+    """
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, bool) or not isinstance(budget, (numbers.Real, str)):

@@ -10,7 +10,7 @@ class RkmateError(Exception):
 
 
 class ArgumentError(RkmateError, ValueError):
-    """An argument of a public function is wrong: the message names it and what it should be."""
+    """An argument of a public function is wrong: the message names the argument and what it should be."""
 
 
 class UnknownOption(ArgumentError, TypeError):
@@ -41,9 +41,9 @@ class DeviceMemoryError(RkmateError, RuntimeError):
 class InfeasibleBudget(RkmateError):
     """No schedule fits in the budget.
 
-    ``minimum_bytes`` is the smallest budget that the planner can meet, in bytes. Where the message says that
-    nothing was measured (of a large model, whose step takes long), it is as counted: a plan for it measures,
-    and may find that some more is needed.
+    ``minimum_bytes`` is the smallest budget that the planner can meet, in bytes. If the message says that
+    nothing was measured (for a large model whose step takes long), ``minimum_bytes`` is an estimate: a plan
+    for it measures, and may need a little more.
     """
 
     def __init__(self, message: str, minimum_bytes: int) -> None:
@@ -63,12 +63,13 @@ class PlanError(RkmateError):
 
 
 class BackwardError(RkmateError, RuntimeError):
-    """A backward that cannot be done: twice through one forward, say, or after a change of what it reads."""
+    """A backward is impossible: for example, a second one through one forward, or after a change of a tensor
+    that the backward reads."""
 
 
 class DeferredOutputError(RkmateError, RuntimeError):
-    """An output that was left to be computed at its first read cannot be computed any more: the message says
-    what has changed since the forward."""
+    """An output whose computation was deferred to its first read cannot be computed any more: the message
+    says what has changed since the forward."""
 
 
 class MissingExtra(RkmateError, ImportError):
@@ -85,12 +86,11 @@ class CompilerError(RkmateError):
 
 
 class OffloadError(RkmateError, RuntimeError):
-    """Data cannot be sent away, or does not come back as it left: the message names the place and the
-    bytes."""
+    """Data cannot be sent away, or comes back changed: the message names the target and the bytes."""
 
 
 class RkmateWarning(UserWarning):
-    """Something works, but not as asked: the message says what is lost."""
+    """Something works, but not as requested: the message says what is lost."""
 
 
 def sendable(error: RkmateError) -> RkmateError:

@@ -45,30 +45,30 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
             measure: bool = False, time_limit: float = TIME_LIMIT, **options: Unpack[Options]) -> Comparison:
     """Run every planner on one model at equal budgets.
 
-    The model is captured once, its operations are measured once, and the options of its blocks are
-    solved once. One simulator predicts the peak and the time of each schedule. All of them work on one graph:
-    that of the settings' first variant (with ``chunked_loss="always"``, the one with a chunked loss).
+    Capturing, measuring and solving the options of blocks are done once for all planners. One simulator
+    predicts the peak and the time of each schedule. All planners work on one graph: the settings' first
+    variant (with ``chunked_loss="always"``, the variant with a chunked loss).
 
     Args:
-        model: planned in train mode, where it is in eval mode.
+        model: the module; a model in eval mode is planned in train mode.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
         budgets: each as for `rkmate.wrap`: bytes, text, a fraction of the model's own peak, or
             ``"auto"``.
-        planners: names; all but ``auto``, which runs the others, unless given.
-        measure: also train a step under each schedule, in a process of its own, in turns with the
-            original model: peak and time. Adds the original model, and
-            ``torch.utils.checkpoint.checkpoint_sequential`` where the model is an ``nn.Sequential``.
-            A loss is taken from the output: its ``loss``, else its scalars, else the mean of its
-            tanh. A script that asks for it needs an ``if __name__ == "__main__":`` guard.
-        time_limit: seconds that a planner has for one budget, where it can stop early.
-        options: `rkmate.Options`, as for `rkmate.wrap`. With `calls`, budgets and peaks are of steps in which
-            the model is called as many times before the backward. With ``Settings(costs="analytic")`` nothing
-            is run, and costs are the same on every machine; but what a planner finds within a limit in
-            seconds, as the default's and other integer programs do, need not be.
+        planners: names of planners; by default all except ``auto``, which runs the others.
+        measure: also train a step under each schedule, in a separate process, alternating with the
+            original model, and record peak and time. Adds rows for the original model, and for
+            ``torch.utils.checkpoint.checkpoint_sequential`` if the model is an ``nn.Sequential``.
+            The loss is computed from the output: its ``loss``, else its scalars, else the mean of its
+            tanh. Your script then needs an ``if __name__ == "__main__":`` guard.
+        time_limit: seconds for one budget, for a planner that can stop early.
+        options: `rkmate.Options`, as for `rkmate.wrap`. With `calls`, budgets and peaks are for steps that
+            call the model that often before the backward. With ``Settings(costs="analytic")`` nothing is run,
+            and costs are the same on every machine. (Schedules may still differ between machines: integer
+            programs, also the default planner's, have limits in seconds.)
 
     Returns:
-        Rows that print as a table and draw as a picture. A planner without a schedule is a row that
-        says so, not an error. A schedule found for one budget counts for the larger ones, too.
+        Rows that print as a table and draw as a picture. A planner without a schedule has a row that says
+        so, and raises no error. A schedule found for one budget also counts for larger budgets.
 
     Raises:
         ArgumentError: an argument is wrong; with `measure`, also a model that cannot be pickled.

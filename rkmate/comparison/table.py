@@ -19,7 +19,7 @@ from rkmate.show.styles import look_of
 
 Status = Literal["ok", "infeasible", "timeout", "failed", "does not apply"]
 DEFAULT = "rockmate"
-"""The planner that `rkmate.wrap` takes unless told otherwise."""
+"""Default planner of `rkmate.wrap`."""
 SAME = 5e-4
 """Time ratios closer than this are called equal."""
 _COLUMNS = (("method", 26), ("planning", 9), ("predicted peak", 15), ("measured peak", 14),
@@ -31,22 +31,22 @@ class Row:
     """One method at one budget."""
 
     method: str
-    """A planner's name, or what people use without this package."""
+    """Name of a planner, or of a method from outside this package."""
     budget_bytes: int | None
-    """None for a method that takes no budget."""
+    """Budget in bytes; None for a method without a budget."""
     status: Status
-    """``infeasible``: this method has no schedule within the budget. ``timeout``: none was found in
-    the time that it had. ``failed``: the measurement did not end; the note says why."""
+    """``infeasible``: the method has no schedule within the budget. ``timeout``: the method found no schedule
+    within its time limit. ``failed``: the measurement did not end; the note gives the reason."""
     planning_seconds: float | None
-    """Seconds for this budget. What a planner does once for all budgets counts at the smallest one, and
-    what it asks of others in the same comparison counts for them."""
+    """Seconds of planning for this budget. Work that a planner does once for all budgets counts at the
+    smallest budget. Work that the planner requests from other planners of the comparison counts for these."""
     peak_bytes: int | None = None
-    """Predicted peak of a step above what stands before it, in bytes."""
+    """Predicted peak of a step in bytes, on top of the memory in use before the step."""
     time_ratio: float | None = None
-    """Predicted time of a step over that without rematerialization."""
+    """Predicted time of a step, divided by the time without rematerialization."""
     measured_peak_bytes: int | None = None
     measured_ratio: float | None = None
-    """Median of step times over those of the original model, taken in turns."""
+    """Median of the ratios of step times to the original model's; the steps of both alternate."""
     note: str = ""
 
 
@@ -59,13 +59,13 @@ class Comparison(Sequence[Row]):
     model: str
     """Name of the model's class."""
     costs: str
-    """``measured`` or ``analytic``: what the predictions rest on."""
+    """``measured`` or ``analytic``: the source of the costs."""
     baseline_peak_bytes: int
     """Predicted peak without rematerialization."""
     baseline_seconds: float
     """Predicted time of a step without rematerialization."""
     shared_seconds: Mapping[str, float]
-    """What was done once for all planners: seconds by stage."""
+    """Seconds, by stage, of the work done once for all planners."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.rows[index]
@@ -78,25 +78,25 @@ class Comparison(Sequence[Row]):
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Bytes, in the order asked for."""
+        """Budgets in bytes, in the requested order."""
         return tuple(dict.fromkeys(r.budget_bytes for r in self.rows if r.budget_bytes is not None))
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names, in the order of the table."""
+        """Names of the methods, in the order of the table."""
         return tuple(dict.fromkeys(r.method for r in self.rows))
 
     def at(self, budget: int) -> tuple[Row, ...]:
-        """The rows of one budget in bytes."""
+        """Return the rows of one budget, in bytes."""
         return tuple(r for r in self.rows if r.budget_bytes == budget)
 
     def of(self, method: str) -> tuple[Row, ...]:
-        """The rows of one method."""
+        """Return the rows of one method."""
         return tuple(r for r in self.rows if r.method == method)
 
     def best(self, budget: int) -> Row | None:
-        """The row with the least predicted time; None when nothing fits. Of equals, the default
-        planner, then the one that planned quickest."""
+        """Return the row with the least predicted time; None if no method fits. Among equal rows, return the
+        default planner's, then the row with the shortest planning."""
         fits = [(r.time_ratio, r) for r in self.at(budget) if r.time_ratio is not None]
         if not fits:
             return None
@@ -105,7 +105,8 @@ class Comparison(Sequence[Row]):
         return min(equal, key=lambda r: (r.method != DEFAULT, r.planning_seconds or 0.0))
 
     def beaten(self, method: str = DEFAULT) -> tuple[tuple[Row, Row], ...]:
-        """Where a method is not the best: pairs of its row and the best one, by predicted time."""
+        """Return pairs of a method's row and the best row, for each budget at which the method is not the
+        best."""
         pairs = []
         for budget in self.budgets:
             winner = self.best(budget)

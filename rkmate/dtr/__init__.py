@@ -1,9 +1,9 @@
 """Dynamic tensor rematerialization: training inside a budget without a plan.
 
-``with rkmate.dtr(budget="2GiB"): ...`` runs a block of a program inside a budget, and
-``rkmate.dtr.wrap(model, budget=...)`` a module. The algorithm and its heuristics are those of
-Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021; ``simulate`` replays logs of
-operations as the paper's simulator does.
+``with rkmate.dtr(budget="2GiB"): ...`` runs a block of a program inside a budget;
+``rkmate.dtr.wrap(model, budget=...)`` returns a module whose steps run inside a budget. The algorithm
+and its heuristics are those of Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021.
+``simulate`` replays logs of operations as the paper's simulator does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def __dir__() -> list[str]:
 
 class _CallableModule(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Session:
-        """A ``Session``: see there for the arguments."""
+        """Return a ``Session`` with these arguments."""
         from rkmate.dtr.session import Session
 
         return Session(*args, **kwargs)

@@ -41,7 +41,7 @@ _MEMORY_READERS: frozenset[Any] = frozenset(
         torch.Tensor.share_memory_,
     }
 )
-"""Methods that reach a tensor's memory without an operation."""
+"""Methods that access a tensor's memory without an operation."""
 
 
 class _Operations(TorchDispatchMode):
@@ -74,24 +74,27 @@ class _MemoryReads(TorchFunctionMode):
 
 
 class Session:
-    """Runs what is inside its ``with`` block by dynamic rematerialization.
+    """A ``with`` block that runs inside a budget by dynamic rematerialization.
 
     Args:
-        budget: bytes above what stands when the block begins, as an int or text such as "2GiB";
-            None for no limit. Gradients of parameters that the block leaves are not counted.
-        heuristic: what to evict; a name in ``rkmate.dtr.HEURISTICS``.
-        overhead_limit: it is an error when the program's work and recomputation together exceed
-            this many times the program's own, and recomputation 50 ms.
-        banish: free for good what the program drops, once nothing evicted depends on it.
-        log: file to write the operations to, in the paper's format: a path or a text stream.
-        seed: for the random heuristic.
-        restore: a module whose buffers, together with the generators' states, are put back as they
-            were at the block's beginning when an error, or an interrupt, leaves the block.
+        budget: bytes on top of the memory in use when the block begins, as an int or text such as
+            "2GiB"; None for no limit. Gradients of parameters that the block leaves are not counted.
+        heuristic: rule that chooses what to evict; a name in ``rkmate.dtr.HEURISTICS``.
+        overhead_limit: raise ``ThrashingError`` if the program's work and recomputation together
+            exceed this multiple of the program's own work, and recomputation exceeds 50 ms.
+        banish: free permanently what the program drops, once nothing evicted depends on it.
+        log: path or text stream to write the operations to, in the paper's format.
+        seed: seed of the random heuristic.
+        restore: a module whose buffers are reset to their state at the beginning of the block if an
+            error or an interrupt leaves the block; the generators' states are reset, too.
 
-    Raises ``ArgumentError`` for a wrong argument. Inside the block: ``BudgetExceeded`` when an
-    operation cannot fit, ``ThrashingError`` at the overhead limit. When the block ends, everything
-    that the program still holds is in memory, and its tensors are ordinary ones; after an error
-    too, the budget then set aside.
+    When the block ends, every tensor that the program still holds is in memory and is an ordinary
+    tensor. This also holds after an error, regardless of the budget.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        BudgetExceeded: inside the block, an operation does not fit.
+        ThrashingError: inside the block, the overhead limit is reached.
     """
 
     def __init__(
@@ -123,11 +126,11 @@ class Session:
         self._modes: list[Any] = []
         self._frozen = False
         self.reports: list[Report] = []
-        """One report per ``batch()`` and one for the rest of the block."""
+        """One report for each ``batch()``, and one for the rest of the block."""
 
     @property
     def report(self) -> Report:
-        """The numbers of the batch that is running, or of the last one after the block."""
+        """Report of the running batch, or, after the block, of the last batch."""
         if self._engine is not None:
             return self._engine.memory.report.copy()
         if not self.reports:
@@ -135,7 +138,7 @@ class Session:
         return self.reports[-1]
 
     def batch(self) -> Report:
-        """End a batch: its report, which is also kept in ``reports``."""
+        """End a batch and return its report, which is also appended to ``reports``."""
         if self._engine is None:
             raise RuntimeStateError("batch() belongs inside the with block")
         self.reports.append(self._engine.take_report())
@@ -171,8 +174,8 @@ class Session:
         return self._engine
 
     def resume(self) -> None:
-        """Watch operations again after ``pause``; raises ``RuntimeStateError`` when another
-        session is running in this thread."""
+        """Watch operations again after ``pause``. Raises ``RuntimeStateError`` if another session is
+        running in this thread."""
         if getattr(_ACTIVE, "session", None) is not None:
             raise RuntimeStateError("a block under rkmate.dtr cannot stand inside another one")
         assert self._engine is not None
@@ -234,7 +237,7 @@ class Session:
 
 
 def check_budget(budget: int | str | None) -> float:
-    """The budget in bytes, infinity for None. Raises ``ArgumentError``."""
+    """Return the budget in bytes, infinity for None. Raises ``ArgumentError``."""
     if budget is None:
         return math.inf
     amount = parse_budget(budget).bytes
@@ -247,7 +250,7 @@ def check_budget(budget: int | str | None) -> float:
 
 
 def heuristic_maker(name: str, seed: int) -> Callable[[], Any]:
-    """A maker of fresh heuristics, checked now. Raises ``ArgumentError``."""
+    """Check a heuristic's name, and return a function that makes new ones. Raises ``ArgumentError``."""
     make_heuristic(name, seed)
     return lambda: make_heuristic(name, seed)
 

@@ -20,9 +20,9 @@ from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
 class DynamicModule(StandIn):
     """A module that trains inside a budget without a plan. Made by ``rkmate.dtr.wrap``.
 
-    It shares the original's parameters, buffers and submodules, returns what the original returns,
-    and passes other attributes on. Each call is one batch: its activations are kept, evicted and
-    rematerialized from the forward to the end of the backward.
+    The module shares the original's parameters, buffers and submodules, returns what the original
+    returns, and forwards other attributes to the original. Each call is one batch: activations are
+    kept, evicted and rematerialized from the forward to the end of the backward.
     """
 
     _FIELDS = frozenset(("_options", "_reports"))
@@ -41,11 +41,11 @@ class DynamicModule(StandIn):
 
     @property
     def reports(self) -> list[Report]:
-        """One report per batch whose backward has ended, oldest first."""
+        """One report for each batch whose backward has ended, oldest first."""
         return self._reports
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's forward; inside the budget when gradients are wanted."""
+        """Run the original's forward, inside the budget if gradients are required."""
         model = self._original
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
@@ -191,13 +191,14 @@ class _Boundary(torch.autograd.Function):
 
 
 def wrap(model: nn.Module, budget: int | str | None, **options: Any) -> DynamicModule:
-    """A module that does what ``model`` does, its forward and backward inside ``budget`` bytes.
+    """Return a module that computes what ``model`` computes, within ``budget`` bytes for each step.
 
-    ``options`` are those of ``Session``. Only the first backward through a call is possible, and
-    no double backward: for these, use the context manager. Raises ``ArgumentError`` for a model
-    that is no module and for wrong options; a call raises ``BudgetExceeded`` or
-    ``ThrashingError``, after which parameters, buffers and generators are as before the call.
-    When the backward raises one of them, buffers stay as the forward left them.
+    ``options`` are the options of ``Session``. Each call allows one backward and no double backward;
+    use the context manager if you need more.
+
+    Raises ``ArgumentError`` if ``model`` is not a module or an option is wrong. A call raises
+    ``BudgetExceeded`` or ``ThrashingError``; parameters, buffers and generators are then as before
+    the call. If the backward raises one of these errors, buffers stay as the forward left them.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")

@@ -52,7 +52,7 @@ _FORMAT = 4
 _KERNEL = "kernel"
 _COPIES: dict[str, type[CopyOut | Leave | CopyIn]] = {"out": CopyOut, "leave": Leave, "in": CopyIn}
 _UNCHUNKED = "unchunked"
-"""What older files say of a computation that runs by its first other kernel."""
+"""How older files mark a computation that runs by the first of its alternative kernels."""
 Saved = TypeVar("Saved", bound="PlanData")
 
 
@@ -67,7 +67,7 @@ class BlockInfo:
     forward_nodes: int
     backward_nodes: int
     options: int
-    """How many options its class has."""
+    """Number of options of the block's class."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,18 @@ class Run:
     phase: str
     """``forward`` or ``backward``."""
     option: int | None
-    """Which option of its class; None for a plain forward that keeps nothing, or for a planner
-    that does not work with options."""
+    """Number of the option within the block's class; None for a plain forward that keeps nothing, or for a
+    planner without options."""
     saved_bytes: int | None = None
-    """What the option keeps between forward and backward."""
+    """Bytes that the option keeps between forward and backward."""
 
 
 @dataclass(frozen=True)
 class PlanData:
     """The result of planning, independent of the model object. Bytes and seconds.
 
-    ``peak_bytes`` is the predicted peak of a training step above what stands before it, as
-    ``budget_bytes`` bounds it.
+    ``peak_bytes`` is the predicted peak of a training step, on top of the memory in use before the step;
+    ``budget_bytes`` is its limit.
     """
 
     planner: str
@@ -100,51 +100,52 @@ class PlanData:
     step_seconds: float
     baseline_seconds: float
     bound_seconds: float | None
-    """No schedule within the budget that runs each backward computation once, in order, takes less;
-    None when the planner knows no bound."""
+    """Lower bound, in seconds, of every schedule within the budget that runs each backward computation once,
+    in order; None if the planner knows no bound."""
     minimum_bytes: int | None
-    """Smallest budget that the planner is known to meet; None when nothing had to be solved to know."""
+    """Smallest budget, in bytes, that the planner is known to meet; None if planning did not compute it."""
     blocks: tuple[BlockInfo, ...]
     runs: tuple[Run, ...]
     schedule: Schedule
     fingerprint: str
-    """Of the model's graph: a plan serves every model with the same one."""
+    """Fingerprint of the model's graph: a plan serves every model with the same fingerprint."""
     costs: tuple[Cost, ...]
-    """Per C node."""
+    """One cost per C node."""
     graph: GraphSummary = field(repr=False)
-    """The graph that the schedule runs over, for pictures and tables."""
+    """Summary of the graph that the schedule runs over, for pictures and tables."""
     note: str = ""
     variant: str = "plain"
-    """Which variant of the model's graph it runs over."""
+    """Variant of the model's graph that the schedule runs over."""
     deferred: tuple[str, ...] = ()
-    """Outputs that no step computes, but who reads them; by name, or number."""
+    """Outputs that no step computes: they are computed when first read. Names, or numbers."""
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
-    """How long each stage of planning took."""
+    """Seconds of each stage of planning."""
     nodes: Mapping[str, int] = field(default_factory=dict)
     """Node counts before and after simplification (Rockmate, figure 9)."""
     calls: int = 1
-    """How many calls before one backward it is made for: peaks and budgets are those of a step of so many,
-    seconds are of one."""
+    """Number of calls before one backward. Peaks and budgets are for a step with this number of calls,
+    seconds for one call."""
     gradients: str = "returned"
-    """How parameters get theirs: ``"returned"`` to autograd, or added ``"in_place"``."""
+    """How gradients reach parameters: ``"returned"`` to autograd, or added to ``.grad`` ``"in_place"``."""
     compiled: str = ""
-    """What its groups of operations were compiled by; empty where none are."""
+    """Compiler of the groups of operations; empty if there are none."""
     fused: tuple[tuple[str, int], ...] = ()
-    """Per compiled group, the names of its operations, and how many times the graph has it."""
+    """For each compiled group: the names of its operations, and how often the graph contains the group."""
     source: str = field(default="", repr=False, compare=False)
-    """The generated Python, of a plan that a wrapped module runs; to be read, never executed."""
+    """Generated Python, if a wrapped module runs the plan. For reading; this text is never executed."""
     origin: Origin | None = field(default=None, repr=False, compare=False)
-    """What it was made for; None of a plan that was saved before plans knew it."""
+    """Model, sample inputs, device and versions that the plan was made with; None in files saved before plans
+    recorded them."""
 
     @property
     def overhead(self) -> float:
-        """Predicted extra time: step / baseline - 1."""
+        """Predicted extra time of a step, as a fraction: step / baseline - 1."""
         return self.step_seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
 
     @property
     def gap(self) -> float | None:
-        """How much of the step's time a better schedule that runs each backward computation once, in
-        order, could save at most; None when unknown."""
+        """Largest fraction of the step's time that a better schedule could save, among schedules that run
+        each backward computation once, in order; None if unknown."""
         if self.bound_seconds is None or not self.step_seconds:
             return None
         return max(0.0, 1 - self.bound_seconds / self.step_seconds)
@@ -155,14 +156,14 @@ class PlanData:
                 f"time {self.overhead:+.1%}, {len(self.blocks)} blocks>")
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all. Reading it back runs no code."""
+        """Write the plan as JSON, completely or not at all. Loading a plan runs no code."""
         content = self._content()
         content["checksum"] = _checksum(content)
         write_json(Path(path), content, indent=1)
 
     @classmethod
     def load(cls: type[Saved], path: str | Path) -> Saved:
-        """Read a saved plan. Raises `PlanError` for a file that is no (whole, unedited) plan."""
+        """Read a saved plan. Raises `PlanError` if the file is not a plan, is incomplete, or was edited."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a user may set about measuring costs."""
+"""Settings of measuring costs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """How long to measure. The median run of an operation counts, as steps have slow and fast ones."""
+    """How costs are measured. The median run of an operation counts, because steps have slow and fast
+    runs."""
 
     passes: int = 2
-    """Times that the blocks are run, one after the other: what disturbs the machine for a second or two
-    then disturbs one of the runs of an operation only."""
+    """Number of passes over the blocks. A disturbance of a second or two then affects only one of an
+    operation's runs."""
     repeats: int = 3
     """Timed runs of an operation in each pass, at most."""
     enough_seconds: float = 0.1
-    """An operation that has been timed for this long is not repeated further in a pass."""
+    """An operation that has been timed for this many seconds is not repeated further in a pass."""
     share: float = 0.4
-    """Where all these runs would take longer than `least_seconds`, they may take this part of the seconds
-    that one step's operations take, as far as they are not known, and each operation an equal time: what is
-    short runs often, what is long once or twice. Its run for temporary memory is one of them."""
+    """If all these runs would take longer than `least_seconds`, they may take this fraction of the seconds
+    that one step's operations take (operations that are already known do not count). Each operation gets
+    equal time: short operations run often, long ones once or twice. The run for temporary memory counts,
+    too."""
     least_seconds: float = 3.0
-    """So long the runs may take in any case."""
+    """Seconds that the runs may always take."""
     cold: bool | None = None
-    """Whether the processor's caches are emptied before each run, but for what was made last, as an operation
-    finds them in a step. None: where a step makes more than they hold."""
+    """Flush the CPU caches before each timed run, except for the outputs of the preceding operations, to
+    reproduce what an operation finds in a real step. None: if a step produces more than the caches hold."""

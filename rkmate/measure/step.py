@@ -61,25 +61,26 @@ def measure_peak(fn: Callable[[], T], device: torch.device | str | None = None, 
 
 
 def measure_step(module: nn.Module, step: Callable[[], T], *, timeline: bool = True) -> Peak[T]:
-    """Run a step twice and measure the second: its peak, and its memory over time.
+    """Run a training step twice and measure the second run: its peak, and its memory over time.
 
-    A budget leaves parameter gradients out, so they are allocated before the measurement and given
-    back after it. Buffers (batch-norm statistics) are updated twice; parameters are not, unless the
-    step does it.
+    A budget does not count gradients of parameters, so they are allocated before the measurement and
+    restored after it. Buffers (batch-norm statistics) are updated twice. Parameters are not updated,
+    unless the step does so.
 
     Args:
-        module: what is trained; wrapped or not, on CPU or on one CUDA device.
-        step: forward and backward of one batch, no optimizer, no ``zero_grad``:
+        module: the module to train, wrapped or not, on CPU or on one CUDA device.
+        step: runs forward and backward of one batch, without optimizer and ``zero_grad``:
             ``lambda: module(x).loss.backward()``.
-        timeline: also return the level after each allocation and each free.
+        timeline: also return the bytes in use after each allocation and each free.
 
     Returns:
-        Bytes above the level at the step's begin; give it to ``plan.plot`` or ``plan.report``.
+        Bytes on top of the memory in use when the step begins. Pass the result to ``plan.plot`` or
+        ``plan.report``.
 
     Raises:
         MeterError: a profiler is running.
-        ArgumentError: the module has no parameters, or stands on several devices or on one that memory
-            cannot be measured on.
+        ArgumentError: the module has no parameters, or is on several devices or on a device whose memory
+            cannot be measured.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     places = {p.device for p in module.parameters()}

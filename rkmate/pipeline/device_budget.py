@@ -43,17 +43,17 @@ def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int
 
 
 def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int:
-    """About what ``budget="auto"`` leaves for a step, in bytes.
+    """Return about how many bytes ``budget="auto"`` leaves for a step.
 
-    The memory that is free on the model's CUDA device (what torch's allocator has cached is free
-    too), without the parameter gradients that do not exist yet and without the optimizer's state,
-    and without 4% of the device for fragments. ``budget="auto"`` itself knows the schedule, and counts its
-    fragments. Call it, or `wrap`, before the first step.
+    This is the free memory of the model's CUDA device (including memory that torch's allocator has cached),
+    minus gradients of parameters that do not exist yet, minus the optimizer's state, minus 4% of the device
+    for fragments. ``budget="auto"`` itself counts the fragments of the actual schedule. Call this function,
+    or `wrap`, before the first step.
 
     Args:
-        model: on its device already.
-        optimizer_states: tensors of the size of each parameter that the optimizer will keep: 2 for
-            Adam and AdamW, 1 for SGD with momentum, 0 for SGD, or when its state exists already.
+        model: the module, on its device.
+        optimizer_states: number of tensors of a parameter's size that the optimizer will keep for each
+            parameter: 2 for Adam and AdamW, 1 for SGD with momentum, 0 for SGD, or if the state exists.
 
     Raises:
         ArgumentError: the model is not on a CUDA device, or nothing is left for a step.
@@ -93,17 +93,17 @@ class BatchSize:
 
     size: int
     plan: Plan
-    """For a step of that batch."""
+    """Plan for a step with this batch."""
     budget_bytes: int
-    """Left for the step beside parameters, buffers, gradients and optimizer state."""
+    """Bytes left for the step, next to parameters, buffers, gradients and optimizer state."""
     size_without: int
-    """The largest batch that fits without rematerialization; 0 when not even one does."""
+    """Largest batch that fits without rematerialization; 0 if not even one sample fits."""
     tried: tuple[tuple[int, int | None], ...]
-    """(batch size, smallest peak in bytes that its step can have); None: more than the budget."""
+    """Pairs of a batch size and the smallest possible peak of its step, in bytes; None: over the budget."""
 
     @property
     def seconds_per_sample(self) -> float:
-        """Predicted."""
+        """Predicted seconds of a step, divided by the batch size."""
         return self.plan.step_seconds / self.size
 
     def __str__(self) -> str:

@@ -31,37 +31,37 @@ KEY = "loss_fn"
 
 
 class LossAndOutputs(NamedTuple):
-    """What a model with its loss returns where the outputs are asked for."""
+    """Result of a module made with ``with_loss(..., outputs=True)``."""
 
     loss: Any
-    """What the loss function returned."""
+    """Return value of the loss function."""
     outputs: Any
-    """What the model returned."""
+    """Return value of the model."""
 
 
 def with_loss(model: nn.Module, fn: Callable[..., Any], *, outputs: bool = False) -> WithLoss:
-    """The model and its loss as one module, so that a plan has both.
+    """Combine a model and its loss in one module, so that a plan includes both.
 
-    It is called as the model is, and returns ``fn(model(...), *loss_args, **loss_kwargs)``::
+    Call the module like the model. It returns ``fn(model(...), *loss_args, **loss_kwargs)``::
 
         lossy = rkmate.with_loss(model, torch.nn.CrossEntropyLoss())
         loss = lossy(x, loss_args=(y,))          # criterion(model(x), y)
 
-    It stands in the model's place: the same parameters, state-dict keys, attributes and train flags. Where
-    `fn` is a module that is no part of the model, it is one of the submodules, ``loss_fn``: its parameters
-    and buffers come after the model's (``loss_fn.weight``), and where it has none, the state dictionaries
-    are the model's. (``loss_fn_`` where the model has a ``loss_fn`` of its own.)
+    The module replaces the model: it has the model's parameters, state-dict keys, attributes and train flags.
+    If `fn` is a module that is not part of the model, it becomes the submodule ``loss_fn`` (``loss_fn_`` if
+    the model already has a ``loss_fn``). Its parameters and buffers come after the model's
+    (``loss_fn.weight``). If it has none, the state dictionary is the model's.
 
     Args:
         model: the module to train.
-        fn: a function or a module: the model's output, then ``loss_args`` and ``loss_kwargs``, to the loss.
-            A loss is a tensor with one number; or a dictionary or an object that has it under ``loss``, or
-            a tuple or list that begins with it: then it is this one that is trained.
-        outputs: also return what the model returned: ``(loss, outputs)``. The outputs then stay in memory.
+        fn: a function or a module. It receives the model's output, then ``loss_args`` and ``loss_kwargs``,
+            and returns the loss: a tensor with one number; or a dictionary or object with this tensor under
+            ``loss``; or a tuple or list that begins with this tensor. This tensor is trained.
+        outputs: also return the model's outputs: ``(loss, outputs)``. The outputs then stay in memory.
 
     Raises:
-        ArgumentError: an argument is wrong; of a call: its arguments fit the model or the loss not, or the
-            loss is not as above.
+        ArgumentError: an argument is wrong. In a call: the arguments do not fit the model or the loss, or the
+            loss function returns something else.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is {type(model).__name__}; it should be a torch.nn.Module")
@@ -90,14 +90,14 @@ class WithLoss(StandIn):
 
     def forward(self, *args: Any, loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None,
                 **kwargs: Any) -> Any:
-        """The loss of the original's output; beside it, where they were asked for, the outputs.
+        """Return the loss of the original's output, and with ``outputs=True`` also the outputs.
 
-        args, kwargs: the original's. loss_args, loss_kwargs: what the loss gets after the output.
+        args, kwargs: arguments of the original. loss_args, loss_kwargs: further arguments of the loss.
         """
         return self._whole(*args, loss_args=loss_args, loss_kwargs=loss_kwargs, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """The original's `train`, and the loss's."""
+        """Set the train flags of the original and of the loss."""
         self._whole.train(mode)
         return self
 

@@ -1,4 +1,4 @@
-"""Where data may be sent while a step computes: what a user says of it, and how fast the way there is."""
+"""Where data may be sent while a step computes: the user's choice, and the speed of the link."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ LEAST_BYTES = 4096
 
 @dataclass(frozen=True, init=False)
 class Offload:
-    """A place to which a step may send data, and how much of it."""
+    """A target to which a step may send data, with a limit."""
 
     place: str
-    """``"host"``: the host's memory, for a model on an accelerator; else the whole path of a folder on a
-    disk, for one on the CPU."""
+    """``"host"``: the host's memory, for a model on an accelerator; otherwise the absolute path of a folder
+    on a disk, for a model on the CPU."""
     most_bytes: int | None
-    """That may be away at once, of all calls of a module (with `apply`, of all its layers) that wait for
-    their backward; None: as many as there is room for."""
+    """Bytes that may be away at once, over all calls of a module (with `apply`, over all its layers) that
+    wait for their backward; None: limited by the free space."""
     verify: bool
-    """Whether what comes back must have the checksum of what went in every step, which takes time."""
+    """Whether every step compares checksums of the data that comes back, which takes time."""
 
     def __init__(self, place: str | os.PathLike[str], most_bytes: int | str | None = None,
                  verify: bool = False) -> None:
-        """`place`: a folder may be relative to the one of the process, or begin with ``~``. `most_bytes`:
-        bytes, or text such as ``"20GiB"``. Raises `ArgumentError` for what is neither."""
+        """Describe a target.
+
+        `place`: ``"host"``, or a folder; the path may be relative, or begin with ``~``. `most_bytes`: bytes,
+        or text such as ``"20GiB"``. Raises `ArgumentError` if either is invalid.
+        """
         if not isinstance(place, (str, os.PathLike)) or not (text := str(os.fspath(place))):
             raise ArgumentError(f'offload is {place!r}; it should be a folder on a disk, or "host"')
         if not isinstance(verify, bool):
@@ -58,7 +61,7 @@ class Offload:
         return found
 
     def check_folder(self) -> None:
-        """Raise `ArgumentError` for a folder that is not there, or that cannot be written."""
+        """Raise `ArgumentError` if the folder does not exist or is not writable."""
         if self.place == HOST:
             return
         if not os.path.isdir(self.place):
@@ -67,7 +70,7 @@ class Offload:
             raise ArgumentError(f"offload is {self.place!r}; the folder cannot be written to")
 
     def check(self, device: Device) -> None:
-        """Raise `ArgumentError` where nothing can be sent there from a device."""
+        """Raise `ArgumentError` if the device cannot send data to this target."""
         if device.elsewhere is None:
             self.check_folder()
             self.engine(device).close()

@@ -1,4 +1,4 @@
-"""What a user may set about the stages."""
+"""Settings of the stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rkmate.planners.settings import PlannerSettings
 
 CostSource = Literal["measured", "analytic"]
 Trains = Literal["all"] | tuple[str | int, ...] | None
-"""Outputs that the loss leads to: all, or those of these names and numbers; None: see `Settings.trains`."""
+"""Outputs that the loss is computed from: all, or a tuple of names and numbers; None: see
+`Settings.trains`."""
 When = Literal["auto", "always", "never"]
 Layouts = Literal["keep", "auto", "channels_last", "with_compile"]
 NewShape = Literal["plan", "original", "error"]
@@ -70,87 +71,87 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """What calls share, and what few users change: how the stages of planning work, and how planned modules
-    run. The defaults are the paper's where the paper names them."""
+    """Options that calls share and that few users change: how the stages of planning work, and how planned
+    modules run. The defaults are the paper's if the paper gives a value."""
 
     costs: CostSource = "measured"
-    """``"measured"`` runs the operations of each unique block several times; ``"analytic"`` counts operations
-    and bytes, and runs nothing (except compiled groups, once, for their memory): what convolutions, recurrent
-    layers and fused attention take beside their results is then not known, and a step may exceed its budget
-    by that."""
+    """``"measured"`` runs each distinct operation, several times. ``"analytic"`` estimates from operations
+    and bytes and runs nothing, except compiled groups, once, for their memory. The temporary memory of
+    convolutions, recurrent layers and fused attention is then unknown, and a step may exceed its budget by
+    it."""
     cut: CutSettings = CutSettings()
     """How the graph is cut into blocks."""
     measure: MeasureSettings = MeasureSettings()
-    """How long operations are measured."""
+    """How operations are measured."""
     options: OptionSettings = field(default_factory=ilp_settings.DEFAULT.now)
-    """The integer programs of the blocks."""
+    """Settings of the integer programs of the blocks."""
     trains: Trains = None
-    """The outputs that the loss is computed from: ``"all"``, or names (keys and fields, ``"aux.0"`` for the
-    first output under ``aux``) and numbers of output tensors. None: ``log_probs`` if there is one (what trl's
-    trainers take), else the output named ``loss`` if it is a scalar, else the scalars, else all outputs
-    except by-products such as caches and hidden states. A loss that is computed from other outputs is
-    correct, too, but its first step runs the forward twice."""
+    """Outputs that the loss is computed from: ``"all"``, or names (keys and fields, ``"aux.0"`` for the first
+    output under ``aux``) and numbers of output tensors. None: ``log_probs`` if it exists (trl's trainers read
+    it), else the output named ``loss`` if it is a scalar, else all scalars, else all outputs except
+    by-products such as caches and hidden states. A loss that is computed from other outputs is correct, too,
+    but its first step runs the forward twice."""
     calls: int = 1
-    """How many times the module is called before the backward: the budget holds for the step of all of
-    them, and a fraction is one of the original's peak over as many."""
+    """Number of calls of the module before the backward. The budget holds for the step with all of these
+    calls; a fraction refers to the original's peak over the same number of calls."""
     slots: int | None = None
-    """Memory slots of the default planner's dynamic program; None: what `planner` says."""
+    """Memory slots of the default planner's dynamic program; None: the value in `planner`."""
     planning_seconds: float | None = None
-    """Seconds that a planner may take that can stop early (the integer programs on the whole graph, ``auto``,
-    ``dtr``). None: the planner's own limit."""
+    """Time limit, in seconds, of a planner that can stop early (the integer programs on the whole graph,
+    ``auto``, ``dtr``). None: the planner's own limit."""
     chunked_loss: When = "auto"
-    """Compute the last product and its cross entropy a few rows at a time: where the step does not fit whole,
-    and that is faster by more than a percent of it or nothing else meets the budget; always; or never. The
-    last bits of that weight's gradient then differ."""
+    """When to compute the last product and its cross entropy a few rows at a time. ``"auto"``: if the whole
+    step does not fit, and either this is faster by more than a percent of the step or nothing else meets the
+    budget. ``"always"``: at every budget. The last bits of that weight's gradient then differ."""
     deferred_outputs: Literal["auto", "never"] = "auto"
-    """Where the loss is computed a few rows at a time, a wide output that it is not computed from (the logits
-    that are returned beside it) is computed when somebody reads it. ``"never"``: it is computed in the step,
-    and counted in the budget."""
+    """If the loss is computed a few rows at a time, ``"auto"`` defers a wide output that the loss does not
+    depend on (logits returned next to the loss) until you read it. ``"never"``: the step computes the output,
+    and the budget counts it."""
     tiled_mlps: When = "auto"
-    """Run wide MLPs a few rows at a time: where nothing else meets the budget, always, or never. What they
-    hold between their two products then does not grow with the sequence; the backward computes the first
-    product again, and the last bits of their weights' gradients differ."""
+    """When to run wide MLPs a few rows at a time. ``"auto"``: if nothing else meets the budget; ``"always"``:
+    at every budget. The memory between the two products of an MLP then does not grow with the sequence. The
+    backward recomputes the first product, and the last bits of the gradients of the MLP's weights differ."""
     layouts: Layouts | None = "with_compile"
-    """The memory layout of images. ``"keep"`` (or None): as the model has it, bit for bit.
-    ``"channels_last"``: convolutions, and what is between them, work with the channels last. ``"auto"``:
-    where the step is measured to be faster by more than a percent, at any budget. Other kernels then do the
-    work, so that last bits differ. Parameters, outputs and gradients keep the layout that they have.
-    ``"with_compile"``, the default: ``"auto"`` where groups are compiled (`compile`), else ``"keep"``."""
+    """Memory layout of images. ``"keep"`` (or None): the model's own, bit for bit. ``"channels_last"``:
+    convolutions, and the operations between them, have their channels last. ``"auto"``: channels last if the
+    step, as measured, is faster by more than a percent, at any budget. Other kernels then do the work, so
+    that last bits differ. Parameters, outputs and gradients keep their layout. ``"with_compile"``, the
+    default: ``"auto"`` if groups are compiled (`compile`), else ``"keep"``."""
     gradients: Gradients = "returned"
-    """``"returned"``: autograd gets the gradients of parameters, one after the other. ``"in_place"``: the
-    step itself adds them to what stands in ``.grad``, so that no gradient of a weight is a tensor of its own;
-    hooks on parameters, data parallelism and ``torch.autograd.grad`` of parameters, which need such tensors,
-    are refused ([what that saves](gradients-in-place.md))."""
+    """``"returned"``: autograd receives the gradients of parameters, one after the other. ``"in_place"``: the
+    step adds gradients directly to ``.grad``, and no gradient is a separate tensor. Hooks on parameters, data
+    parallelism and ``torch.autograd.grad`` of parameters need separate tensors, and are refused ([what that
+    saves](gradients-in-place.md))."""
     compile: Compile = False
-    """Whether groups of operations are compiled into kernels of their own: the `compile=` of calls that do
-    not say it."""
+    """Whether to compile groups of operations into fused kernels: the `compile=` of calls that do not pass
+    it."""
     offload: Offload | None = None
-    """Where data may be sent while a step computes, to come back when it is needed: the `offload=` of calls
-    that do not say it. None: nowhere."""
+    """Target to which data may be sent while a step computes, to be copied back when needed: the `offload=`
+    of calls that do not pass it. None: no target."""
     planner: str | PlannerSettings | None = None
-    """How the schedule is found: the name of a planner ([all of them](planners.md)), or
-    `rkmate.PlannerSettings` with a name and how long the default planner looks. None: the default planner,
-    ``"rockmate"``."""
+    """Planner that makes the schedule: its name ([all planners](planners.md)), or `rkmate.PlannerSettings`
+    with a name and limits of the default planner's search. None: the default planner, ``"rockmate"``."""
     fraction_of: Literal["plain", "checkpointed"] = "plain"
-    """Which peak a fractional budget is a part of, for a model that calls ``torch.utils.checkpoint``: that of
-    its step without checkpointing, or as it checkpoints."""
+    """The peak that a fractional budget refers to, for a model that calls ``torch.utils.checkpoint``: the
+    peak of its step without checkpointing, or with it."""
     kept_plans_bytes: int = 1 << 30
-    """About how much host memory the plans of one wrapped module may take: one is made for each signature
-    (shapes, flags), and the least recently used go first. The latest always stays."""
+    """Approximate limit, in bytes of host memory, of the plans that one wrapped module keeps. There is one
+    plan for each signature (shapes, flags); the least recently used plans are dropped first, never the
+    latest."""
     keep_pages: bool = True
     """On a CPU, with the GNU C library on Linux: the process keeps the memory that steps free, in blocks of
-    up to 32 MiB, as long as the wrapped module is there, and steps write to pages that were used before.
-    False: the C library gives it back to the system, and takes fresh pages. `rkmate.keep_pages()` is the same
-    for all blocks, and for as long as is wished."""
+    up to 32 MiB, as long as the wrapped module exists, and steps write to pages that were used before. False:
+    the C library returns the memory to the system, and takes fresh pages. `rkmate.keep_pages()` does this for
+    blocks of any size, until you release it."""
     opaque: Opaque = ()
-    """Submodules that run as they are inside of the plan: names, or patterns (``"layers.*.experts"``);
-    ``"auto"``: those that cannot be traced. A call of one is one operation, which keeps what goes in and runs
-    again in the backward; its temporary memory is that of the sample's values."""
+    """Submodules that run as they are inside the plan: names, or patterns (``"layers.*.experts"``);
+    ``"auto"``: submodules that cannot be traced. A call of such a submodule is one operation, which keeps its
+    inputs and runs again in the backward. Its temporary memory is that for the sample's values."""
     run: RunSettings = RunSettings()
     """How a planned module runs: what it checks, calls of other shapes, lengths planned in advance, CUDA
     graphs."""
     split_head: InitVar[When | None] = None
-    """The old name of `chunked_loss`, understood for one more version."""
+    """Old name of `chunked_loss`, accepted for one more version."""
 
     def __post_init__(self, split_head: When | None) -> None:
         if split_head is not None:
@@ -189,7 +190,7 @@ class Settings:
 
     @property
     def of_planner(self) -> PlannerSettings:
-        """What the default planner works with."""
+        """Settings that the default planner uses."""
         planner = self.planner
         if not isinstance(planner, PlannerSettings):
             planner = planner_settings.DEFAULT.now()
@@ -204,7 +205,7 @@ class Settings:
 
 
 def checked_trains(trains: Any) -> Trains:
-    """Return what a user gave as `trains` as a value to plan with. Raises `ArgumentError` for wrong types."""
+    """Check the argument `trains` of a public call. Raises `ArgumentError` if it has a wrong type."""
     if trains is None or trains == "all":
         return trains  # type: ignore[no-any-return]
     one = isinstance(trains, (str, int))

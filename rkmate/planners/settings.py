@@ -1,4 +1,4 @@
-"""How long the default planner looks, and when what it has found is good enough."""
+"""Settings of the default planner: how long it searches, and when a schedule is good enough."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rkmate.support.defaults import Default
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """Which planner, and how long the default one looks. Times bound what can stop early; nothing else
-    depends on a clock."""
+    """Planner to use, and limits of the default planner's search. Times limit searches that can stop early;
+    nothing else depends on a clock."""
 
     name: str = "rockmate"
     """``"rockmate"``, the default, takes the fastest schedule of several methods. The methods by themselves,
@@ -26,41 +26,43 @@ class PlannerSettings:
     slots: int = 500
     """Memory slots of the chain's dynamic program."""
     save_set_seconds: float = 0.6
-    """How long the save-set program may look for a schedule of one budget."""
+    """Seconds that the save-set program may search for a schedule of one budget."""
     first_seconds: float = 5.0
-    """How long it may look again, for the first budget of a model, where it was cut short and the best
-    schedule is more than `wide_gap` above its bound; and for a first budget that the chain cannot meet."""
+    """Seconds that the save-set program may search again, for the first budget of a model, if it was cut
+    short and the best schedule is more than `wide_gap` above its bound; and for a first budget that the chain
+    cannot meet."""
     gap_tolerance: float = 2e-4
-    """How near to its lower bound, relative to it, a schedule is good enough for no other strategy to be
+    """Relative distance to the lower bound at which a schedule is good enough, so that no other strategy is
     asked."""
     wide_gap: float = 1e-2
-    """How far above its bound a schedule is worth `first_seconds`."""
+    """Relative distance to the lower bound above which a schedule is worth `first_seconds`."""
     smallest_seconds: float = 2.0
-    """How long to look for the smallest budget that can be met, once none can."""
+    """Seconds to search for the smallest feasible budget, after a budget was infeasible."""
     deep_nodes: int = 800
-    """On graphs of more computations, a further budget gets one schedule of the chain after few tries, and
-    dtr and lower sets are not asked."""
+    """On graphs with more computations than this, a further budget gets one schedule of the chain after few
+    tries, and dtr and lower sets are not asked."""
     deep_seconds: float = 0.75
-    """How long the chain and the save-set program may take together for such a budget: less for the
-    program, where the chain's table is made first."""
+    """Seconds that the chain and the save-set program may take together for such a budget. The program gets
+    less if the chain's table is made first."""
     deep_unused: float = 2e-2
-    """A schedule of the chain that leaves less than this share of such a budget unused is good enough; so is,
-    for the smallest budget of such a graph, what is this near to what cannot be."""
+    """On such a graph, a schedule of the chain that leaves less than this fraction of the budget unused is
+    good enough; so is a smallest budget within this fraction of an infeasible one."""
     dtr_nodes: int = 1500
-    """Up to how many computations dtr is asked: its time grows with the square."""
+    """Largest number of computations for which dtr is asked: its time grows with the square."""
     lower_set_nodes: int = 300
-    """Up to how many computations lower sets are asked."""
+    """Largest number of computations for which lower sets are asked."""
     fine: int = 4
-    """A table for small budgets ends at this many times the least memory of the chain, with half as many
-    slots: the one for all budgets has a dozen below the least memory of a deep model."""
+    """A second table, for small budgets, ends at this multiple of the chain's least memory, with half as many
+    slots. (The table for all budgets has only a dozen slots below the least memory of a deep model.)"""
     offload_seconds: float = 10.0
-    """How long copies may be looked for, where data can be sent away, next to what it takes to plan without
-    them; once a budget cannot be met, how long for those that take the least memory."""
+    """Seconds to search for copies, if data can be sent away, in addition to planning without copies; for an
+    infeasible budget, seconds to search for the copies that need the least memory."""
     partial_save_blocks: int = 40
-    """Up to how many blocks the chain's program lets forwards keep something for one another. Its time
-    grows with that, and on the deeper models tried (transformers, all) nothing was gained."""
+    """Largest number of blocks for which the chain's program lets a forward keep data for a later forward of
+    the same block. Its time grows with the number, and deeper models (all that were tried are transformers)
+    gained nothing."""
     partial_save_levels: int = 6
-    """At how many levels at most."""
+    """Number of levels of such partial saves, at most."""
     partial_saves: int = 120
     """Levels times blocks, at most: longer chains have fewer levels."""
 
@@ -77,4 +79,4 @@ class PlannerSettings:
 
 
 DEFAULT = Default(PlannerSettings())
-"""What holds where nobody sets anything."""
+"""Settings that hold unless a user sets others."""

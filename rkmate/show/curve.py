@@ -18,7 +18,8 @@ _SENT = "sent away"
 
 @dataclass(frozen=True)
 class Curve(Sequence[Plan]):
-    """Plans from the largest budget to the smallest: a sequence that can be drawn."""
+    """A sequence of plans, from the largest budget to the smallest, that prints as a table and can be
+    drawn."""
 
     plans: tuple[Plan, ...]
     points: tuple[Point, ...] = ()
@@ -38,7 +39,7 @@ class Curve(Sequence[Plan]):
         return iter(self.plans)
 
     def with_point(self, name: str, peak_bytes: int, step_seconds: float) -> Curve:
-        """The curve with another method's point: bytes, and seconds of a step."""
+        """Return the curve with a point of another method: its peak in bytes, and seconds of a step."""
         return Curve(self.plans, (*self.points, Point(name, peak_bytes, step_seconds)))
 
     def __str__(self) -> str:
@@ -72,8 +73,8 @@ class Curve(Sequence[Plan]):
         Args:
             path: where to write the picture (.svg, .png, .pdf); without it, nothing is written.
             here: a plan to mark.
-            title: of the picture.
-            beside: other curves of the same model by what they are called, such as those without `offload`.
+            title: title of the picture.
+            beside: other curves of the same model by name, for example curves without `offload`.
 
         Returns:
             The matplotlib figure.

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class Plan(PlanData):
     """The result of planning, independent of the model object. Bytes and seconds.
 
-    ``peak_bytes`` is the predicted peak of a training step above what stands before it, as
-    ``budget_bytes`` bounds it.
+    ``peak_bytes`` is the predicted peak of a training step, on top of the memory in use before the step;
+    ``budget_bytes`` is its limit.
     """
 
     def __str__(self) -> str:
-        """A table of the blocks under a few lines of figures."""
+        """Return a few lines of figures and a table of the blocks."""
         from rkmate.show.words import table
 
         return table(self)
@@ -34,41 +34,43 @@ class Plan(PlanData):
         return summary_html(self)
 
     def explain(self) -> str:
-        """Plain sentences: where the memory goes, what the peak is made of, what less would cost."""
+        """Explain the plan in sentences: where the memory goes, what the peak consists of, and what a smaller
+        budget would cost."""
         from rkmate.show.words import explain
 
         return explain(self)
 
     def replay(self) -> Occupancy:
-        """The schedule step by step: what is in memory, of which kind, and whose it is."""
+        """Replay the schedule: for each step, what is in memory, of which kind, and for which part of the
+        model."""
         from rkmate.show.replay import replay
 
         return replay(self)
 
     def draw(self, path: str | Path, what: Picture = "chain", block: int | str | None = None, *,
              whole: bool = False) -> Path:
-        """Draw into a file; its suffix says how: .svg, .png, .pdf, or .dot for the text alone.
+        """Draw the plan into a file. The suffix chooses the format: .svg, .png, .pdf, or .dot for DOT text.
 
         Args:
             path: the file to write.
             what: ``"chain"``: the blocks, identical ones in one colour. ``"forward"``: the operations
                 as captured. ``"simplified"``: the computations that are planned. ``"block"``: the
                 computations and data of one block. ``"schedule"``: when each of a block's tensors is
-                in memory. ``"copies"``: when the step computes, waits, copies data away and copies them
-                back; the memory and what is away meanwhile.
+                in memory. ``"copies"``: when the step computes, waits, copies data away and copies data
+                back, with the memory and the data that is away at each moment.
             block: number or class label of a block, for ``"block"`` and ``"schedule"``.
-            whole: draw every operation of ``"forward"`` and ``"simplified"``, however many there are.
+            whole: draw every operation of ``"forward"`` and ``"simplified"``, regardless of their number.
 
-        A chain, and a graph of more nodes than a page holds, is drawn as blocks that link to pages of
-        their own, in a folder beside the file; of such a graph, blocks that repeat are drawn once. Without
+        A chain, and a graph with more nodes than a page holds, is drawn as blocks. Each block links to a page
+        of its own, in a folder next to the file; in such a graph, blocks that repeat are drawn once. Without
         the ``dot`` program, the DOT text is written instead, and an `RkmateWarning` says what to install.
 
         Returns:
             The path of the file that was written.
 
         Raises:
-            ArgumentError: an argument is wrong, or copies are asked for of a plan that has none.
-            MissingExtra: a schedule or copies are drawn without matplotlib.
+            ArgumentError: an argument is wrong, or ``"copies"`` is requested for a plan without copies.
+            MissingExtra: ``"schedule"`` or ``"copies"`` is requested, and matplotlib is not installed.
         """
         from rkmate.show.draw import draw
 
@@ -76,13 +78,13 @@ class Plan(PlanData):
 
     def plot(self, path: str | Path | None = None, *, measured: Peak[Any] | None = None,
              title: str = "") -> Any:
-        """Draw the step's memory over time, by kind; per block, what is kept and when; and, where the plan
-        copies data away, when it does and when the step waits for that.
+        """Draw the step's memory over time, by kind, and for each block, what is kept and when. If the plan
+        copies data away, also draw the copies and the waits for them.
 
         Args:
             path: where to write the picture (.svg, .png, .pdf); without it, nothing is written.
             measured: a training step's memory as `rkmate.measure_step` returns it, drawn on top.
-            title: of the picture; the plan's own figures unless given.
+            title: title of the picture; by default, the plan's own figures.
 
         Returns:
             The matplotlib figure.
@@ -102,7 +104,7 @@ class Plan(PlanData):
             path: the file to write.
             curve: plans for other budgets, as `rkmate.tradeoff` returns them.
             measured: a training step's memory as `rkmate.measure_step` returns it.
-            date: that the page names; today's unless given.
+            date: date on the page; today's by default.
 
         Raises:
             MissingExtra: matplotlib is not installed (``pip install "rkmate[plots]"``).
