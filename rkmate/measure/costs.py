@@ -24,13 +24,13 @@ from rkmate.graph.capture.capture import Source
 from rkmate.graph.passes.simplify import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import analytic_costs
+from rkmate.measure.least import bytes_alone, surely_over
+from rkmate.measure.least import hoisted as hoisted_data
 from rkmate.measure.made_up import Layout, as_made, at_zero, chooses, layout_of, made_up
 from rkmate.measure.remembered import CostMemory, KnownOperations
 from rkmate.measure.runs import Caches, Timings, as_in_a_step, copied_forms, made_just_before, signature
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import temporary_bytes
-from rkmate.measure.unmeasured import bytes_alone, surely_over
-from rkmate.measure.unmeasured import hoisted as hoisted_data
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload
 

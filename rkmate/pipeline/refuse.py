@@ -16,12 +16,8 @@ from rkmate.ir.gradients import least_memory
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs
-from rkmate.measure.unmeasured import (
-    least_bytes,
-    with_ample_temporaries,
-    with_likely_temporaries,
-    without_temporaries,
-)
+from rkmate.measure.least import least_bytes
+from rkmate.measure.unmeasured import with_ample_temporaries, with_likely_temporaries, without_temporaries
 from rkmate.pipeline.prepare import Blocked, Prepared, block, with_operation_costs
 from rkmate.pipeline.solve import Solved, solve, solve_with
 from rkmate.pipeline.variants import Variant, others

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rkmate
 from rkmate.device.cpu import Cpu, EventsMeter
 from rkmate.measure import costs, runs
+from rkmate.measure.least import bytes_alone, hoisted, least_bytes
 from rkmate.measure.remembered import CostMemory, form_of
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.step import measure_peak
-from rkmate.measure.unmeasured import bytes_alone, hoisted, least_bytes
 from rkmate.pipeline import prepare as pipeline
 from rkmate.pipeline.prepare import Blocked, Traced, block, trace, with_operation_costs
 from rkmate.pipeline.settings import Settings
