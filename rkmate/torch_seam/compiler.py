@@ -3,6 +3,7 @@ guards on dictionaries and on the forms of tensors."""
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,8 @@ def load() -> None:
     """Import the compiler: seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for name in ("torch._inductor.compile_fx", "torch._inductor.decomposition"):
+            importlib.import_module(name)
 
 
 def compile_function(function: Callable[..., Any], forms: Sequence[Form],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,7 @@ def export_joint(program: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.Grap
 
 def load() -> None:
     """Import what `export_joint` needs: seconds, with torch._dynamo."""
+    importlib.import_module("torch._functorch.aot_autograd")
 
 
 # -- modes that are active ---------------------------------------------------------------------

@@ -428,7 +428,8 @@ def test_another_shape_that_communicates() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return _detached(self.lin(x)) if x.shape[0] > 8 else self.lin(x)
 
-    run = rkmate.wrap(Long(), (torch.randn(2, 4),), budget=1.0, progress=False, costs="analytic")
+    run = rkmate.wrap(Long(), (torch.randn(2, 4),), budget=1.0, progress=False,
+                      settings=rkmate.Settings(costs="analytic"))
     for size in (4, 6):
         run(torch.randn(size, 4)).sum().backward()
     with pytest.raises(rkmate.CaptureError, match="it communicates with other ranks"):

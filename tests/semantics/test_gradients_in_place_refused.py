@@ -114,11 +114,11 @@ def test_a_failed_backward_is_remembered() -> None:
     seen: list[int] = []
     run = Call.run
 
-    def failing(call: Call, number: int, receive: Any = None) -> Any:
+    def failing(call: Call, number: int) -> Any:
         seen.append(number)
         if number == count - 1:
             call.functions = [*call.functions[:-1], _fails]
-        return run(call, number, receive)
+        return run(call, number)
 
     plain(X).sum().backward()
     ways = (model.zero_grad, lambda: model.zero_grad(set_to_none=False),

@@ -41,7 +41,7 @@ def fresh(program: str) -> subprocess.CompletedProcess[str]:
 
 MODEL = ("m = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))\n"
          "x = torch.randn(4, 8)\n"
-         "w = rkmate.wrap(m, (x,), budget=1.0, progress=False, costs='analytic')\n"
+         "w = rkmate.wrap(m, (x,), budget=1.0, progress=False, settings=rkmate.Settings(costs='analytic'))\n"
          "w(x).sum().backward()\n")
 
 

@@ -153,7 +153,7 @@ REPAIRS = (
     Pass("checks by value", "trace",
          "An operation that checks the values of its result raises by them. A plan cannot: torch 2.11 and "
          "2.12 lose the check of a linear solver without a word, 2.15 that of a distribution, so both are "
-         "refused.", checks_by_value_refused, ("2.11", "2.12", "2.15")),
+         "refused.", checks_by_value_refused, ("2.11", "2.12", "2.13", "2.14", "2.15")),
     Pass("collectives", "trace",
          "Ranks that run their collectives at moments of different plans hang or compute wrong values. Where "
          "there are several ranks, a forward that communicates is refused when the trace reaches that.",
