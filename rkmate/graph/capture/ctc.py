@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("rkmate", "FRAGMENT")
-_library.define("ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
-                "int blank, bool zero_infinity, int longest) -> (Tensor, Tensor)")
-_library.define("ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
-                "Tensor target_lengths, Tensor losses, Tensor table, int blank, bool zero_infinity) "
-                "-> Tensor")
+from rkmate.torch_seam.own import Gradient, OwnOperator, register
 
 
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
@@ -71,8 +66,11 @@ def _differentiate(ctx: Any, grad: torch.Tensor, *others: Any) -> Any:
     return found, None, None, None, None, None, None
 
 
-_library.impl("ctc_loss", _forward, "CompositeExplicitAutograd")
-_library.impl("ctc_loss_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("rkmate::ctc_loss", _fake_forward, lib=_library)
-torch.library.register_fake("rkmate::ctc_loss_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("rkmate::ctc_loss", _differentiate, setup_context=_keep, lib=_library)
+register((
+    OwnOperator("ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
+                "int blank, bool zero_infinity, int longest) -> (Tensor, Tensor)", _forward,
+                shape=_fake_forward, gradient=Gradient(_differentiate, _keep), reads_host=True),
+    OwnOperator("ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
+                "Tensor target_lengths, Tensor losses, Tensor table, int blank, bool zero_infinity) "
+                "-> Tensor", _backward, shape=_fake_backward, reads_host=True),
+))
