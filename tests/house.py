@@ -30,7 +30,7 @@ class Room:
 
 _BASE = ("errors", "support", "ir")
 _SEAM = ("torch_seam", "torch_seam/patches")
-_GRAPH = ("graph/capture", "graph/passes", "graph/blocks")
+_GRAPH = ("graph/capture", "graph/ops", "graph/passes", "graph/blocks")
 
 HOUSE: tuple[Room, ...] = (
     Room("errors", "every error and warning that is raised on purpose", (), torch=False),
@@ -47,11 +47,13 @@ HOUSE: tuple[Room, ...] = (
     Room("graph/capture", "a module as one graph of forward and backward; what is refused",
          (*_BASE, "devices", "device", *_SEAM)),
     Room("graph/sizes", "a captured graph at other sizes of its call",
-         (*_BASE, "device", *_SEAM, *_GRAPH[:1])),
+         (*_BASE, "device", *_SEAM, "graph/capture")),
+    Room("graph/ops", "the package's own operators, each with a record of what is known about it",
+         (*_BASE, "device", *_SEAM)),
     Room("graph/passes", "rewritings of the captured graph, in one ordered table",
-         (*_BASE, "device", *_SEAM, *_GRAPH[:1])),
-    Room("graph/blocks", "the graph of computations and data, cut into blocks, equal ones found",
          (*_BASE, "device", *_SEAM, *_GRAPH[:2])),
+    Room("graph/blocks", "the graph of computations and data, cut into blocks, equal ones found",
+         (*_BASE, "device", *_SEAM, *_GRAPH[:3])),
     Room("measure", "time and memory of each operation, of a call, of a step",
          (*_BASE, "devices", "device", *_SEAM, *_GRAPH)),
     Room("ilp", "options of one block: integer programs and a heuristic", _BASE, torch=False),

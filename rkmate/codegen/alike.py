@@ -20,7 +20,7 @@ from rkmate.codegen.slices import Draws, Slice
 from rkmate.graph.blocks.expressions import operator_namespaces
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.products import PRODUCT
+from rkmate.graph.ops.products import PRODUCT
 from rkmate.ir.cd import HOISTED
 
 _PLAIN = frozenset(("aten", "prims"))

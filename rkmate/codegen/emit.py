@@ -13,17 +13,11 @@ from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
 from rkmate.support.gc_pause import gc_pause
+from rkmate.torch_seam.own import NAMESPACE, record_of
 from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.tensors import read_directly
 
-_TORCH = frozenset(("aten", "prims"))
-_OWN = frozenset(("rkmate",))
-_ASKING = frozenset(f"rkmate::{name}" for name in (
-    "opaque", "opaque_backward", "ctc_loss", "ctc_loss_backward"))
-"""Operators of this package that may read values on the host."""
-_DIFFERENTIATING = frozenset(f"rkmate::{name}" for name in (
-    "opaque", "opaque_backward", "recurrent_layer", "product_backward", "cumulative_product_backward"))
-"""Those that use autograd inside."""
+_KNOWN = frozenset(("aten", "prims", NAMESPACE))
 
 
 @dataclass(frozen=True)
@@ -59,24 +53,24 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
     for part in (listing.functions, *((f,) for f in later)):       # each has an environment of its own
         replace(listing, functions=part).verify()
     listing = replace(listing, functions=(*listing.functions, *later))
-    spaces, names = listing.namespaces.values(), _names(partition)
-    known = (_TORCH | _OWN).issuperset(spaces)
+    known = _KNOWN.issuperset(listing.namespaces.values())
+    own = [r for o in _operators(partition) if (r := record_of(o)) is not None]
     return Generated(print_listing(listing), segments,
                      tuple(int(s.key) for s, _ in partition.program.input_grads),
-                     tuple(f.name for f in later), known and not names & _DIFFERENTIATING,
-                     known and not names & _ASKING,
+                     tuple(f.name for f in later), known and not any(r.uses_autograd for r in own),
+                     known and not any(r.reads_host for r in own),
                      (_draws(listing.functions[:1]), _draws(listing.functions[1:1 + len(segments)])),
                      any(isinstance(s, Copy) for f in listing.functions for s in f.body))
 
 
-def _names(partition: Partition) -> set[str]:
-    """Of the operators, those in tiles and groups included."""
-    found: set[str] = set()
+def _operators(partition: Partition) -> set[OpOverload]:
+    """All operators, those in tiles and groups included."""
+    found: set[OpOverload] = set()
     for node in partition.program.operation:
         inside = getattr(node.target, "graph", None)
         for n in (node, *(inside.nodes if inside is not None else ())):
             if isinstance(n.target, OpOverload):
-                found.add(n.target.name())
+                found.add(n.target)
     return found
 
 

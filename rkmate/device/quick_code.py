@@ -7,15 +7,13 @@ text is loaded, and called without the method of Python around it. What a decora
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from rkmate.torch_seam.own import record_of
 from rkmate.torch_seam.schema import OpOverload, native_call
 
-_directly: dict[OpOverload, Callable[..., Any]] = {}
-"""Operators that are written in Python, and what they call."""
 _SPACE = re.compile(r"^(\w+) = (torch\.ops\.\w+)$", re.MULTILINE)
 _AS_THEY_ARE = "|".join((
     r"^@[\s\S]*?^def .*\n(?:(?:[ \t].*)?\n)*",
@@ -23,11 +21,6 @@ _AS_THEY_ARE = "|".join((
 """Decorated functions; strings; comments."""
 _DOT = "\N{MIDDLE DOT}"
 """Names may have it, and those in generated text have none."""
-
-
-def call_directly(operator: OpOverload, function: Callable[..., Any]) -> None:
-    """Let generated code call the function of an operator itself: the dispatcher would choose that, too."""
-    _directly[operator] = function
 
 
 def load(text: str, filename: str) -> dict[str, Any]:
@@ -54,4 +47,5 @@ def quickest(function: Any) -> Any:
     """What an operator calls, where it is one: the function itself takes less time than its call."""
     if not isinstance(function, OpOverload):
         return function
-    return _directly.get(function, native_call(function))
+    record = record_of(function)
+    return record.kernel if record is not None and record.direct else native_call(function)

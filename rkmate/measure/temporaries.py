@@ -6,31 +6,26 @@ the machine's libraries: convolutions, recurrent layers, fused attention, Fourie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.device import onednn
 from rkmate.device.random_state import STATE_BYTES
 from rkmate.devices import GPU
-from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators of torch.ops.rkmate
+from rkmate.graph.ops.parts import Tensors, bytes_of_copies
 from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.clusters.cluster import Cluster
-from rkmate.graph.passes.embedding_sums import bytes_of_rows
-from rkmate.graph.passes.operators import part_bytes, rows_of
-from rkmate.graph.passes.products import BY_ONEDNN
-from rkmate.graph.passes.reduced_losses import torchs_operator
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.compiled_memory import bytes_of_group
 from rkmate.measure.opaque_memory import opaque_bytes
 from rkmate.measure.reductions_on_gpus import reduction_bytes
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import record_of
 
-Tensors = Sequence[torch.Tensor]
-aten, own = torch.ops.aten, torch.ops.rkmate
+aten = torch.ops.aten
 _NUMBER = 16
 """A number that is made a tensor, or the intermediate result of a mean."""
 
@@ -49,9 +44,17 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     inside = opaque_bytes(node)
     if inside is not None:
         return max(STATE_BYTES, inside)
-    theirs = torchs_operator(node.target)
-    rule = TABLE.get(theirs, TABLE.get(getattr(theirs, "overloadpacket", None)))
+    rule = _rule(node.target)
     return max(STATE_BYTES * random, _NUMBER + (0 if rule is None else rule(inputs, outputs)))
+
+
+def _rule(target: Any) -> Callable[[Tensors, Tensors], int] | None:
+    """What is known of an operator: of the package's own, by its record."""
+    record = record_of(target)
+    if record is not None and record.stands_for is None:
+        return record.temporaries
+    theirs = target if record is None else record.stands_for
+    return TABLE.get(theirs, TABLE.get(getattr(theirs, "overloadpacket", None)))
 
 
 def _on_gpu(gpu: GPU, node: fx.Node, inputs: Tensors) -> int:
@@ -102,21 +105,10 @@ def _all(times: int) -> Callable[[Tensors, Tensors], int]:
     return lambda inputs, outputs: times * (sum(t.nbytes for t in inputs) + outputs[0].nbytes)
 
 
-def _copies(inputs: Tensors) -> int:
-    """Operands that the kernel wants contiguous."""
-    return sum(t.nbytes for t in inputs if not t.is_contiguous())
-
-
 def _promoted(inputs: Tensors, outputs: Tensors) -> int:
     """Operands that are cast to the type of the result."""
     return sum(t.numel() * outputs[0].element_size() for t in inputs
                if t.dtype != outputs[0].dtype and t.dim())
-
-
-def _part(value: torch.Tensor, dim: int) -> int:
-    """What is worked on at a time where a dimension is cut."""
-    step = min(value.shape[dim], rows_of(value.shape[dim], value.nbytes, part_bytes(value, value.nbytes)))
-    return step * (value.nbytes // max(1, value.shape[dim]))
 
 
 def _masked_softmax(inputs: Tensors, outputs: Tensors) -> int:
@@ -126,14 +118,7 @@ def _masked_softmax(inputs: Tensors, outputs: Tensors) -> int:
 
 def _norm_of_columns(inputs: Tensors, outputs: Tensors) -> int:
     """Sums for the weight's gradient and the bias's, in single precision or better."""
-    return _copies(inputs) + 2 * sum(t.numel() * max(4, t.element_size()) for t in outputs[1:])
-
-
-def _part_of_weight(inputs: Tensors, outputs: Tensors) -> int:
-    """The gradient of a part of a convolution's weight, and the channels that it is computed from."""
-    part, whole = part_bytes(outputs[0], outputs[0].nbytes), outputs[0].nbytes
-    read = max(t.nbytes for t in inputs if t.shape != outputs[0].shape)
-    return whole if part >= whole else part + -int(-read * part // whole)
+    return bytes_of_copies(inputs) + 2 * sum(t.numel() * max(4, t.element_size()) for t in outputs[1:])
 
 
 TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
@@ -143,7 +128,7 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten.soft_margin_loss: _largest(1), aten.soft_margin_loss_backward: _largest(2),
     aten.native_dropout: _largest(1),
     aten._safe_softmax: _masked_softmax,
-    aten.native_layer_norm: lambda inputs, outputs: _copies(inputs),
+    aten.native_layer_norm: lambda inputs, outputs: bytes_of_copies(inputs),
     aten.native_layer_norm_backward: _norm_of_columns,
     aten.native_group_norm_backward: lambda inputs, outputs: 2 * 4 * inputs[0].shape[0] * inputs[0].shape[1],
     aten._native_batch_norm_legit: lambda inputs, outputs: 4 * sum(t.nbytes for t in outputs[1:]),
@@ -151,15 +136,9 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten._native_batch_norm_legit_no_training: lambda inputs, outputs: 4 * sum(t.nbytes for t in inputs[1:]),
     aten.native_batch_norm_backward: _largest(1),
     aten._prelu_kernel_backward: _largest(1),
-    aten.embedding: lambda inputs, outputs: _copies(inputs),
-    aten.embedding_dense_backward: lambda inputs, outputs: _copies(inputs),
-    torch.ops.rkmate.add_embedding_rows: lambda inputs, outputs: bytes_of_rows(*inputs[1:3]),
-    own.cross_entropy_backward: lambda inputs, outputs: _part(outputs[0], 0),
-    BY_ONEDNN: lambda inputs, outputs: onednn.temporary_bytes(inputs[0]),
-    own.batch_norm_by_groups: lambda inputs, outputs: outputs[1].nbytes,
-    own.batch_norm_backward: lambda inputs, outputs: 4 * _part(outputs[0], 1),
-    aten.add_: _promoted, own.add_convolution_gradient: _part_of_weight,
-    own.add_embedding_gradient: lambda inputs, outputs: _copies(inputs[1:2]) + outputs[0][:1].nbytes,
+    aten.embedding: lambda inputs, outputs: bytes_of_copies(inputs),
+    aten.embedding_dense_backward: lambda inputs, outputs: bytes_of_copies(inputs),
+    aten.add_: _promoted,
     aten.add: _promoted, aten.sub: _promoted, aten.mul: _promoted, aten.div: _promoted, aten.sum: _promoted,
     aten.abs: _promoted,
     aten.logsumexp: _all(1), aten.sort: _largest(2), aten.median: _largest(1), aten.kthvalue: _largest(3),

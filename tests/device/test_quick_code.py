@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rkmate.device import quick_code
-from rkmate.device.quick_code import call_directly, load
+from rkmate.device.quick_code import load
+from rkmate.torch_seam import own
 
 TEXT = """
 import torch
@@ -98,8 +98,9 @@ def test_tracebacks_show_the_text(tmp_path: Path) -> None:
 
 
 def test_an_operator_that_is_python_is_called_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick_code, "_directly", {})
-    call_directly(torch.ops.aten.mm.default, lambda a, b: a @ b + 1)
+    mm = torch.ops.aten.mm.default
+    record = own.OwnOperator("mm(Tensor a, Tensor b) -> Tensor", lambda a, b: a @ b + 1, direct=True)
+    monkeypatch.setattr(own, "_records", {mm: record})
     found, _, _ = load(TEXT, "<text>")["function"](X)
     assert torch.equal(found, torch.cat([(X @ X.t() + 1).sum(0)] * 2))
 

@@ -30,6 +30,7 @@ from rkmate.graph.capture.state import MISSING, PythonState
 from rkmate.graph.capture.structure import Structure, TensorForm, form_of, take_apart
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.own import OwnOperator, own_operator, register
 from rkmate.torch_seam.tensors import version_of, without_modes, without_torch_function
 from rkmate.torch_seam.trace import several_ranks, values_refused
 
@@ -43,13 +44,6 @@ from rkmate.torch_seam.trace import several_ranks, values_refused
 # differentiates that, as `torch.utils.checkpoint` does: the kernels are eager mode's, on the rows that were
 # picked.
 
-
-_library = torch.library.Library("rkmate", "FRAGMENT")
-# Whether it draws random numbers depends on values, too: so it always counts as drawing.
-_library.define("opaque(str key, Tensor[] tensors) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
-_library.define("opaque_backward(str key, Tensor[] tensors, Tensor[] grads, int[] given, int[] wanted, "
-                "Tensor state) -> Tensor[]")
-FORWARD, BACKWARD = torch.ops.rkmate.opaque.default, torch.ops.rkmate.opaque_backward.default
 
 _DEPEND = "depend on values; the submodule around it can be named instead"
 
@@ -248,10 +242,15 @@ def _fake_backward(key: str, tensors: Sequence[torch.Tensor], grads: Sequence[to
     return [torch.empty_like(tensors[k]) for k in wanted]
 
 
-_library.impl("opaque", _forward, "CompositeExplicitAutograd")
-torch.library.register_fake("rkmate::opaque", _fake_forward, lib=_library)
-_library.impl("opaque_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("rkmate::opaque_backward", _fake_backward, lib=_library)
+register((
+    # Whether it draws random numbers depends on values, too: so it always counts as drawing.
+    OwnOperator("opaque(str key, Tensor[] tensors) -> Tensor[]", _forward, shape=_fake_forward,
+                tags=(torch.Tag.nondeterministic_seeded,), reads_host=True, uses_autograd=True),
+    OwnOperator("opaque_backward(str key, Tensor[] tensors, Tensor[] grads, int[] given, int[] wanted, "
+                "Tensor state) -> Tensor[]", _backward, shape=_fake_backward, reads_host=True,
+                uses_autograd=True),
+))
+FORWARD, BACKWARD = own_operator("opaque"), own_operator("opaque_backward")
 
 
 class _OpaqueFunction(torch.autograd.Function):

@@ -37,6 +37,7 @@ from rkmate.graph.capture.recipe import (
 )
 from rkmate.graph.capture.refusals import is_data_dependent
 from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.own import Gradient, OwnOperator, register
 from rkmate.torch_seam.schema import OpOverload, schema_of
 from rkmate.torch_seam.tensors import base_of, outside_trace, storage_id, version_of
 from rkmate.torch_seam.trace import values_refused
@@ -47,14 +48,6 @@ from rkmate.torch_seam.trace import values_refused
 #
 # Torch's own returns a table as wide as the longest target: a length is a value, which a trace has not. This
 # one is told it. What runs is torch's kernel.
-
-
-_library = torch.library.Library("rkmate", "FRAGMENT")
-_library.define("ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
-                "int blank, bool zero_infinity, int longest) -> (Tensor, Tensor)")
-_library.define("ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
-                "Tensor target_lengths, Tensor losses, Tensor table, int blank, bool zero_infinity) "
-                "-> Tensor")
 
 
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
@@ -108,11 +101,14 @@ def _differentiate(ctx: Any, grad: torch.Tensor, *others: Any) -> Any:
     return found, None, None, None, None, None, None
 
 
-_library.impl("ctc_loss", _forward, "CompositeExplicitAutograd")
-_library.impl("ctc_loss_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("rkmate::ctc_loss", _fake_forward, lib=_library)
-torch.library.register_fake("rkmate::ctc_loss_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("rkmate::ctc_loss", _differentiate, setup_context=_keep, lib=_library)
+register((
+    OwnOperator("ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
+                "int blank, bool zero_infinity, int longest) -> (Tensor, Tensor)", _forward,
+                shape=_fake_forward, gradient=Gradient(_differentiate, _keep), reads_host=True),
+    OwnOperator("ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
+                "Tensor target_lengths, Tensor losses, Tensor table, int blank, bool zero_infinity) "
+                "-> Tensor", _backward, shape=_fake_backward, reads_host=True),
+))
 
 
 # -- Calls of which a part is known ----------------------------------------------------------------

@@ -16,13 +16,13 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes import added_operators  # noqa: F401 - defines operators
+from rkmate.graph.ops.embeddings import ADD_EMBEDDING_GRADIENT
+from rkmate.graph.ops.products import ADD_CONVOLUTION_GRADIENT
 from rkmate.graph.passes.joint import Rewriting, is_backward
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE, phase_tag, without_descriptor
 
 aten = torch.ops.aten
-own = torch.ops.rkmate
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
              aten.squeeze.dim, aten.squeeze.dims)
@@ -195,8 +195,7 @@ def _convolution(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
             into_bias = adder.wanted[other].pop()
         elif other.args[1] != 0 and other is not node:
             return False
-    adder.insert(whole, whole, own.add_convolution_gradient.default,
-                 (place, into_bias, g, x, weight, *rest))
+    adder.insert(whole, whole, ADD_CONVOLUTION_GRADIENT, (place, into_bias, g, x, weight, *rest))
     whole.args = (g, x, weight, bias_sizes, *rest, [mask[0], False, False])
     whole.meta[VALUE] = (whole.meta[VALUE][0], None, None)
     return True
@@ -209,7 +208,7 @@ def _embedding(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
     g, indices, _, padding_idx, by_frequency = node.args
     if by_frequency:
         return False
-    adder.insert(node, node, own.add_embedding_gradient.default, (place, g, indices, padding_idx))
+    adder.insert(node, node, ADD_EMBEDDING_GRADIENT, (place, g, indices, padding_idx))
     return True
 
 

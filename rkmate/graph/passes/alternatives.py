@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
+from rkmate.graph.ops.norms import BATCH_NORM_BACKWARD
+from rkmate.graph.ops.products import PRODUCT
 from rkmate.graph.passes.chunked_kernels import Alternative, whole_batch_norm
-from rkmate.graph.passes.products import PRODUCT, by_onednn, by_onednn_in_tiles
+from rkmate.graph.passes.products import by_onednn, by_onednn_in_tiles
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE
 
-own = torch.ops.rkmate
-
 KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
-    own.batch_norm_backward.default: whole_batch_norm,
+    BATCH_NORM_BACKWARD: whole_batch_norm,
     PRODUCT: by_onednn,
 }
 """What names them, by operator. The parts of a plain cross entropy are as fast as torch's kernel."""

@@ -15,11 +15,12 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
+from rkmate.graph.ops.losses import CROSS_ENTROPY_BACKWARD
+from rkmate.graph.ops.norms import BATCH_NORM_BACKWARD
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import operator_name
 
 aten = torch.ops.aten
-own = torch.ops.rkmate
 
 _LOSSES = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
@@ -71,7 +72,7 @@ def _cross_entropy(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     if not is_wide(value, 0) or dim in (0, -value.dim()) or dtype != value.dtype \
             or not value.is_contiguous():
         return None
-    return own.cross_entropy_backward.default, (grad.args[0], log_probs, *grad.args[2:], dim)
+    return CROSS_ENTROPY_BACKWARD, (grad.args[0], log_probs, *grad.args[2:], dim)
 
 
 def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
@@ -83,7 +84,7 @@ def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
                 not (devices.of(v).cpu_kernels and v.is_contiguous()) for v in values) \
             or values[0].dtype != values[1].dtype:
         return None
-    return own.batch_norm_backward.default, (grad, input, weight, mean, invstd, eps)
+    return BATCH_NORM_BACKWARD, (grad, input, weight, mean, invstd, eps)
 
 
 def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:

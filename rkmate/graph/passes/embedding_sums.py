@@ -11,66 +11,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from rkmate.graph.ops.embeddings import ADD_ROWS, bytes_of_rows
 from rkmate.graph.passes.chunked_kernels import is_wide
 from rkmate.graph.passes.joint import Rewriting, is_backward
 from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
-_library = torch.library.Library("rkmate", "FRAGMENT")
-
-SORTING, PLACES = 48, 16
-"""Bytes for each index: while the indices are put in order, at most, and of what comes out."""
-
-
-def bytes_of_rows(grad: torch.Tensor, indices: torch.Tensor) -> int:
-    """What the operator takes beside its result, at most: a row for each index."""
-    count = indices.numel()
-    rows = (count + 1) * grad.shape[-1] * grad.element_size()
-    copied = 0 if grad.is_contiguous() else grad.nbytes
-    return max(SORTING * count, rows + copied + PLACES * count)
-
-
-def add_embedding_rows_over(total: torch.Tensor, grad: torch.Tensor, indices: torch.Tensor,
-                            padding_idx: int, *, out: torch.Tensor) -> torch.Tensor:
-    """``total + embedding_dense_backward(grad, indices)``; `out` may be `total` itself.
-
-    total [V, d], grad [..., d], indices [...]; rows of `padding_idx` are left out. No size depends on
-    which indices there are: memory is the same in every step, and an accelerator is not waited for.
-    """
-    rows, slots = _slots(indices, padding_idx)
-    count = len(rows)
-    sums = aten.embedding_dense_backward(grad, slots, count + 1, count, False)
-    torch.add(total, 0, out=out)         # as a sum with a zero does it: of -0.0 it makes 0.0
-    return out.index_add_(0, rows, sums[:count])
-
-
-def _slots(indices: torch.Tensor, padding_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different indices, smallest first, zeros after them; and for each index its place among them,
-    one past the last for `padding_idx`.
-
-    In the indices' own order, so that kernels that sort add up in the same order.
-    """
-    values, order = indices.reshape(-1).sort(stable=True)
-    rank = torch.zeros_like(order)
-    torch.cumsum(values[1:] != values[:-1], 0, out=rank[1:])
-    rows = torch.zeros_like(values).scatter_(0, rank, values)
-    slots = torch.empty_like(order).scatter_(0, order, rank).view(indices.shape)
-    return rows, slots.masked_fill_(indices == padding_idx, len(rows))
-
-
-def add_embedding_rows(total: torch.Tensor, grad: torch.Tensor, indices: torch.Tensor,
-                       padding_idx: int) -> torch.Tensor:
-    """As above, into memory of its own."""
-    return add_embedding_rows_over(total, grad, indices, padding_idx, out=torch.empty_like(total))
-
-
-_ARGUMENTS = "Tensor total, Tensor grad, Tensor indices, SymInt padding_idx"
-for _schema, _function in {
-    f"add_embedding_rows({_ARGUMENTS}) -> Tensor": add_embedding_rows,
-    f"add_embedding_rows.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)": add_embedding_rows_over,
-}.items():
-    _library.define(_schema)
-    _library.impl(_schema.split("(")[0], _function, "CompositeExplicitAutograd")
 
 
 def add_rows_of_embeddings(work: Rewriting) -> None:
@@ -86,7 +32,7 @@ def add_rows_of_embeddings(work: Rewriting) -> None:
         total, dense = pair
         grad, indices, _, padding_idx, _ = dense.args
         with work.graph.inserting_before(node):
-            new = work.graph.create_node("call_function", torch.ops.rkmate.add_embedding_rows.default,
+            new = work.graph.create_node("call_function", ADD_ROWS,
                                          (total, grad, indices, padding_idx), name="add_embedding_rows")
         given = fx.node.map_arg(new.args, lambda n: n.meta[VALUE])
         with node.meta[VALUE].fake_mode:

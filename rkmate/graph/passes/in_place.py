@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from rkmate.device.forms import contiguous_strides
-from rkmate.graph.passes import embedding_sums, operators  # noqa: F401 - define torch.ops.rkmate
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import own_operator, record_of
 
 aten = torch.ops.aten
 
@@ -34,7 +34,6 @@ _FIRST |= {
     aten.pow.Tensor_Scalar: aten.pow_.Scalar, aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
     aten.addcmul.default: aten.addcmul_.default, aten.addcdiv.default: aten.addcdiv_.default,
-    torch.ops.rkmate.scale.default: torch.ops.rkmate.scale_.default,
 }
 # Without an underscore they copy their first argument, and write to the copy.
 _FIRST |= {
@@ -61,11 +60,6 @@ _INTO_GRADIENT_BY_ROWS: dict[Any, tuple[Any, str, int]] = {
 # Kernels that read a whole row before they write any of it.
 _INTO_INPUT_BY_ROWS = {aten._log_softmax.default: aten._log_softmax.out,
                        aten._softmax.default: aten._softmax.out}
-_CHUNKED: dict[Any, tuple[Any, int]] = {
-    torch.ops.rkmate.cross_entropy_backward.default: (torch.ops.rkmate.cross_entropy_backward.out, 1),
-    torch.ops.rkmate.batch_norm_backward.default: (torch.ops.rkmate.batch_norm_backward.over, 0),
-    torch.ops.rkmate.add_embedding_rows.default: (torch.ops.rkmate.add_embedding_rows.out, 0),
-}
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,9 @@ def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[I
     """
     target = node.target
     result = node.meta.get(VALUE)
-    if target in _CHUNKED and isinstance(result, (tuple, list)):
+    record = record_of(target)
+    over = None if record is None else record.in_place
+    if over is not None and isinstance(result, (tuple, list)):
         result = result[0]
     if not isinstance(result, torch.Tensor):
         return []
@@ -110,9 +106,8 @@ def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[I
     elif target in _INTO_INPUT_BY_ROWS and node.args[1] in (-1, result.dim() - 1) \
             and node.args[2] is False:
         ways.append(InPlace(0, _INTO_INPUT_BY_ROWS[target], keyword="out"))
-    elif target in _CHUNKED:
-        over, position = _CHUNKED[target]
-        ways.append(InPlace(position, over, keyword="out"))
+    elif over is not None:
+        ways.append(InPlace(over.argument, own_operator(over.name), keyword=over.keyword))
     return [w for w in ways if _fits(node, w, result, storage)]
 
 

@@ -1,4 +1,4 @@
-"""A rewriting pass, and its operator: products of matrices that may run by either of two libraries.
+"""A rewriting pass: products of matrices that may run by either of two libraries.
 
 On a CPU torch multiplies matrices of single precision by MKL and convolves by oneDNN, which multiplies as
 well. On some processors it takes a tenth less time, on others more; the last bits differ. Where groups are
@@ -7,16 +7,14 @@ compiled, both are measured, and each product of a schedule runs by the one that
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import register_flop_formula
 
 from rkmate import device as devices
 from rkmate.device import onednn
-from rkmate.device.quick_code import call_directly, quickest
+from rkmate.graph.ops.products import BY_ONEDNN, PRODUCT
 from rkmate.graph.passes.chunked_kernels import Alternative
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.tiles.source import products
@@ -24,36 +22,9 @@ from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
-_library = torch.library.Library("rkmate", "FRAGMENT")
-_mm, _addmm = quickest(aten.mm.default), quickest(aten.addmm.default)
 
 LEAST = 16
 """Rows, columns and what is summed up: of fewer, no library takes long."""
-
-
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``a @ b + bias``, as torch multiplies: a [n, k], b [k, m], bias [m]."""
-    result: torch.Tensor = _mm(a, b) if bias is None else _addmm(bias, a, b)
-    return result
-
-
-def _shape(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[1])
-
-
-for _overload, _function in {"matrix_product": product, "matrix_product.by_onednn": onednn.product}.items():
-    _library.define(f"{_overload}(Tensor a, Tensor b, Tensor? bias) -> Tensor")
-    _library.impl(_overload, _function, "CPU")
-    _library.impl(_overload, _shape, "Meta")
-PRODUCT = torch.ops.rkmate.matrix_product.default
-BY_ONEDNN = torch.ops.rkmate.matrix_product.by_onednn
-call_directly(PRODUCT, product)
-call_directly(BY_ONEDNN, onednn.product)
-
-
-@register_flop_formula(torch.ops.rkmate.matrix_product)
-def _flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * int(math.prod(a) * b[1])
 
 
 def name_products(work: Rewriting) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.graph.passes.batch_norms import BY_GROUPS
+from rkmate.graph.ops.norms import BY_GROUPS
 from rkmate.graph.passes.joint import Rewriting, is_view
 from rkmate.torch_seam.nodes import VALUE, phase_tag
 

@@ -13,16 +13,11 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.device.quick_code import call_directly
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import OwnOperator, register
 from rkmate.torch_seam.tensors import copy_all, suggest_memory_format
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("rkmate", "FRAGMENT")
-_library.define("cudnn_batch_norm(Tensor input, Tensor weight, Tensor? bias, Tensor running_mean, "
-                "Tensor running_var, float momentum, float eps) -> "
-                "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 
 _RESERVE = 5
 """Place of what the backward reads beside the statistics among the results."""
@@ -51,9 +46,10 @@ def _form(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
             input.new_empty(reserve_bytes(input), dtype=torch.uint8))
 
 
-_library.impl("cudnn_batch_norm", _run, "CUDA")
-call_directly(torch.ops.rkmate.cudnn_batch_norm.default, _run)
-torch.library.register_fake("rkmate::cudnn_batch_norm", _form, lib=_library)
+register((OwnOperator(
+    "cudnn_batch_norm(Tensor input, Tensor weight, Tensor? bias, Tensor running_mean, "
+    "Tensor running_var, float momentum, float eps) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _run, "CUDA", shape=_form, direct=True),))
 
 
 def is_cudnns(*args: Any) -> bool:

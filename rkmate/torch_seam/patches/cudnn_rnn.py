@@ -16,18 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from rkmate import device as devices
-from rkmate.device.quick_code import call_directly
+from rkmate.torch_seam.own import Gradient, OwnOperator, register
 from rkmate.torch_seam.tensors import without_modes
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("rkmate", "FRAGMENT")
-_KIND = "int mode, int layers, bool batch_first, bool train, bool bidirectional"
-_library.define(f"cudnn_rnn(Tensor input, Tensor[] weights, Tensor hx, Tensor? cx, {_KIND}) -> "
-                "(Tensor, Tensor, Tensor, Tensor)")
-_library.define("cudnn_rnn_backward(Tensor input, Tensor[] weights, Tensor hx, Tensor? cx, Tensor output, "
-                "Tensor? grad_output, Tensor? grad_hy, Tensor? grad_cy, Tensor reserve, "
-                f"{_KIND}) -> Tensor[]")
 
 MODES = {aten.rnn_relu.input: 0, aten.rnn_tanh.input: 1, aten.lstm.input: 2, aten.gru.input: 3}
 """cuDNN's numbers."""
@@ -200,13 +192,15 @@ def _gradient(ctx: Any, grad_y: Any, grad_hy: Any, grad_cy: Any, _: Any) -> tupl
     return dx, rest, dhx, dcx, *(None for _ in ctx.kind)
 
 
-_library.impl("cudnn_rnn", _run, "CUDA")
-_library.impl("cudnn_rnn_backward", _run_backward, "CUDA")
-call_directly(torch.ops.rkmate.cudnn_rnn.default, _run)
-call_directly(torch.ops.rkmate.cudnn_rnn_backward.default, _run_backward)
-torch.library.register_fake("rkmate::cudnn_rnn", _form, lib=_library)
-torch.library.register_fake("rkmate::cudnn_rnn_backward", _form_backward, lib=_library)
-torch.library.register_autograd("rkmate::cudnn_rnn", _gradient, setup_context=_save, lib=_library)
+_KIND = "int mode, int layers, bool batch_first, bool train, bool bidirectional"
+register((
+    OwnOperator(f"cudnn_rnn(Tensor input, Tensor[] weights, Tensor hx, Tensor? cx, {_KIND}) -> "
+                "(Tensor, Tensor, Tensor, Tensor)", _run, "CUDA", shape=_form,
+                gradient=Gradient(_gradient, _save), direct=True),
+    OwnOperator("cudnn_rnn_backward(Tensor input, Tensor[] weights, Tensor hx, Tensor? cx, Tensor output, "
+                "Tensor? grad_output, Tensor? grad_hy, Tensor? grad_cy, Tensor reserve, "
+                f"{_KIND}) -> Tensor[]", _run_backward, "CUDA", shape=_form_backward, direct=True),
+))
 
 
 def layers_of_cudnn(op: Any, x: torch.Tensor, hidden: Any, weights: Sequence[torch.Tensor], layers: int,

@@ -22,17 +22,12 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.torch_seam import schema
+from rkmate.torch_seam.own import Gradient, OwnOperator, own_operator, register
 from rkmate.torch_seam.schema import python_kernels_replaced
 from rkmate.torch_seam.tensors import without_modes
 from rkmate.torch_seam.trace import fake_operations_seen
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("rkmate", "FRAGMENT")
-_library.define("product(Tensor x, int? dim, bool keepdim) -> Tensor")
-_library.define("product_backward(Tensor grad, Tensor x, int? dim, bool keepdim) -> Tensor")
-_library.define("cumulative_product(Tensor x, int dim) -> Tensor")
-_library.define("cumulative_product_backward(Tensor grad, Tensor x, int dim) -> Tensor")
 
 
 def _product(x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
@@ -55,11 +50,10 @@ def _layout_of_cumulative_product(grad: torch.Tensor, x: torch.Tensor, dim: int)
     return torch.empty_like(x)
 
 
-def _define(name: str, forward: Callable[..., torch.Tensor],
+def _define(name: str, arguments: str, forward: Callable[..., torch.Tensor],
             layout: Callable[..., torch.Tensor]) -> None:
     """An operation whose gradient is eager autograd's, found when it runs; `layout`: the gradient's
     shape and strides, on fake tensors."""
-    backward_op = getattr(torch.ops.rkmate, f"{name}_backward").default
 
     def backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
         # In this thread: another one of autograd's may wait for a lock that this one holds.
@@ -73,21 +67,23 @@ def _define(name: str, forward: Callable[..., torch.Tensor],
         ctx.args = inputs[1:]
 
     def gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        backward_op = own_operator(f"{name}_backward")
         return (backward_op(grad, ctx.saved_tensors[0], *ctx.args), *(None for _ in ctx.args))
 
     def below_autograd(x: torch.Tensor, *args: Any) -> torch.Tensor:
         with schema.below_autograd():
             return forward(x, *args)
 
-    _library.impl(name, below_autograd, "CompositeExplicitAutograd")
-    _library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rkmate::{name}_backward", layout, lib=_library)
-    torch.library.register_fake(f"rkmate::{name}", below_autograd, lib=_library)
-    torch.library.register_autograd(f"rkmate::{name}", gradient, setup_context=save, lib=_library)
+    register((
+        OwnOperator(f"{name}({arguments}) -> Tensor", below_autograd, shape=below_autograd,
+                    gradient=Gradient(gradient, save)),
+        OwnOperator(f"{name}_backward(Tensor grad, {arguments}) -> Tensor", backward, shape=layout,
+                    uses_autograd=True),
+    ))
 
 
-_define("product", _product, _layout_of_product)
-_define("cumulative_product", _cumulative_product, _layout_of_cumulative_product)
+_define("product", "Tensor x, int? dim, bool keepdim", _product, _layout_of_product)
+_define("cumulative_product", "Tensor x, int dim", _cumulative_product, _layout_of_cumulative_product)
 
 LONGEST_AT_ZERO: dict[Any, int] = {torch.ops.rkmate.product_backward.default: 1,
                                    torch.ops.rkmate.cumulative_product_backward.default: 1}

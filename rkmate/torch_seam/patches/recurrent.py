@@ -24,15 +24,10 @@ from torch.nn import functional as F
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import OwnOperator, register
 from rkmate.torch_seam.patches.cudnn_rnn import as_autocast_gives_them, is_cudnns, layers_of_cudnn
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("rkmate", "FRAGMENT")
-_library.define(
-    "recurrent_layer(Tensor input, Tensor w1, Tensor w2, Tensor w3, Tensor w4, Tensor hx, Tensor cx, "
-    "bool reverse, int[] batch_sizes, int mode, int hidden_size, int num_layers, bool has_biases, "
-    "bool bidirectional, bool batch_first, bool train) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 def _run(*args: Any) -> Any:
@@ -41,7 +36,11 @@ def _run(*args: Any) -> Any:
         return aten.mkldnn_rnn_layer.default(*plain)
 
 
-_library.impl("recurrent_layer", _run, "CPU")
+register((OwnOperator(
+    "recurrent_layer(Tensor input, Tensor w1, Tensor w2, Tensor w3, Tensor w4, Tensor hx, Tensor cx, "
+    "bool reverse, int[] batch_sizes, int mode, int hidden_size, int num_layers, bool has_biases, "
+    "bool bidirectional, bool batch_first, bool train) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run, "CPU", uses_autograd=True),))
 
 
 def make_recurrent_layers_whole(graph: fx.Graph) -> None:

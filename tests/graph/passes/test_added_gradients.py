@@ -122,17 +122,17 @@ def test_a_convolutions_input_takes_its_own_gradient() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_parts_of_a_convolutions_gradient(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rkmate.graph.passes import added_operators
+    from rkmate.graph.ops import products
 
     torch.manual_seed(0)
-    monkeypatch.setattr(added_operators, "part_bytes", lambda like, total: total // 3)
+    monkeypatch.setattr(products, "part_bytes", lambda like, total: total // 3)
     x, w = torch.randn(2, 4, 6, 6), torch.randn(4, 6, 3, 3) if transposed else torch.randn(6, 4, 3, 3)
     convolution = torch.nn.functional.conv_transpose2d if transposed else torch.nn.functional.conv2d
     g = torch.randn_like(convolution(x, w))
     rest = ([1, 1], [0, 0], [1, 1], transposed, [0, 0], 1)
     _, of_weight, of_bias = aten.convolution_backward(g, x, w, [6], *rest, [False, True, True])
     into, into_bias = torch.ones_like(w), torch.ones(6)
-    assert len(added_operators.weight_parts(w, 1)) > 1
+    assert len(products.weight_parts(w, 1)) > 1
     own.add_convolution_gradient(into, into_bias, g, x, w, *rest)
     torch.testing.assert_close(into, of_weight + 1)
     torch.testing.assert_close(into_bias, of_bias + 1)

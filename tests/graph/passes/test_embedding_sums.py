@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.device import cpu
-from rkmate.graph.passes.embedding_sums import bytes_of_rows
+from rkmate.graph.ops.embeddings import bytes_of_rows
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.measure.step import measure_peak
 from tests.equality import as_bytes, assert_same_step, measured_peak

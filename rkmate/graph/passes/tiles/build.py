@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_view
-from rkmate.graph.passes.operators import part_bytes
+from rkmate.graph.ops.parts import part_bytes
 from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, shape_of
 from rkmate.graph.passes.tiles.region import Region, readers_of
 from rkmate.graph.passes.tiles.rules import Tile, emit

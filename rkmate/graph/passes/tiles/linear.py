@@ -9,15 +9,15 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_view
+from rkmate.torch_seam.own import record_of
 
 aten = torch.ops.aten
-own = torch.ops.rkmate
 
 _IN_FIRST = {getattr(aten, name) for name in (
     "_to_copy", "clone", "neg", "sum", "mean", "expand", "slice_backward", "select_backward", "cumsum",
     "nll_loss_backward", "_log_softmax_backward_data", "_softmax_backward_data", "tanh_backward",
     "sigmoid_backward", "gelu_backward", "silu_backward", "threshold_backward", "leaky_relu_backward",
-    "elu_backward", "hardtanh_backward", "gather", "index", "index_select")} | {own.cross_entropy_backward}
+    "elu_backward", "hardtanh_backward", "gather", "index", "index_select")}
 """Linear in the first operand, whatever the others are, so long as they do not depend on the gradient."""
 _IN_ONE = {aten.mul, aten.mm, aten.bmm}
 """Linear in each operand."""
@@ -34,7 +34,8 @@ def is_linear(node: fx.Node, late: Collection[fx.Node]) -> bool:
     given = [n for n in node.all_input_nodes if n in late and not is_zero(n)]
     first = args[0] if args else None
     only_first = given == [first] and args.count(first) == 1
-    if is_view(node) or packet in _IN_FIRST:
+    record = record_of(node.target)
+    if is_view(node) or packet in _IN_FIRST or (record is not None and record.linear):
         return only_first
     if packet in _IN_ONE:
         return len(given) == 1 and args.count(given[0]) == 1

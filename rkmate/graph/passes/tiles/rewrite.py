@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.losses import SCALE
 from rkmate.graph.passes.joint import Rewriting, is_backward
 from rkmate.graph.passes.tiles.build import build, called
 from rkmate.graph.passes.tiles.linear import is_linear
@@ -24,7 +25,6 @@ from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE, phase_tag
 
 aten = torch.ops.aten
-own = torch.ops.rkmate
 
 
 def late_nodes(work: Rewriting) -> set[fx.Node]:
@@ -96,7 +96,7 @@ def _in_one_call(work: Rewriting, region: Region, late: set[fx.Node], apart: Col
         item = _item(work, call, k)
         if result in late:
             with work.graph.inserting_before(result):
-                scaled = work.graph.call_function(own.scale.default, (item, tangents[0]))
+                scaled = work.graph.call_function(SCALE, (item, tangents[0]))
             scaled.meta = dict(result.meta)
             work.replace(result, scaled)
         else:

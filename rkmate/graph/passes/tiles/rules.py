@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes import operators  # noqa: F401 - defines torch.ops.rkmate
 from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, aligned, lead_of, shape_of
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import record_of
 from rkmate.torch_seam.schema import OpOverload, operator_name, schema_of
 
 aten = torch.ops.aten
-own = torch.ops.rkmate
 
 Forms = dict[fx.Node, int]
 """Operands -> the form that each is wanted in."""
@@ -77,6 +76,9 @@ def emit(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 
 def _rule(node: fx.Node) -> Rule | None:
     target: Any = node.target
+    record = record_of(target)
+    if record is not None and record.rows_like is not None:
+        return RULES[record.rows_like]
     if target in RULES:
         return RULES[target]
     pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags \
@@ -316,10 +318,8 @@ def _nll(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def _nll_backward(node: fx.Node, form: int, rows: int) -> Forms | None:
-    grad, scores, target, weight, reduction, _, total = arguments(node)[:7]
-    if form != 1:
-        return None
-    if node.target is own.cross_entropy_backward.default and arguments(node)[7] not in (1, -1):
+    grad, scores, target, weight, reduction, _, total, *dim = arguments(node)
+    if form != 1 or any(d not in (1, -1) for d in dim):         # a log-softmax is differentiated, too
         return None
     return together([(grad, WHOLE if reduction else 1), (scores, 1), (target, 1), (weight, WHOLE),
                    (total, WHOLE)])
@@ -357,7 +357,7 @@ RULES: dict[Any, Rule] = {
     aten.constant_pad_nd.default: Rule(_pad, emit_same),
     aten.cat.default: Rule(_cat, _emit_cat),
     aten.nll_loss_forward.default: Rule(_nll, emit_same),
-    aten.nll_loss_backward.default: _NLL_BACKWARD, own.cross_entropy_backward.default: _NLL_BACKWARD,
+    aten.nll_loss_backward.default: _NLL_BACKWARD,
     aten.index.Tensor: _LOOK_UP, aten.embedding.default: _LOOK_UP,
     operator.getitem: Rule(_item, emit_same),
     aten.gather.default: _along((0, 2), 1), aten.scatter.value: _along((0, 2), 1),

@@ -1,7 +1,8 @@
-"""Operations that add to a parameter's gradient, and return nothing.
+"""Operators of products: of matrices by either of two libraries, and convolutions' gradients that are added
+where others stand.
 
 A convolution's weight gradient is computed a few channels at a time, so that no tensor of the weight's size
-stands beside the gradient; what an embedding's backward makes is added row by row.
+stands beside the gradient.
 """
 
 from __future__ import annotations
@@ -13,10 +14,27 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from rkmate.graph.passes.operators import part_bytes, stretches
+from rkmate.device import onednn
+from rkmate.device.quick_code import quickest
+from rkmate.graph.ops.parts import Tensors, part_bytes, stretches
+from rkmate.torch_seam.own import OwnOperator, own_operator, register
 
 aten = torch.ops.aten
-_library = torch.library.Library("rkmate", "FRAGMENT")
+_mm, _addmm = quickest(aten.mm.default), quickest(aten.addmm.default)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``a @ b + bias``, as torch multiplies: a [n, k], b [k, m], bias [m]."""
+    result: torch.Tensor = _mm(a, b) if bias is None else _addmm(bias, a, b)
+    return result
+
+
+def _shape(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * int(math.prod(a) * b[1])
 
 
 def add_convolution_gradient(
@@ -52,38 +70,35 @@ def weight_parts(weight: torch.Tensor, groups: int) -> list[slice]:
     return list(stretches(rows, total, part_bytes(weight, total)))
 
 
-def add_embedding_gradient(into: torch.Tensor, grad_output: torch.Tensor, indices: torch.Tensor,
-                           padding_idx: int) -> None:
-    """Add the rows of an output's gradient to those rows of the weight's that they were read from; that of
-    `padding_idx` stays as it is (negative: there is none)."""
-    row = into[padding_idx].clone() if padding_idx >= 0 else None
-    into.index_add_(0, indices.reshape(-1), grad_output.reshape(-1, into.shape[1]))
-    if row is not None:
-        into[padding_idx] = row
-
-
-for _schema, _function in {
-    "add_convolution_gradient(Tensor(a!) into, Tensor(b!)? into_bias, Tensor grad_output, Tensor input, "
-    "Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, "
-    "SymInt[] output_padding, SymInt groups) -> ()": add_convolution_gradient,
-    "add_embedding_gradient(Tensor(a!) into, Tensor grad_output, Tensor indices, SymInt padding_idx) -> ()":
-        add_embedding_gradient,
-}.items():
-    _library.define(_schema)
-    _library.impl(_schema.split("(")[0], _function, "CompositeExplicitAutograd")
-
-
-@register_flop_formula(torch.ops.rkmate.add_convolution_gradient)
 def _convolution_flops(into: Any, into_bias: Any, grad_output: Any, input: Any, weight: Any, stride: Any,
                        padding: Any, dilation: Any, transposed: bool, *args: Any, **kwargs: Any) -> int:
     return 2 * int(math.prod(input if transposed else grad_output) * math.prod(weight[1:]))
 
 
-@register_flop_formula(torch.ops.rkmate.add_embedding_gradient)
-def _embedding_flops(into: Any, grad_output: Any, *args: Any, **kwargs: Any) -> int:
-    return int(math.prod(grad_output))
+def _part_of_weight(inputs: Tensors, outputs: Tensors) -> int:
+    """The gradient of a part of a convolution's weight, and the channels that it is computed from."""
+    part, whole = part_bytes(outputs[0], outputs[0].nbytes), outputs[0].nbytes
+    read = max(t.nbytes for t in inputs if t.shape != outputs[0].shape)
+    return whole if part >= whole else part + -int(-read * part // whole)
 
 
 @register_flop_formula([aten.addmm_, aten.baddbmm_, aten.addbmm_])
 def _product_flops(into: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * int(math.prod(a) * b[-1])
+
+
+_PRODUCT = "(Tensor a, Tensor b, Tensor? bias) -> Tensor"
+
+register((
+    OwnOperator(f"matrix_product{_PRODUCT}", product, "CPU", shape=_shape, direct=True, flops=_flops),
+    OwnOperator(
+        f"matrix_product.by_onednn{_PRODUCT}", onednn.product, "CPU", shape=_shape, direct=True,
+        temporaries=lambda inputs, outputs: onednn.temporary_bytes(inputs[0])),
+    OwnOperator(
+        "add_convolution_gradient(Tensor(a!) into, Tensor(b!)? into_bias, Tensor grad_output, Tensor input, "
+        "Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, "
+        "SymInt[] output_padding, SymInt groups) -> ()", add_convolution_gradient,
+        temporaries=_part_of_weight, flops=_convolution_flops),
+))
+PRODUCT, BY_ONEDNN = own_operator("matrix_product"), own_operator("matrix_product.by_onednn")
+ADD_CONVOLUTION_GRADIENT = own_operator("add_convolution_gradient")
