@@ -175,7 +175,7 @@ REPAIRS = (
     Pass("library paths", "export",
          "Libraries take another path when they notice that they are traced (explicit attention masks, "
          "say): other arithmetic, and memory for the masks. Eager's path is tried first.",
-         paths),
+         paths, feature=features.PATHS),
     Pass("custom functions", "export",
          "An export records the operations of a custom function's forward, and their derivative would "
          "take the place of its own backward: each call is recorded as one operation.",

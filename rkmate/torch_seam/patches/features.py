@@ -25,6 +25,8 @@ GLOBAL_HOOKS = "hooks around every module"
 VALUES = "values that depend on inputs alone"
 REGIONS = "regions under torch.utils.checkpoint"
 INNER = "gradients inside of a forward"
+CUSTOM = "custom autograd functions"
+PATHS = "libraries on eager mode's path"
 GUARDS = "quick guards"
 
 
@@ -179,6 +181,56 @@ def _inner() -> None:
     assert seen == [None]
 
 
+class _Doubled(torch.autograd.Function):
+    """Rounds, and doubles the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 2 * grads[0]
+
+
+class _Rounding(nn.Module):
+    """Calls a custom function by a reference that was taken before."""
+
+    apply_it = _Doubled.apply
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return type(self).apply_it(x)
+
+
+def _custom_functions() -> None:
+    from rkmate.torch_seam import trace
+    from rkmate.torch_seam.patches.custom_functions import kept_whole, run_as_they_are
+
+    x = torch.full((2,), 1.2, requires_grad=True)
+    with trace.quiet(), torch.enable_grad(), kept_whole():
+        program = torch.export.export(_Rounding(), (x,), strict=False).module()
+    run_as_they_are(program)
+    program(x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]
+
+
+def _paths() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from rkmate.torch_seam.patches.libraries import as_in_eager_mode, known_value
+
+    seen: list[Any] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(3)
+        seen.extend((known_value(places), known_value(x)))
+        return x + places
+
+    with as_in_eager_mode():
+        make_fx(function)(torch.ones(3))
+    assert seen == [[0, 1, 2], None]
+
+
 def _groups() -> None:
     from rkmate.torch_seam import compiler
 
@@ -233,6 +285,8 @@ FEATURES = (
     Feature(VALUES, _values, None),
     Feature(REGIONS, _regions, "what checkpointing takes is not known"),
     Feature(INNER, _inner, "forwards that differentiate are refused"),
+    Feature(CUSTOM, _custom_functions, None),
+    Feature(PATHS, _paths, "models of transformers may hold explicit masks, and differ in their last bits"),
     Feature(GROUPS, _groups, "compile=True is refused"),
     Feature(KERNELS, _kernels, "each process compiles its kernels anew"),
     Feature(ONEDNN, _onednn, "products run by torch's default library"),
