@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 # Workers side by side on few cores: threads inside operations would only fight for them, and with one
 # thread the order of additions, and so each bit of the results, is the same everywhere.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup --durations=10
 
 # Every module of the installed package, without the optional ones that it can use: those for other
 # libraries need them.
