@@ -18,7 +18,7 @@ from rkmate.errors import TorchVersionError
 from rkmate.support.warn import warn
 
 SEEN = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""Releases that the whole test suite runs with, oldest first."""
+"""Releases that the tests run with, oldest first."""
 
 
 GROUPS = "compiled groups"
@@ -49,7 +49,7 @@ def release() -> str:
 
 
 def was_seen() -> bool:
-    """Return whether the test suite runs with this release."""
+    """Return whether the tests run with this release."""
     return release() in SEEN
 
 
