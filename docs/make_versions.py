@@ -26,9 +26,9 @@ of its own, with the other dependencies of `constraints.txt`. *Features off* are
 (`rkmate/torch_seam/versions.py`, `rkmate/torch_seam/patches/features.py`): rkmate warns, or says in the
 error, what is lost.
 
-With a release other than 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, rkmate runs these self tests before it does anything else. What passes is
-used, what fails is turned off with a warning, and if nothing works without it, `rkmate.TorchVersionError`
-names the releases to install.
+With a release other than 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, rkmate runs these self tests before it
+does anything else. What passes is used, what fails is turned off with a warning, and if nothing works without
+it, `rkmate.TorchVersionError` names the releases to install.
 
 | torch | passed | failed | skipped | features off |
 |---|--:|--:|--:|---|
