@@ -4,7 +4,6 @@ what a trace prints."""
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib
 import logging
 import threading
@@ -82,7 +81,7 @@ def export_joint(program: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.Grap
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         return aot_export_joint_with_descriptors(stack, program, tuple(tensors)).graph_module
 
 
@@ -112,11 +111,12 @@ def values_refused() -> Iterator[None]:
 
 @contextmanager
 def fake_operations_seen(look: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Call `look` with each operation on fake tensors, its arguments and its keywords, in all threads."""
-    plain = FakeTensorMode.dispatch
+    """Call `look` with each operation on fake tensors of this thread, its arguments and its keywords."""
+    here, plain = threading.get_ident(), FakeTensorMode.dispatch
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        look(func, args, kwargs)
+        if threading.get_ident() == here:
+            look(func, args, kwargs)
         return plain(mode, func, types, args, kwargs or {})
 
     with mock.patch.object(FakeTensorMode, "dispatch", dispatch):

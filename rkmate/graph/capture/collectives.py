@@ -13,7 +13,6 @@ operation, is recognised by the files that the error came through.
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,11 +115,10 @@ def collectives_refused(model: nn.Module) -> Iterator[None]:
     if not several_ranks():
         yield
         return
-    here = threading.get_ident()
     reached: list[tuple[str, Exception]] = []
 
     def look(func: Any, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == here and communicates(func, args, kwargs):
+        if communicates(func, args, kwargs):
             reached.append((str(func), CollectiveError(str(func))))
             raise reached[-1][1]
 

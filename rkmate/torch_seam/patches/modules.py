@@ -122,7 +122,7 @@ def _full(path: str, name: str) -> str:
 @contextmanager
 def standing_modules_stay() -> Iterator[None]:
     """While a module is captured: `Module.to` does nothing where it would move nothing. Else it makes its
-    parameters anew, which a trace cannot follow. Other threads' calls run as ever."""
+    parameters anew, which a trace cannot follow. Other threads' calls run as usual."""
     here = threading.get_ident()
     plain = nn.Module.to
 
@@ -154,12 +154,12 @@ _COUNTING = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker
 
 
 def global_forward_hooks() -> list[Callable[..., Any]]:
-    """Those around forwards that may compute something."""
+    """Return the hooks around all forwards that may compute something."""
     return [h for place in _forward_places() if place for h in place.values() if not _only_looks(h)]
 
 
 def global_backward_hooks() -> list[Callable[..., Any]]:
-    """Those around backwards that may compute something."""
+    """Return the hooks around all backwards that may compute something."""
     before, after = (torch.nn.modules.module._global_backward_pre_hooks,
                      torch.nn.modules.module._global_backward_hooks)
     return [h for h in (*before.values(), *after.values()) if not _only_looks(h)]
