@@ -120,8 +120,8 @@ def _planned(mode: str, **environment: str) -> dict[str, int]:
 @COUNTED
 def test_planned_steps_find_their_pages_as_long_as_there_is_one() -> None:
     found = _planned("keep")
-    # The heap may end with one activation that comes and goes. Without kept pages, a step takes eleven.
-    assert max(found[k] for k in ("planned", "one of two", "all", "planned again")) < 2 * STEP
+    # The heap may end with an activation or two that come and go. Without kept pages, a step takes eleven.
+    assert max(found[k] for k in ("planned", "one of two", "all", "planned again")) < 4 * STEP
     assert found["given back"] > 4 * STEP
 
 
@@ -132,7 +132,7 @@ def test_planned_steps_find_their_pages_as_long_as_there_is_one() -> None:
 def test_pages_are_as_they_were_where_that_is_said(mode: str, environment: dict[str, str]) -> None:
     found = _planned(mode, **environment)
     assert found["planned"] > 4 * STEP and found["one of two"] > 4 * STEP
-    assert found["all"] < 2 * STEP
+    assert found["all"] < 4 * STEP
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch,
