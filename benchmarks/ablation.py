@@ -189,9 +189,9 @@ class Judged:
 
 
 JUDGED: dict[str, Judged] = {
-    "pages that planned modules keep": Judged(
-        "[time of eager's](pages.md), without and with: GPT-2 at 100% 0.90 and 0.91, at 50% 0.90 and 0.98; "
-        "ResNet-50 at 100% 0.97 and 0.96, at 50% 1.07 and 1.07", gone=False),
+    "pages of up to 32 MiB that planned modules kept": Judged(
+        "time of eager's, without and with ([`keep_pages()`](pages.md) keeps all): GPT-2 at 100% 0.90 and "
+        "0.91, at 50% 0.90 and 0.98; ResNet-50 at 100% 0.97 and 0.96, at 50% 1.07 and 1.07", gone=True),
     "kernel files": Judged(
         "[seconds until a second process is ready](fused.md), of which loading groups takes none; inductor's "
         "own cache has them, too, and is a little slower", gone=False),
@@ -447,10 +447,13 @@ def verdicts(rows: Sequence[Row]) -> str:
         most, models = max(own, key=lambda row: row.gain), worth_on(own)
         gains = f"{_part(most.gain)} ({most.model}, {most.budget})" if most.gain >= 0.0005 else "nothing"
         keeps = len(models) >= MODELS_WORTH
+        missing = [model for model in FEATURES[name].models if not any(row.model == model for row in own)]
+        verdict = "keeps its place" if keeps else f"without {', '.join(missing)}: none yet" if missing \
+            else "does not keep it"
         on, off = (sum(s or 0.0 for s in found) for found in zip(
             *((row.on_planning, row.off_planning) for row in own), strict=True))
         lines.append(f"| {name} | {gains} | {', '.join(models) or 'none'} | {on:.0f} | {off:.0f} | "
-                     f"{'keeps its place' if keeps else 'does not keep it'} |")
+                     f"{verdict} |")
     return "\n".join(lines)
 
 
