@@ -192,9 +192,10 @@ JUDGED: dict[str, Judged] = {
     "pages of up to 32 MiB that planned modules kept": Judged(
         "time of eager's, without and with ([`keep_pages()`](pages.md) keeps all): GPT-2 at 100% 0.90 and "
         "0.91, at 50% 0.90 and 0.98; ResNet-50 at 100% 0.97 and 0.96, at 50% 1.07 and 1.07", gone=True),
-    "kernel files": Judged(
-        "[seconds until a second process is ready](fused.md), of which loading groups takes none; inductor's "
-        "own cache has them, too, and is a little slower", gone=False),
+    "files of compiled groups": Judged(
+        "a second process loads groups without the compiler; from inductor's own cache, this takes some "
+        "2 s of processor time for the compiler and 0.03 s for each group, of "
+        "[3 to 10 s until it is ready](fused.md)", gone=True),
     "products by oneDNN": Judged('[a sentence](compile.md): "on some processors a tenth faster"', gone=False),
 }
 """By name."""

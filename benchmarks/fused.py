@@ -231,7 +231,10 @@ def write(turns: Turns, waits: Waits) -> None:
     for threads in sorted({row.threads for row in waits.values()}):
         names = list(dict.fromkeys(row.model for row in waits.values() if row.threads == threads))
         sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\nEach in processes of its "
-                        f"own, with empty caches.\n\n{waits_table(names, threads, waits)}\n")
+                        "own, with empty caches. When this was measured, a second process found groups in "
+                        "files of rkmate's own, without the compiler; it now finds them in inductor's cache, "
+                        "which takes some 2 s of processor time more.\n\n"
+                        f"{waits_table(names, threads, waits)}\n")
     sections += [f"## {model}, {_threads(threads)}\n\n{MODELS[model].__doc__ or ''}\n\n"
                  f"{table(model, threads, turns)}\n"
                  for threads in sorted({threads for _, threads in kinds})
