@@ -196,6 +196,9 @@ JUDGED: dict[str, Judged] = {
         "a second process loads groups without the compiler; from inductor's own cache, this takes some "
         "2 s of processor time for the compiler and 0.03 s for each group, of "
         "[3 to 10 s until it is ready](fused.md)", gone=True),
+    "sums on GPUs that are not here": Judged(
+        "their temporary memory, up to 132 MiB on an H100; none of these models is planned for one",
+        gone=True),
     "products by oneDNN": Judged('[a sentence](compile.md): "on some processors a tenth faster"', gone=False),
 }
 """By name."""
