@@ -84,6 +84,8 @@ class Feature:
     """Fields of `rkmate.Settings` under which it is at work: both sides have them."""
     models: tuple[str, ...] = fused.NAMES
     """Models that it may concern."""
+    untold: str = ""
+    """Why counted costs say nothing about it, where they do not."""
     outputs_are_read: bool = False
     """Whether both sides are of a loop that reads each output of each step."""
 
@@ -170,38 +172,30 @@ FEATURES: dict[str, Feature] = {
         models=("gpt", "gpt12", "t5"), outputs_are_read=True),
     "products of pixels": Feature(
         "with the channels last, convolutions of 1 x 1 are products of matrices",
-        _without_pass("products of pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS),
+        _without_pass("products of pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
+        untold="counted costs are the same: to be measured"),
     "sums over pixels": Feature(
         "with the channels last, batch norms of large images on a CPU add up by groups of pixels",
-        _without_pass("sums over pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS),
+        _without_pass("sums over pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
+        untold="stays for its bits: without it, statistics are some fifty times less exact"),
 }
 """What turns each of them off, by name."""
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A feature that changes real time alone, judged by tables that other benchmarks make; or one that went,
-    by rows of this one."""
-
-    figures: str
-    gone: bool
-    """Whether it was taken out."""
-
-
-JUDGED: dict[str, Judged] = {
-    "pages of up to 32 MiB that planned modules kept": Judged(
+TAKEN_OUT: dict[str, str] = {
+    "pages of up to 32 MiB that planned modules kept":
         "time of eager's, without and with ([`keep_pages()`](pages.md) keeps all): GPT-2 at 100% 0.90 and "
-        "0.91, at 50% 0.90 and 0.98; ResNet-50 at 100% 0.97 and 0.96, at 50% 1.07 and 1.07", gone=True),
-    "files of compiled groups": Judged(
-        "a second process loads groups without the compiler; from inductor's own cache, this takes some "
-        "2 s of processor time for the compiler and 0.03 s for each group, of "
-        "[3 to 10 s until it is ready](fused.md)", gone=True),
-    "sums on GPUs that are not here": Judged(
-        "their temporary memory, up to 132 MiB on an H100; none of these models is planned for one",
-        gone=True),
-    "products by oneDNN": Judged('[a sentence](compile.md): "on some processors a tenth faster"', gone=False),
+        "0.91, at 50% 0.90 and 0.98; ResNet-50 at 100% 0.97 and 0.96, at 50% 1.07 and 1.07",
+    "files of compiled groups":
+        "a second process loads groups without the compiler; from inductor's own cache, this takes some 2 s "
+        "of processor time for the compiler and 0.03 s for each group, of "
+        "[3 to 10 s until it is ready](fused.md)",
+    "temporary memory of sums on GPUs that are not here":
+        "up to 132 MiB on an H100; none of these models is planned for one",
+    "products by oneDNN":
+        "in compiled plans, on some processors, one took a tenth less; no figure of a model",
 }
-"""By name."""
+"""Features that are gone, which this benchmark does not plan, with the figures by which they were judged."""
 
 
 # -- Plans with and without ------------------------------------------------------------------------
@@ -241,8 +235,10 @@ class Row:
 
     @property
     def peak(self) -> float | None:
-        """Off to on. At half of the whole peak, both sides use up the budget, and it means nothing."""
-        return None if self.budget == "0.5" else _ratio(self.off_peak, self.on_peak)
+        """Off to on. At half of the whole peak, both sides use up the budget, and it means nothing, unless
+        the one without the feature takes more."""
+        inside = self.off_peak is None or self.off_peak <= self.whole / 2
+        return None if self.budget == "0.5" and inside else _ratio(self.off_peak, self.on_peak)
 
     @property
     def gain(self) -> float:
@@ -444,16 +440,16 @@ def verdicts(rows: Sequence[Row]) -> str:
     """The table of verdicts, in Markdown."""
     lines = ["| feature | most that it gains on a model | gains 3% on | processor seconds of planning, on | "
              "off | verdict |", "|---|---|---|--:|--:|---|"]
-    for name in FEATURES:
+    for name, how in FEATURES.items():
         own = [row for row in rows if row.feature == name]
         if not own:
             continue
         most, models = max(own, key=lambda row: row.gain), worth_on(own)
         gains = f"{_part(most.gain)} ({most.model}, {most.budget})" if most.gain >= 0.0005 else "nothing"
         keeps = len(models) >= MODELS_WORTH
-        missing = [model for model in FEATURES[name].models if not any(row.model == model for row in own)]
+        missing = [model for model in how.models if not any(row.model == model for row in own)]
         verdict = "keeps its place" if keeps else f"without {', '.join(missing)}: none yet" if missing \
-            else "does not keep it"
+            else how.untold or "does not keep it"
         on, off = (sum(s or 0.0 for s in found) for found in zip(
             *((row.on_planning, row.off_planning) for row in own), strict=True))
         lines.append(f"| {name} | {gains} | {', '.join(models) or 'none'} | {on:.0f} | {off:.0f} | "
@@ -502,11 +498,9 @@ def page(rows: Sequence[Row]) -> str:
         f"A feature keeps its place if it gains at least {WORTH:.0%} of the time or memory of a step on at "
         f"least {MODELS_WORTH} models.\n",
         "## Verdicts\n", verdicts(rows) + "\n"]
-    if JUDGED:
-        lines = [f"| {name} | {each.figures} | {'taken out' if each.gone else 'keeps its place'} |"
-                 for name, each in JUDGED.items()]
-        parts += ["Judged by other tables, or taken out:\n",
-                  "\n".join(["| feature | figures | verdict |", "|---|---|---|", *lines]) + "\n"]
+    gone = [f"| {name} | {figures} |" for name, figures in TAKEN_OUT.items()]
+    parts += ["Taken out, by figures of other tables:\n",
+              "\n".join(["| feature | figures |", "|---|---|", *gone]) + "\n"]
     for name in dict.fromkeys(row.feature for row in rows):
         about = FEATURES[name].about if name in FEATURES else "taken out"
         parts += [f"## {name[0].upper()}{name[1:]}\n", f"{about[0].upper()}{about[1:]}.\n",

@@ -150,8 +150,8 @@ def whole_note(prepared: Prepared, note: str) -> str:
 WORTH = 0.01
 """The share of a step that another search may gain at least, and that one computation's kernels do."""
 LARGER = 1.1
-"""A kernel that takes so many times the bytes of the one before is worth a search of its own. What takes
-about as much is the same tiles by another library, and every search can choose from those."""
+"""A kernel that takes so many times the bytes of the one before is worth a search of its own. Every search
+can choose from those that take about as much."""
 
 
 def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,

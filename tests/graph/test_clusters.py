@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.device import inductor, onednn
+from rkmate.device import inductor
 from rkmate.graph.passes.clusters import cluster
 from rkmate.ir.cd import Cost
 from rkmate.measure import compiled_memory
@@ -41,9 +41,7 @@ QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True, lay
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> Iterator[None]:
-    """Groups run as they are written, and products by torch's library; what groups take then is not what
-    compiled ones take, nor counted."""
-    monkeypatch.setattr(onednn, "is_available", lambda: False)
+    """Groups run as they are written; what groups take then is not what compiled ones take, nor counted."""
     monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
     monkeypatch.setattr(compiled_memory, "_bytes", lambda group, threads: 0)
     monkeypatch.setattr(inductor, "_known", type(inductor._known)())

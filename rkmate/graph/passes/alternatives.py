@@ -1,4 +1,4 @@
-"""An emission pass: the other kernels of operations that work part by part, and of products.
+"""An emission pass: the other kernels of operations that work part by part.
 
 The operation in the graph is the leanest. Which kernel runs is chosen at each step of a schedule, where it
 is known how much room there is (`rkmate.ir.kernels`).
@@ -12,15 +12,12 @@ from typing import Any
 from torch import fx
 
 from rkmate.graph.ops.norms import BATCH_NORM_BACKWARD
-from rkmate.graph.ops.products import PRODUCT
 from rkmate.graph.passes.chunked_kernels import Alternative, whole_batch_norm
-from rkmate.graph.passes.products import by_onednn, by_onednn_in_tiles
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE
 
 KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
     BATCH_NORM_BACKWARD: whole_batch_norm,
-    PRODUCT: by_onednn,
 }
 """What names them, by operator. The parts of a plain cross entropy are as fast as torch's kernel."""
 FEWER = 4
@@ -36,11 +33,10 @@ def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
 
 
 def _of_tiles(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
-    """The same in fewer tiles, two at least; and each with products by another library."""
-    found: list[Tiled | None] = []
+    """The operation in fewer tiles, two at least."""
+    found: list[Tiled] = []
     with node.all_input_nodes[0].meta[VALUE].fake_mode:
-        found.append(by_onednn_in_tiles(tiled))
         while tiled.parts > 2:
             tiled = tiled.with_parts(max(2, tiled.parts // FEWER))
-            found += [tiled, by_onednn_in_tiles(tiled)]
-    return tuple(Alternative(t, node.args, t.tile_bytes(lambda n: 0)) for t in found if t is not None)
+            found.append(tiled)
+    return tuple(Alternative(t, node.args, t.tile_bytes(lambda n: 0)) for t in found)

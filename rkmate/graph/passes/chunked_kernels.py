@@ -27,8 +27,7 @@ _LOSSES = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another kernel of an operation: of one that works part by part, fewer and larger parts, more memory; of
-    a product, another library's."""
+    """Another kernel of an operation that works part by part: fewer and larger parts, more memory."""
 
     target: Any
     """The operator."""

@@ -25,7 +25,6 @@ from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.layouts import channels_last, layouts_of_gradients
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.pixel_products import multiply_pixels
-from rkmate.graph.passes.products import name_products
 from rkmate.graph.passes.reduced_losses import storages_of_their_own
 from rkmate.graph.passes.running_statistics import (
     drop_unread_statistics,
@@ -153,11 +152,6 @@ REWRITINGS = (
          "Between products, convolutions and attention, eager mode reads and writes a tensor for every "
          "operation. Where the caller asks for compiled kernels, neighbouring ones become one computation.",
          fuse, ()),
-    Pass("products", "simplify",
-         "On a CPU, two libraries multiply matrices of single precision, and which is faster depends on "
-         "processor and shapes. Where the caller asks for compiled kernels, each product runs by the faster "
-         "one; last bits differ.",
-         name_products, ()),
 )
 """In the order in which they work."""
 
@@ -168,8 +162,7 @@ EMISSION = (
          in_place.in_place_ways),
     Pass("alternative kernels", "emission",
          "An operation that works part by part takes longer the smaller its parts are. Larger ones, or "
-         "torch's own kernel, may take their place where memory leaves room. A product may be another "
-         "library's.",
+         "torch's own kernel, may take their place where memory leaves room.",
          alternatives),
     Pass("views as methods", "emission",
          "A kernel may lay its result out otherwise than the trace says, and a view of it then has to "
