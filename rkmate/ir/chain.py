@@ -8,7 +8,7 @@ costs the bytes of ``cuts[i] - cuts[s]``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,16 +25,6 @@ class ForwardPlain(NamedTuple):
     """Run a block's forward and keep nothing but its outputs (the paper's F^0)."""
 
     block: int
-    save_index: int | None = None
-    """Which of `Block.partial_saves` is in memory already; None: nothing. Here and below."""
-
-
-class ForwardSaving(NamedTuple):
-    """Run a block's forward and keep, beside its outputs, what makes later runs cheaper."""
-
-    block: int
-    save_index: int
-    """Which of `Block.partial_saves` stays, until the block's backward."""
 
 
 class Forward(NamedTuple):
@@ -42,7 +32,6 @@ class Forward(NamedTuple):
 
     block: int
     option: int
-    save_index: int | None = None
 
 
 class Backward(NamedTuple):
@@ -50,10 +39,9 @@ class Backward(NamedTuple):
 
     block: int
     option: int
-    save_index: int | None = None
 
 
-Op = ForwardPlain | ForwardSaving | Forward | Backward
+Op = ForwardPlain | Forward | Backward
 
 
 @dataclass(frozen=True)
@@ -77,26 +65,6 @@ class Option:
 
 
 @dataclass(frozen=True)
-class PartialSave:
-    """What may stay of a block from its first forward on, and what that makes of the later runs.
-
-    Rockmate, section 3.4, names what is lost without it (its second sub-optimality): forwards that
-    run several times save nothing for one another.
-    """
-
-    bytes: int
-    """Of what stays; left out of all bytes below but `first_peak_bytes`."""
-    forward: tuple[int, ...]
-    """Local C nodes of a plain forward that finds it in memory."""
-    forward_seconds: float
-    forward_peak_bytes: int
-    first_peak_bytes: int
-    """Most bytes during the forward that it stays of, input cut left out."""
-    options: tuple[Option, ...]
-    """Of a forward and a backward that find it in memory."""
-
-
-@dataclass(frozen=True)
 class Block:
     """One block of the chain."""
 
@@ -108,15 +76,6 @@ class Block:
     passing_bytes: int = 0
     """Gradients that are alive during the block's backward, but that it neither reads nor writes
     (those of tensors that pass by the block); they are no part of an option's peaks."""
-    partial_saves: tuple[PartialSave, ...] = ()
-    """What may stay of the block; as many for all blocks of a chain, whose saves of one index go together."""
-
-    def with_partial_save(self, index: int | None) -> Block:
-        """The block where one of its partial saves is in memory."""
-        if index is None:
-            return self
-        k = self.partial_saves[index]
-        return Block(k.forward_seconds, k.forward_peak_bytes, k.options, self.passing_bytes)
 
 
 @dataclass(frozen=True)
@@ -160,14 +119,8 @@ class Chain:
         for i, block in enumerate(self.blocks):
             if not block.options:
                 raise GraphError(f"block {i} has no option")
-            saves = block.partial_saves
-            if len(saves) != len(self.blocks[0].partial_saves) or not all(k.options for k in saves):
-                raise GraphError(f"block {i} has not as many partial saves as block 0, or one without "
-                                 "options")
             numbers = [block.forward_seconds, block.forward_peak_bytes, block.passing_bytes]
-            for k in block.partial_saves:
-                numbers += [k.bytes, k.forward_seconds, k.forward_peak_bytes, k.first_peak_bytes]
-            for o in (*block.options, *(o for k in block.partial_saves for o in k.options)):
+            for o in block.options:
                 numbers += [o.forward_seconds, o.backward_seconds, o.saved_bytes,
                             o.forward_peak_bytes, o.backward_peak_bytes]
             if not min(numbers) >= 0:
@@ -196,9 +149,7 @@ class Chain:
 
     def seconds(self, op: Op) -> float:
         """Time of one operation."""
-        if isinstance(op, ForwardSaving):
-            return self.blocks[op.block].forward_seconds
-        block = self.blocks[op.block].with_partial_save(op.save_index)
+        block = self.blocks[op.block]
         if isinstance(op, ForwardPlain):
             return block.forward_seconds
         option = block.options[op.option]
@@ -206,14 +157,7 @@ class Chain:
 
     def nodes(self, op: Op) -> tuple[int, ...] | None:
         """Local C nodes that an operation runs, in order; None: the block's whole forward."""
-        if isinstance(op, ForwardSaving):
-            return None
-        block = self.blocks[op.block]
         if isinstance(op, ForwardPlain):
-            return None if op.save_index is None else block.partial_saves[op.save_index].forward
-        option = block.with_partial_save(op.save_index).options[op.option]
+            return None
+        option = self.blocks[op.block].options[op.option]
         return option.forward if isinstance(op, Forward) else option.backward
-
-    def with_partial_saves(self, index: int) -> Chain:
-        """The chain where the partial save of one index of each block is in memory."""
-        return replace(self, blocks=tuple(b.with_partial_save(index) for b in self.blocks))

@@ -108,7 +108,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
     if bound is not None and math.isclose(bound, result.seconds):
         bound = min(bound, result.seconds)      # the same numbers, added up in another order
     runs: Sequence[Run]
-    if solved is None or not outcome.ops or any(op.save_index is not None for op in outcome.ops):
+    if solved is None or not outcome.ops:
         runs = tuple(runs_of(outcome.schedule, prepared.graph, parts.block_of))
     else:
         runs = tuple(runs_of_operations(outcome.ops, solved.options))

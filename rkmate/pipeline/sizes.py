@@ -267,8 +267,7 @@ def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:
         options = sorted((evaluate_option(graph, backward) for backward in known),
                          key=lambda o: o.forward_seconds + o.backward_seconds)
         sets.append(OptionSet(tuple(options), 0, 0, 0.0))
-    settings = replace(prepared.settings.of_planner, partial_save_levels=0)
-    search = ChainSearch(settings, tries=5, count=1, quick=True)
+    search = ChainSearch(prepared.settings.of_planner, tries=5, count=1, quick=True)
     return search.plan(solve_with(prepared, sets), limit).schedule
 
 

@@ -71,8 +71,7 @@ def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
     """A planner's problem, of known options."""
     return Problem(
         prepared.graph, chain_of(prepared, sets), tuple(b.c for b in prepared.partition.blocks),
-        prepared.pinned, prepared.reserve_at_loss, stages_of(prepared), prepared.blocked.classes,
-        prepared.class_graphs)
+        prepared.pinned, prepared.reserve_at_loss, stages_of(prepared))
 
 
 def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:

@@ -10,7 +10,7 @@
 - ``save-all``, ``recompute-all``: the two ends of the scale.
 - `ChainSearch`, which the default planner asks: rk-Rotor at several memory limits. What the dynamic program
   counts is never below what the simulator sees, so more than the budget may be asked of it as long as the
-  simulator agrees. Blocks may keep something for forwards that run again (`rkmate.ilp.partial_saves`).
+  simulator agrees.
 
 For an `nn.Sequential`, ``rotor``, ``revolve`` and ``sequential`` work on the chain of its children, as the
 papers do; for other models, on the blocks.
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rkmate.errors import ArgumentError
-from rkmate.ilp.partial_saves import partial_saves
 from rkmate.ir.chain import Backward, Chain, Forward, ForwardPlain, Op
 from rkmate.planners.finish import without_waste
 from rkmate.planners.protocol import (
@@ -218,11 +217,11 @@ class ChainSearch:
         return replace(best(fits, budget), others=tuple(fits))
 
     def _fitting(self, problem: Problem, budget: int) -> list[Candidate]:
-        own, unused = with_partial_saves(problem, self.settings), self.settings.deep_unused
+        unused = self.settings.deep_unused
         # What the chain's model counts too much grows with the limit: search up from a sure one.
         base = max(0, budget - beside_chain(problem))
         low, high = base, max(base, budget) + (budget // 2)
-        table = self._table(problem, own, base + base // 4)
+        table = self._table(problem, base + base // 4)
         seen: dict[tuple[Op, ...], Candidate] = {}
         fits: list[Candidate] = []
         memory = base
@@ -232,7 +231,7 @@ class ChainSearch:
                 low, guess = memory, None
             else:
                 known = seen.get(tuple(ops))
-                candidate = seen[tuple(ops)] = known or expanded(own, ops)
+                candidate = seen[tuple(ops)] = known or expanded(problem, ops)
                 guess = memory + int(budget * (1 - unused / 2)) - candidate.peak
                 if candidate.peak <= budget:
                     low = memory
@@ -247,12 +246,13 @@ class ChainSearch:
             memory = guess if self.quick and guess is not None and low < guess < high else (low + high) // 2
         return fits
 
-    def _table(self, problem: Problem, own: Problem, memory: int) -> Table:
+    def _table(self, problem: Problem, memory: int) -> Table:
         """The dynamic program's table for so many bytes, and less: one for small budgets, one for all."""
         small = self.settings.fine * _minimum(problem)[0]
         most = small if memory <= small else None
         slots = max(1, self.settings.slots // (1 if most is None else 2))
-        return own.once(("table", slots, most), lambda: solve(own.chain, slots, most=most, known=_least(own)))
+        return problem.once(("table", slots, most),
+                            lambda: solve(problem.chain, slots, most=most, known=_least(problem)))
 
 
 def smallest_of_chain(problem: Problem) -> Candidate:
@@ -270,24 +270,6 @@ def _minimum(problem: Problem) -> tuple[int, list[Op]]:
 
 def _least(problem: Problem) -> Least:
     return problem.once("least", lambda: least(problem.chain))
-
-
-def with_partial_saves(problem: Problem, settings: PlannerSettings) -> Problem:
-    """The problem whose blocks may keep something for forwards that run again."""
-    most = settings.partial_save_levels, settings.partial_saves // max(1, len(problem.chain))
-    if not problem.class_graphs or len(problem.chain) > settings.partial_save_blocks or not min(most):
-        return problem
-
-    def make() -> Problem:
-        chain = problem.chain
-        options = {k: block.options for k, block in zip(problem.classes, chain.blocks, strict=True)}
-        saves = partial_saves(problem.class_graphs, [options[k] for k in range(len(problem.class_graphs))],
-                              min(most))
-        blocks = tuple(replace(b, partial_saves=saves[k])
-                       for b, k in zip(chain.blocks, problem.classes, strict=True))
-        return replace(problem, chain=replace(chain, blocks=blocks).verify())
-
-    return problem.once(("partial saves", min(most)), make)
 
 
 def expanded(problem: Problem, ops: Sequence[Op]) -> Candidate:

@@ -34,10 +34,6 @@ class Problem:
     """Bytes that the loss, computed outside of the graph, allocates for itself."""
     stages: Stages | None = field(default=None, repr=False)
     """Another chain of the same graph: the children of an `nn.Sequential`; None for other models."""
-    classes: tuple[int, ...] = ()
-    """For each block the number of its class: identical blocks have the same. Empty: unknown."""
-    class_graphs: tuple[CDGraph, ...] = field(default=(), repr=False)
-    """For each class a block's own graph, with costs."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

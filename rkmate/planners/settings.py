@@ -57,14 +57,6 @@ class PlannerSettings:
     offload_seconds: float = 10.0
     """Seconds to search for copies, if data can be sent away, in addition to planning without copies; for an
     infeasible budget, seconds to search for the copies that need the least memory."""
-    partial_save_blocks: int = 40
-    """Largest number of blocks for which the chain's program lets a forward keep data for a later forward of
-    the same block. Its time grows with the number, and deeper models (all that were tried are transformers)
-    gained nothing."""
-    partial_save_levels: int = 6
-    """Number of levels of such partial saves, at most."""
-    partial_saves: int = 120
-    """Levels times blocks, at most: longer chains have fewer levels."""
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:

@@ -6,10 +6,8 @@ from rkmate.ir.chain import (
     Chain,
     Forward,
     ForwardPlain,
-    ForwardSaving,
     Op,
     Option,
-    PartialSave,
 )
 from rkmate.rotor.replay import Cost, replay
 from rkmate.rotor.rk_rotor import Table, fastest, least, minimum, solve
@@ -22,10 +20,8 @@ __all__ = [
     "Cost",
     "Forward",
     "ForwardPlain",
-    "ForwardSaving",
     "Op",
     "Option",
-    "PartialSave",
     "RotorChain",
     "Table",
     "fastest",

@@ -7,27 +7,23 @@ sub-problem costs rounds (down) to slots, so the losses of rounding do not add u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rkmate.ir.chain import Backward, Floats, Forward, ForwardPlain, ForwardSaving, Ints, Op
+from rkmate.ir.chain import Backward, Floats, Forward, ForwardPlain, Ints, Op
 from rkmate.rotor.memory_requirements import MemoryRequirements
-from rkmate.rotor.partial_saves import PartialSaves
 from rkmate.rotor.smallest import Smallest
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What is known of all sub-problems: of the chain itself, or where its partial saves of one index are
-    in memory."""
+    """What is known of all sub-problems of a chain."""
 
     needs: MemoryRequirements
     small: Smallest
     table: tuple[Ints, Floats] = (np.zeros(0, dtype=np.int64), np.zeros((0, 0)))
     """``row`` and ``time``: ``time[row[s] + t, slot]``, least seconds in a table of slots; or empty."""
-    saves: PartialSaves | None = None
 
     def cost(self, s: Ints | int, t: Ints | int, memory: Ints, slot_bytes: int) -> Floats:
         """Upper bounds of the time of sub-problems (s, t) with some bytes each."""
@@ -44,80 +40,61 @@ class Layer:
 class Backtrack:
     """Builds sequences for any budget from the smallest memories, and tables of slots (if any)."""
 
-    def __init__(self, layers: Sequence[Layer], slot_bytes: int = 1, *, keep: bool = True) -> None:
-        self.layers = layers
+    def __init__(self, layer: Layer, slot_bytes: int = 1, *, keep: bool = True) -> None:
+        self.layer = layer
         self.slot_bytes = slot_bytes
         self.keep = keep
 
     def ops(self, budget: int) -> list[Op] | None:
         """A sequence that needs at most `budget` bytes (first cut not included), or None."""
-        n = self.layers[0].needs.blocks
-        if budget < self.layers[0].small.bytes[0, n]:
+        needs, n = self.layer.needs, self.layer.needs.blocks
+        if budget < self.layer.small.bytes[0, n]:
             return None
         result: list[Op] = []
-        todo: list[Op | tuple[int, Layer, int, int]] = [(0, self.layers[0], n, budget)]
+        todo: list[Op | tuple[int, int, int]] = [(0, n, budget)]
         while todo:
             item = todo.pop()
-            if isinstance(item, Backward | Forward | ForwardPlain | ForwardSaving):
+            if isinstance(item, Backward | Forward | ForwardPlain):
                 result.append(item)
                 continue
-            s, layer, t, m = item
-            needs, index = layer.needs, None if layer.saves is None else layer.saves.index
-            best, seconds = self._option(layer, s, t, m)
-            split, below = None, layer
-            known = float(layer.cost(s, t, np.array(m), self.slot_bytes))
-            for other in (layer,) if index is not None else self.layers:
-                if other is not layer and seconds <= known * (1 + 1e-9):
-                    break           # the third case has nothing to offer
-                i, total = self._split(layer, other, s, t, m)
-                if total < seconds:
-                    split, below, seconds = i, other, total
-            if split is None:
-                assert seconds < np.inf
-                result.append(Forward(s, best, index))
-                todo.append(Backward(s, best, index))
-                if t > s + 1:
-                    todo.append((s + 1, layer, t, m - int(needs.options[s].keep[best])))
+            s, t, m = item
+            best, seconds = self._option(s, t, m)
+            split, total = self._split(s, t, m)
+            if total < seconds:
+                result.extend(ForwardPlain(j) for j in range(s, split))
+                todo.append((s, split, m))
+                todo.append((split, t, m - int(needs.between[s, split])))
             else:
-                if below is layer:
-                    result.extend(ForwardPlain(j, index) for j in range(s, split))
-                else:
-                    assert below.saves is not None
-                    result.extend(ForwardSaving(j, below.saves.index) for j in range(s, split))
-                todo.append((s, below, split, m))
-                todo.append((split, layer, t, m - int(below.needs.between[s, split])))
+                assert seconds < np.inf
+                result.append(Forward(s, best))
+                todo.append(Backward(s, best))
+                if t > s + 1:
+                    todo.append((s + 1, t, m - int(needs.options[s].keep[best])))
         return result
 
-    def _option(self, layer: Layer, s: int, t: int, m: int) -> tuple[int, float]:
+    def _option(self, s: int, t: int, m: int) -> tuple[int, float]:
         """The first case: the best option of block s, and the seconds of (s, t) with it."""
-        needs = layer.needs
+        needs = self.layer.needs
         options = needs.options[s]
         if t == s + 1:
             rest: Floats | float = 0.0
         elif self.keep:
-            rest = layer.cost(s + 1, t, m - options.keep, self.slot_bytes)
+            rest = self.layer.cost(s + 1, t, m - options.keep, self.slot_bytes)
         else:
             rest = np.inf
         direct = np.where(needs.option(s, t) <= m, options.seconds + rest, np.inf)
         best = int(np.argmin(direct))
         return best, float(direct[best])
 
-    def _split(self, layer: Layer, below: Layer, s: int, t: int, m: int) -> tuple[int, float]:
-        """The second case, or (where `below` is another layer) the third: the best cut, the seconds."""
-        end = t - 1
-        if below is not layer:
-            assert below.saves is not None
-            need = below.saves.first(s, t)
-            end = s + len(need)
-        if end <= s:
+    def _split(self, s: int, t: int, m: int) -> tuple[int, float]:
+        """The second case: the best cut, and the seconds of (s, t) with it."""
+        if t == s + 1:
             return t, np.inf
-        if below is layer:
-            need = layer.needs.split(s, t)
-        i = np.arange(s + 1, end + 1)
-        elapsed = layer.needs.elapsed
-        after = m - below.needs.between[s, s + 1:end + 1]
-        total = (elapsed[s + 1:end + 1] - elapsed[s] + layer.cost(i, t, after, self.slot_bytes)
-                 + below.cost(s, i, np.full(end - s, m), self.slot_bytes))
-        total[need > m] = np.inf
+        layer, needs = self.layer, self.layer.needs
+        i = np.arange(s + 1, t)
+        after = m - needs.between[s, s + 1:t]
+        total = (needs.elapsed[s + 1:t] - needs.elapsed[s] + layer.cost(i, t, after, self.slot_bytes)
+                 + layer.cost(s, i, np.full(t - 1 - s, m), self.slot_bytes))
+        total[needs.split(s, t) > m] = np.inf
         at = int(np.argmin(total))
         return s + 1 + at, float(total[at])

@@ -1,18 +1,15 @@
 """The tables of rk-Rotor: least times of all sub-problems at every number of memory slots.
 
-Rockmate, appendix C.2, equations (1) to (3), and the third case of `rkmate.rotor.partial_saves`.
+Rockmate, appendix C.2, equations (1) to (3).
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
 from rkmate.ir.chain import Floats, Ints
 from rkmate.rotor.backtrack import Layer
 from rkmate.rotor.memory_requirements import MemoryRequirements
-from rkmate.rotor.partial_saves import SPAN, PartialSaves
 from rkmate.rotor.smallest import Smallest
 
 PERIOD = 4
@@ -21,51 +18,37 @@ ROWS = 96
 """Sub-problems updated at once: their columns stay in the processor's cache."""
 
 
-def fill_tables(needs: MemoryRequirements, small: Smallest, saves: Sequence[PartialSaves], slots: int,
-                size: int, *, keep: bool) -> tuple[Layer, ...]:
-    """The tables for `slots` slots of `size` bytes: of the chain itself, then of where its partial saves
-    of each index are in memory."""
-    found = [Layer(k.needs, k.small, _Filling(k.needs, (), slots, size, span=SPAN, keep=True).table(), k)
-             for k in saves]
-    top = _Filling(needs, found, slots, size, span=None, keep=keep).table()
-    return (Layer(needs, small, top), *found)
+def fill_table(needs: MemoryRequirements, small: Smallest, slots: int, size: int, *, keep: bool) -> Layer:
+    """The table for `slots` slots of `size` bytes."""
+    return Layer(needs, small, _Filling(needs, slots, size, keep=keep).table())
 
 
 class _Filling:
     """One table at work: ``time[row[s] + t, m]`` is Opt(s, t, m) of appendix C.2.
 
-    Sub-problems are filled from the last first block to the first. `span`: only those of so many
-    blocks at most. `layers`: the tables of the third case. Nothing here changes what
+    Sub-problems are filled from the last first block to the first. Nothing here changes what
     `tests.rotor.reference` computes; all of it is about speed.
     """
 
-    def __init__(self, needs: MemoryRequirements, layers: Sequence[Layer], slots: int, size: int, *,
-                 span: int | None, keep: bool) -> None:
+    def __init__(self, needs: MemoryRequirements, slots: int, size: int, *, keep: bool) -> None:
         n = needs.blocks
-        self.needs, self.layers, self.slots, self.size = needs, layers, slots, size
-        self.span = n if span is None else span
-        self.keep = keep
+        self.needs, self.slots, self.size, self.keep = needs, slots, size, keep
         # Rows t = s+1 .. L of one s stand together, so that shifting by memory is a slice.
         self.row = np.array([s * n - s * (s - 1) // 2 - (s + 1) for s in range(n)] + [0], dtype=np.int64)
         self.time = np.full((n * (n + 1) // 2, slots + 1), np.inf)
         self.first = np.full(len(self.time), slots + 1, dtype=np.int64)
         """First finite column of each row."""
-        # Of each block alone: its best option, or its forward and the best that a partial save allows.
-        alone = [min(o.seconds.min(), *(needs.elapsed[s + 1] - needs.elapsed[s]
-                                        + k.needs.options[s].seconds.min() for k in layers), np.inf)
-                 for s, o in enumerate(needs.options)]
-        self.ideal = np.concatenate(([0.0], np.cumsum(alone)))
+        self.ideal = np.concatenate(([0.0], np.cumsum([o.seconds.min() for o in needs.options])))
         """Seconds below which blocks 0 .. i-1 cannot come."""
         self.scratch = np.empty((ROWS, slots + 1))
-        self.shift, self.repeats = (0, np.zeros(n, dtype=np.int64)) if layers or span else repeated(needs)
+        self.shift, self.repeats = repeated(needs)
 
     def table(self) -> tuple[Ints, Floats]:
         """``row`` and ``time``, filled."""
         for s in range(self.needs.blocks - 1, -1, -1):
-            last = min(self.needs.blocks, s + self.span)
             done = self._copy_repeated(s)
-            self._options(s, last, done)
-            self._splits(s, last, done)
+            self._options(s, self.needs.blocks, done)
+            self._splits(s, self.needs.blocks, done)
         return self.row, self.time
 
     def _rows(self, s: int, low: int, high: int) -> slice:
@@ -104,8 +87,8 @@ class _Filling:
                        need[low:], cost, 0, end[low:], self.scratch)
 
     def _splits(self, s: int, last: int, done: int) -> None:
-        """Equation (2): plain forwards to a cut i, then (i, t), then (s, i); and the third case. Cuts
-        come in ascending order, so that (s, i) is known when it is read."""
+        """Equation (2): plain forwards to a cut i, then (i, t), then (s, i). Cuts come in
+        ascending order, so that (s, i) is known when it is read."""
         needs, row = self.needs, int(self.row[s])
         mine = self.time[self._rows(s, s + 1, last)]
         ends = self._where_splits_pay(s, last, done)
@@ -118,9 +101,6 @@ class _Filling:
             need = self._slots(needs.split_rows(s, i)[low - (i - s):last - i])
             _relax(mine[low:], self.time[rest], self.first[rest], -(-int(needs.between[s, i]) // self.size),
                    need, extra, int(self.first[row + i]), ends[low:, i - s - 1], self.scratch)
-            if i <= s + SPAN:
-                for layer in self.layers:
-                    self._saving(layer, s, i)
         if last - s > done:
             self.first[row + last] = _first(self.time[row + last], self.slots)
 
@@ -136,26 +116,6 @@ class _Filling:
             ends[r] = self.slots + 1 - np.searchsorted(mine[r, ::-1], best + adds, side="right")
         return ends
 
-    def _saving(self, layer: Layer, s: int, i: int) -> None:
-        """The third case: forwards of s .. i-1 that make partial saves, for every t in i+1 .. L."""
-        assert layer.saves is not None
-        row, time = layer.table
-        if not layer.needs.inside[s, i]:
-            return
-        line = time[row[s] + i]
-        start = _first(line, self.slots)
-        if start > self.slots:
-            return
-        n, ideal, below = self.needs.blocks, self.ideal, self._rows(i, i + 1, self.needs.blocks)
-        into = self.time[self._rows(s, i + 1, n)]
-        elapsed = self.needs.elapsed[i] - self.needs.elapsed[s]
-        # No faster than the forwards, the best with the saves, and the best of what follows.
-        least = (elapsed + float(line[-1]) + ideal[i + 1:] - ideal[i]) * (1 + 1e-12)
-        end = np.array([self.slots + 1 - np.searchsorted(mine[::-1], best, side="right")
-                        for mine, best in zip(into, least, strict=True)], dtype=np.int64)
-        _relax(into, self.time[below], self.first[below], -(-int(layer.needs.between[s, i]) // self.size),
-               self._slots(layer.saves.first_rows(s, i)), line + elapsed, start, end, self.scratch)
-
 
 def repeated(needs: MemoryRequirements) -> tuple[int, Ints]:
     """A number of blocks d, and how many sub-problems (s, s+1), (s, s+2), ... of each block s are those of
@@ -170,7 +130,7 @@ def repeated(needs: MemoryRequirements) -> tuple[int, Ints]:
                     and needs.duration[s] == needs.duration[s + d]:
                 most = min(int(same[s + 1]) + 1, n - 1 - d - s)
                 equal = np.ones(most, dtype=bool)
-                for table, start in ((needs.inside, 1), (needs.between, 1), (needs.run, 0)):
+                for table, start in ((needs.between, 1), (needs.run, 0)):
                     equal &= table[s, s + start:s + start + most] == \
                         table[s + d, s + d + start:s + d + start + most]
                 equal &= needs.base[s + 1:s + 1 + most] == needs.base[s + d + 1:s + d + 1 + most]

@@ -38,23 +38,17 @@ class BlockOptions:
 class MemoryRequirements:
     """Byte needs of every choice of a chain."""
 
-    def __init__(self, chain: Chain, kept: Ints | None = None) -> None:
-        """`kept`: bytes per block that are in memory until the block's backward, whatever is chosen;
-        those of the sub-problem's blocks belong to its memory."""
+    def __init__(self, chain: Chain) -> None:
         n = len(chain)
         self.blocks = n
-        kept = np.zeros(n, dtype=np.int64) if kept is None else kept
-        upto = np.concatenate(([0], np.cumsum(kept)))
-        self.inside = np.triu(upto[None, :] - upto[:, None])
-        """``inside[s, t]``: bytes kept of blocks s .. t-1."""
-        self.between = chain.between + self.inside
-        """Bytes that a sub-problem (s, t) spares for what (i, t) has: of the cuts, and kept."""
+        self.between = chain.between
+        """Bytes of the cuts that a sub-problem (s, t) spares for what (i, t) has."""
         pinned = chain.held_by
         self.base = np.array([g + pinned[-1] for g in chain.grads], dtype=np.int64)
         """Per t < L: bytes of gradients and held outputs during forwards of sub-problem (s, t)."""
         self.first = pinned + chain.grads_at_start
         """Per block: the same during the first forward, where t = L."""
-        self.options = [self._options(chain, s, int(kept[s])) for s in range(n)]
+        self.options = [self._options(chain, s) for s in range(n)]
         peaks = np.array([b.forward_peak_bytes for b in chain.blocks], dtype=np.int64)
         during = chain.between[:n, :n] + peaks
         lower = np.tril(np.ones((n, n), dtype=bool), -1)
@@ -68,48 +62,47 @@ class MemoryRequirements:
         """Seconds of the plain forwards of blocks 0 .. i-1."""
 
     @staticmethod
-    def _options(chain: Chain, s: int, kept: int) -> BlockOptions:
+    def _options(chain: Chain, s: int) -> BlockOptions:
         block = chain.blocks[s]
         pinned = int(chain.held_by[-1])
         outputs = int(chain.between[s, s + 1])
         saved = np.array([o.saved_bytes for o in block.options], dtype=np.int64)
         backward = np.array([o.backward_peak_bytes for o in block.options], dtype=np.int64)
-        backward += pinned + block.passing_bytes + kept
+        backward += pinned + block.passing_bytes
         return BlockOptions(
             np.array([o.forward_seconds + o.backward_seconds for o in block.options], dtype=float),
-            saved + outputs + kept,
+            saved + outputs,
             np.array([o.forward_peak_bytes for o in block.options], dtype=np.int64),
             backward,
-            np.maximum(backward, saved + outputs + kept + pinned + chain.grads[-1]))
+            np.maximum(backward, saved + outputs + pinned + chain.grads[-1]))
 
     def option(self, s: int, t: int) -> Ints:
         """Bytes that running block s with each of its options needs in sub-problem (s, t)."""
         o = self.options[s]
         if t == self.blocks:
-            first: Ints = np.maximum(o.forward + self.inside[s, t] + self.first[s],
+            first: Ints = np.maximum(o.forward + self.first[s],
                                      o.backward_last if s + 1 == t else o.backward)
             return first
-        need: Ints = np.maximum(o.forward + self.inside[s, t] + self.base[t], o.backward)
+        need: Ints = np.maximum(o.forward + self.base[t], o.backward)
         return need
 
     def option_rows(self, s: int, k: int) -> Ints:
         """The needs of option k of block s for every t in s+1 .. L."""
         o = self.options[s]
-        need: Ints = np.maximum(o.forward[k] + self.inside[s, s + 1:] + self.base[s + 1:],
-                                o.backward[k])
+        need: Ints = np.maximum(o.forward[k] + self.base[s + 1:], o.backward[k])
         need[-1] = self.option(s, self.blocks)[k]
         return need
 
     def split(self, s: int, t: int) -> Ints:
         """Bytes that the plain forwards to each cut i in s+1 .. t-1 need in sub-problem (s, t)."""
         if t == self.blocks:
-            need: Ints = self.run_first[s, s:t - 1] + self.inside[s, t]
+            need: Ints = self.run_first[s, s:t - 1]
         else:
-            need = self.run[s, s:t - 1] + self.inside[s, t] + self.base[t]
+            need = self.run[s, s:t - 1] + self.base[t]
         return need
 
     def split_rows(self, s: int, i: int) -> Ints:
         """The needs of the plain forwards from cut s to cut i for every t in i+1 .. L."""
-        need: Ints = self.run[s, i - 1] + self.inside[s, i + 1:] + self.base[i + 1:]
-        need[-1] = self.run_first[s, i - 1] + self.inside[s, -1]
+        need: Ints = self.run[s, i - 1] + self.base[i + 1:]
+        need[-1] = self.run_first[s, i - 1]
         return need

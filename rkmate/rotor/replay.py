@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rkmate.errors import ScheduleError
-from rkmate.ir.chain import Backward, Chain, ForwardPlain, ForwardSaving, Op
+from rkmate.ir.chain import Backward, Chain, ForwardPlain, Op
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ def replay(chain: Chain, ops: Sequence[Op]) -> Cost:
     drops = deaths(ops)
     cuts: set[int] = {0}
     options: dict[int, tuple[int, int]] = {}        # block -> its option, the bytes saved
-    stays: dict[int, int] = {}                      # block -> the index of its partial save
     waiting = last       # the block whose backward comes next
     loss = False
     reached = -1
@@ -38,11 +37,7 @@ def replay(chain: Chain, ops: Sequence[Op]) -> Cost:
         b = op.block
         if b not in cuts:
             raise ScheduleError(f"operation {k} ({op}): cut {b} is not in memory")
-        save = stays.get(b)
-        if save is not None if isinstance(op, ForwardSaving) else op.save_index not in (None, save):
-            raise ScheduleError(f"operation {k} ({op}): what is kept of block {b} is {save}")
-        beside = sum(chain.blocks[j].partial_saves[at].bytes for j, at in stays.items())
-        kept = beside + sum(size for _, size in options.values())
+        kept = sum(size for _, size in options.values())
         reached = max(reached, b)
         if isinstance(op, Backward):
             found, saved = options.get(b, (None, 0))
@@ -54,11 +49,10 @@ def replay(chain: Chain, ops: Sequence[Op]) -> Cost:
                 outputs = int(chain.between[b, b + 1])
                 peak = max(peak, others + saved + outputs + chain.grads[-1])
                 loss = True
-            block = chain.blocks[b].with_partial_save(op.save_index)
+            block = chain.blocks[b]
             peak = max(peak, others + block.options[op.option].backward_peak_bytes
                        + block.passing_bytes)
             del options[b]
-            stays.pop(b, None)
             cuts.discard(b + 1)
             waiting = b - 1
         else:
@@ -67,13 +61,10 @@ def replay(chain: Chain, ops: Sequence[Op]) -> Cost:
                                     "forward is saved already")
             around = (int(chain.held_by[-1]) + chain.grads[waiting + 1] if loss
                       else int(chain.held_by[reached]) + chain.grads_at_start)
-            if isinstance(op, ForwardSaving):
-                own = chain.blocks[b].partial_saves[op.save_index].first_peak_bytes
-                stays[b] = op.save_index
-            elif isinstance(op, ForwardPlain):
-                own = chain.blocks[b].with_partial_save(op.save_index).forward_peak_bytes
+            if isinstance(op, ForwardPlain):
+                own = chain.blocks[b].forward_peak_bytes
             else:
-                option = chain.blocks[b].with_partial_save(op.save_index).options[op.option]
+                option = chain.blocks[b].options[op.option]
                 own = option.forward_peak_bytes
                 options[b] = op.option, option.saved_bytes
             peak = max(peak, _bytes(chain, cuts - {b + 1}) + kept + around + own)

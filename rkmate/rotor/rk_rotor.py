@@ -1,8 +1,7 @@
 """rk-Rotor: the fastest persistent sequence of block operations for every memory budget at once.
 
 Rockmate (ICML 2023), section 3.4 and appendix C.2, equations (1) to (3), in O(L^2 M (L + B)) for L
-blocks, M memory slots and B options a block, with NumPy over slots and sub-problems. Where blocks
-have partial saves (`rkmate.rotor.partial_saves`), a third case keeps some data of forwards that run again.
+blocks, M memory slots and B options a block, with NumPy over slots and sub-problems.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import numpy as np
 from rkmate.errors import ArgumentError
 from rkmate.ir.chain import Backward, Chain, Forward, Op
 from rkmate.rotor.backtrack import Backtrack, Layer
-from rkmate.rotor.fill_table import fill_tables
+from rkmate.rotor.fill_table import fill_table
 from rkmate.rotor.memory_requirements import MemoryRequirements
-from rkmate.rotor.partial_saves import partial_saves_of
 from rkmate.rotor.replay import Cost, replay
 from rkmate.rotor.smallest import Smallest, smallest
 
@@ -39,12 +37,10 @@ class Table:
         self.slot_bytes = slot_bytes
         self.minimum_bytes = int(small.bytes[0, len(chain)]) + chain.input_bytes
         """Smallest budget for which there is a sequence."""
-        saves = partial_saves_of(chain, needs) if keep else ()
-        layers = fill_tables(needs, small, saves, slots, slot_bytes, keep=keep)
-        self._top = layers[0]
+        self._top = fill_table(needs, small, slots, slot_bytes, keep=keep)
         self._needs = needs
         self._keep = keep
-        self._backtrack = Backtrack(layers, slot_bytes, keep=keep)
+        self._backtrack = Backtrack(self._top, slot_bytes, keep=keep)
         self._small = small
         self._pool: list[tuple[Cost, list[Op]]] | None = None
 
@@ -113,7 +109,7 @@ def minimum(chain: Chain, known: Least | None = None) -> tuple[int, list[Op]]:
     """
     chain.verify()
     needs, small = known or least(chain)
-    rebuilt = Backtrack((Layer(needs, small),)).ops(int(small.bytes[0, len(chain)]))
+    rebuilt = Backtrack(Layer(needs, small)).ops(int(small.bytes[0, len(chain)]))
     assert rebuilt is not None
     return int(small.bytes[0, len(chain)]) + chain.input_bytes, rebuilt
 

@@ -27,37 +27,32 @@ class Smallest:
     """Time of a sequence that needs no more than that (an upper bound of the least time)."""
 
 
-def smallest(chain: Chain, needs: MemoryRequirements | None = None, *, keep: bool = True,
-             span: int | None = None) -> Smallest:
+def smallest(chain: Chain, needs: MemoryRequirements | None = None, *, keep: bool = True) -> Smallest:
     """Fill the table of smallest memories.
 
     `keep`: options may stay in memory while later blocks run; without it an option's backward
-    follows its forward at once (automatic differentiation's model). `span`: only sub-problems of so
-    many blocks at most.
+    follows its forward at once (automatic differentiation's model).
     """
     needs = needs or MemoryRequirements(chain)
     n = len(chain)
     memory = np.full((n + 1, n + 1), NEVER, dtype=np.int64)
     time = np.full((n + 1, n + 1), np.inf)
     for s in range(n - 1, -1, -1):
-        end = n if span is None else min(n, s + span)
         options = needs.options[s]
         for k, cost in enumerate(options.seconds):
-            need = needs.option_rows(s, k)[:end - s]
+            need = needs.option_rows(s, k)
             if keep:
-                need[1:] = np.maximum(need[1:], options.keep[k] + memory[s + 1, s + 2:end + 1])
-                total = np.concatenate(([cost], cost + time[s + 1, s + 2:end + 1]))
+                need[1:] = np.maximum(need[1:], options.keep[k] + memory[s + 1, s + 2:])
+                total = np.concatenate(([cost], cost + time[s + 1, s + 2:]))
             else:
                 need[1:] = NEVER
-                total = np.full(end - s, cost)
-            _improve(memory[s, s + 1:end + 1], time[s, s + 1:end + 1], need, total)
-        for i in range(s + 1, end):
-            need = np.maximum(needs.split_rows(s, i)[:end - i],
-                              needs.between[s, i] + memory[i, i + 1:end + 1])
+                total = np.full(n - s, cost)
+            _improve(memory[s, s + 1:], time[s, s + 1:], need, total)
+        for i in range(s + 1, n):
+            need = np.maximum(needs.split_rows(s, i), needs.between[s, i] + memory[i, i + 1:])
             need = np.maximum(need, memory[s, i])
             elapsed = needs.elapsed[i] - needs.elapsed[s]
-            _improve(memory[s, i + 1:end + 1], time[s, i + 1:end + 1], need,
-                     time[i, i + 1:end + 1] + (elapsed + time[s, i]))
+            _improve(memory[s, i + 1:], time[s, i + 1:], need, time[i, i + 1:] + (elapsed + time[s, i]))
     return Smallest(memory, time)
 
 
