@@ -1,7 +1,6 @@
 """Simplification of the joint graph (Rockmate, appendix A.3), on a copy of the captured graph.
 
-The passes of the phase ``simplify`` of the table, one after the other; what nobody reads any more goes
-after each of them.
+The rewritings of the table, one after the other; what nobody reads any more goes after each of them.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.repairs import Pass
+from rkmate.graph.capture.repairs import Rewrite
 from rkmate.graph.passes.dead_code import drop_dead
 from rkmate.graph.passes.joint import Choices, Joint, Rewriting, is_backward, is_random, is_view, rewriting
-from rkmate.graph.passes.table import REWRITINGS
+from rkmate.graph.passes.table import REWRITES
 from rkmate.graph.passes.verify import Verifier
 
 VERIFY = False
@@ -28,11 +27,11 @@ def simplify(capture: Capture, wanted: tuple[bool, ...], choices: Choices = Choi
     (None: as `VERIFY` says); raises `GraphError` that names the pass.
     """
     work = rewriting(capture, wanted, choices)
-    rewrite(work, REWRITINGS, verify=VERIFY if verify is None else verify)
+    rewrite(work, REWRITES, verify=VERIFY if verify is None else verify)
     return work.joint()
 
 
-def rewrite(work: Rewriting, passes: Sequence[Pass], *, verify: bool = False) -> None:
+def rewrite(work: Rewriting, passes: Sequence[Rewrite[Rewriting]], *, verify: bool = False) -> None:
     """Run rewriting passes in order. Raises `GraphError` when asked to `verify`."""
     verifier = Verifier(work.joint()) if verify else None
     for each in passes:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rkmate.graph.capture.capture import Source, SourceKind
 from rkmate.graph.passes.joint import Choices, Rewriting
 from rkmate.graph.passes.simplify import rewrite
-from rkmate.graph.passes.table import PASSES
+from rkmate.graph.passes.table import REWRITES
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ class Made:
 
 def run(name: str, work: Rewriting) -> Rewriting:
     """One pass of the table; what it leaves is verified, as far as what it got was in order."""
-    rewrite(work, [p for p in PASSES if p.name == name and p.phase == "simplify"], verify=True)
+    rewrite(work, [p for p in REWRITES if p.name == name], verify=True)
     return work
 
 

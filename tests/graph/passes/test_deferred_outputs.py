@@ -10,7 +10,7 @@ from torch import fx
 
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.simplify import rewrite
-from rkmate.graph.passes.table import PASSES
+from rkmate.graph.passes.table import REWRITES
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 own = torch.ops.rkmate
@@ -54,7 +54,7 @@ def _head(*, capped: bool = False, wanted: tuple[bool, ...] = (True, False), rea
 
 def _passed(work: Rewriting) -> Rewriting:
     names = ("deferred outputs", "chunked loss", "outputs that stay")
-    rewrite(work, [p for p in PASSES if p.name in names], verify=True)
+    rewrite(work, [p for p in REWRITES if p.name in names], verify=True)
     return work
 
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from rkmate.errors import GraphError
 from rkmate.graph.capture.capture import Source, capture
-from rkmate.graph.capture.repairs import Pass
+from rkmate.graph.capture.repairs import Rewrite
 from rkmate.graph.passes import simplify as stage
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.graph.passes.simplify import rewrite, simplify
@@ -77,9 +77,9 @@ def _value(work: Rewriting) -> None:
 def test_a_fault_is_found_and_its_pass_named(fault: Callable[[Rewriting], None], message: str) -> None:
     work = _work()
     with pytest.raises(GraphError, match=f"after the pass 'faulty': .*{message}"):
-        rewrite(work, [Pass("faulty", "simplify", "a test", fault)], verify=True)
+        rewrite(work, [Rewrite("faulty", "a test", fault)], verify=True)
     unseen = _work()
-    rewrite(unseen, [Pass("faulty", "simplify", "a test", fault)])
+    rewrite(unseen, [Rewrite("faulty", "a test", fault)])
 
 
 def test_dead_code_is_a_fault() -> None:
@@ -117,7 +117,7 @@ def _form(work: Rewriting) -> None:
     (_form, "mul.* has another form")])
 def test_forms_stay(fault: Callable[[Rewriting], None], message: str) -> None:
     with pytest.raises(GraphError, match=f"after the pass 'faulty': {message}"):
-        rewrite(_work(), [Pass("faulty", "simplify", "a test", fault)], verify=True)
+        rewrite(_work(), [Rewrite("faulty", "a test", fault)], verify=True)
 
 
 def test_all_tests_verify(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_all_tests_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stage.VERIFY
     model = nn.Linear(2, 2)
     captured = capture(model, (torch.randn(3, 2),), {})
-    monkeypatch.setattr(stage, "REWRITINGS", [Pass("faulty", "simplify", "a test", _source)])
+    monkeypatch.setattr(stage, "REWRITES", [Rewrite("faulty", "a test", _source)])
     with pytest.raises(GraphError, match="faulty"):
         simplify(captured, (True,))
     simplify(captured, (True,), verify=False)
