@@ -20,7 +20,7 @@ from rkmate.measure.least import least_bytes
 from rkmate.measure.unmeasured import with_ample_temporaries, with_likely_temporaries, without_temporaries
 from rkmate.pipeline.prepare import Blocked, Prepared, block, with_operation_costs
 from rkmate.pipeline.solve import Solved, solve, solve_with
-from rkmate.pipeline.variants import Variant, others
+from rkmate.pipeline.variants import CHANNELS_LAST, Variant, others
 from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Composed, Outcome, Planner, Problem, smallest_budget
 from rkmate.planners.save_set import SaveSetProgram
@@ -318,7 +318,8 @@ def _most(lean: Prepared, counted: Costs, budget: Budget) -> int | None:
     if budget.fraction is None:
         return limit_of(lean, budget)
     blocked = lean.blocked
-    if budget.fraction >= 1 or any(v.channels_last for v in others(lean.settings, blocked.concerned)):
+    if budget.fraction >= 1 or any(
+            CHANNELS_LAST in v.rows for v in others(lean.settings, blocked.concerned)):
         return None             # another layout has other convolutions
     ample = with_operation_costs(blocked, with_ample_temporaries(blocked.partition, counted))
     return max(limit_of(ample, budget), int(limit_of(lean, budget) / (1 - budget.fraction)) + 1)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.blocks.infos import Modules
-from rkmate.graph.passes.simplify import is_backward
+from rkmate.graph.passes.joint import is_backward
 from rkmate.ilp import OptionSet, solve_options
 from rkmate.ilp.evaluate_option import evaluate_option
 from rkmate.ir.cd import HOISTED, CDGraph

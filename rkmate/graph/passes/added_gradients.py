@@ -18,7 +18,7 @@ from torch import fx
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.ops.embeddings import ADD_EMBEDDING_GRADIENT
 from rkmate.graph.ops.products import ADD_CONVOLUTION_GRADIENT
-from rkmate.graph.passes.joint import Rewriting, is_backward
+from rkmate.graph.passes.joint import Joint, is_backward
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE, phase_tag, without_descriptor
 
@@ -29,21 +29,19 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default,
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 
-def add_gradients_in_place(work: Rewriting) -> None:
+def add_gradients_in_place(work: Joint) -> None:
     """Let each part of a parameter's gradient be added where it belongs, in the order in which it is made."""
-    if not work.choices.in_place:
-        return
     adder = _Adder(work)
     for source, node in work.grads:
         if source.kind == "param":
             adder.wanted.setdefault(node, []).append(adder.place(source))
-    work.grads = [(s, n) for s, n in work.grads if s.kind != "param"]
+    work.grads = tuple((s, n) for s, n in work.grads if s.kind != "param")
     for node in list(adder.wanted):
         adder.add(node)
 
 
 class _Adder:
-    def __init__(self, work: Rewriting) -> None:
+    def __init__(self, work: Joint) -> None:
         self.work = work
         self.graph = work.graph
         self.wanted: dict[fx.Node, list[fx.Node]] = {}

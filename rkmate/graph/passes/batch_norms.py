@@ -12,7 +12,7 @@ import torch
 
 from rkmate import device as devices
 from rkmate.graph.ops.norms import BY_GROUPS
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.layout_rules import is_channels_last
 from rkmate.torch_seam.nodes import VALUE
 
@@ -22,10 +22,10 @@ LEAST_PIXELS = 4096
 """Of a channel: fewer are added up exactly enough."""
 
 
-def add_up_by_groups(work: Rewriting) -> None:
+def add_up_by_groups(work: Joint) -> None:
     """Let batch norms in training mode that keep running statistics add up their pixels by groups, where
     images were given this layout: one of the caller's own choice has the bits of torch's kernel."""
-    for node in work.graph.nodes if work.choices.channels_last else ():
+    for node in work.graph.nodes:
         if node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True \
                 and _has_many_pixels(node.args[0].meta[VALUE]):
             node.target = BY_GROUPS

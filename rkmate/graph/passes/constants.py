@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.joint import Rewriting, is_backward, is_random
+from rkmate.graph.passes.joint import Joint, is_backward, is_random
 from rkmate.torch_seam.nodes import VALUE
 
 
-def find_constants(work: Rewriting) -> None:
+def find_constants(work: Joint) -> None:
     """Note the values of the forward that depend on no trained value, no float input and no chance.
 
     Equal ones are computed once: every layer of a transformer asks for the same mask.

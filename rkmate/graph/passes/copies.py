@@ -1,11 +1,11 @@
-"""Rewriting passes: copies that copy nothing."""
+"""Joint passes: copies that copy nothing."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from rkmate.graph.passes.joint import Rewriting, owner_of
+from rkmate.graph.passes.joint import Joint, owner_of
 from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
@@ -14,7 +14,7 @@ _ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
 _COPIES = {aten.clone.default, aten.lift_fresh_copy.default}
 
 
-def drop_copies_of_outputs(work: Rewriting) -> None:
+def drop_copies_of_outputs(work: Joint) -> None:
     """The copies that capture put on the outputs; they may change layout without harm.
 
     Not those of what the forward overwrites: the caller gets the value from before.
@@ -29,7 +29,7 @@ def drop_copies_of_outputs(work: Rewriting) -> None:
             work.graph.erase_node(node)
 
 
-def drop_copies(work: Rewriting) -> None:
+def drop_copies(work: Joint) -> None:
     """Aliases, and copies whose layout is that of their input, are their input.
 
     Not where both can be seen by the caller, who may write to one of them.
@@ -51,5 +51,5 @@ def drop_copies(work: Rewriting) -> None:
             work.graph.erase_node(node)
 
 
-def _is_seen(work: Rewriting, owner: fx.Node) -> bool:
+def _is_seen(work: Joint, owner: fx.Node) -> bool:
     return owner in work.sources or work.leaves(owner)

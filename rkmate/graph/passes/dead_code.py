@@ -5,12 +5,12 @@ Assertions on metadata are among them: they hold for every call of the same sign
 
 from __future__ import annotations
 
-from rkmate.graph.passes.joint import Rewriting, adds, is_backward, is_random
+from rkmate.graph.passes.joint import Joint, adds, is_backward, is_random
 
 
-def drop_dead(work: Rewriting) -> None:
+def drop_dead(work: Joint) -> None:
     """Drop them; draws of the forward stay, as the generator's state moves on."""
-    keep = work.joint().handed()
+    keep = work.handed()
     todo = [n for n in work.graph.nodes if not n.users and n.op == "call_function"]
     while todo:
         node = todo.pop()

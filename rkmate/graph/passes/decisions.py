@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.joint import Rewriting, is_backward, is_random, is_view
+from rkmate.graph.passes.joint import Joint, is_backward, is_random, is_view
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import operator_name
 
@@ -28,7 +28,7 @@ _CHANCES = (aten.bernoulli.default,)
 """Floats that are decisions: draws whose chances are the numbers of a tensor."""
 
 
-def find_decisions(work: Rewriting) -> None:
+def find_decisions(work: Joint) -> None:
     """Note the operations of the forward that decide, as far as the backward depends on what they decide.
 
     An operation decides where it makes integers of computed floats (top-k, sort, argmax, multinomial, a
@@ -115,7 +115,7 @@ def _is_relu(mask: fx.Node, reader: fx.Node) -> bool:
     return mask.target in _SIGN_TESTS and bool(mask.args[1] == 0) and mask.args[0] in reader.all_input_nodes
 
 
-def _needed_after_the_loss(work: Rewriting) -> set[fx.Node]:
+def _needed_after_the_loss(work: Joint) -> set[fx.Node]:
     """The nodes of the forward that some node of the backward depends on."""
     found: set[fx.Node] = set()
     todo = [n for b in work.graph.nodes if is_backward(b) for n in b.all_input_nodes]

@@ -13,17 +13,14 @@ from torch import fx
 
 from rkmate.graph.ops.embeddings import ADD_ROWS, bytes_of_rows
 from rkmate.graph.passes.chunked_kernels import is_wide
-from rkmate.graph.passes.joint import Rewriting, is_backward
+from rkmate.graph.passes.joint import Joint, is_backward
 from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
 
 
-def add_rows_of_embeddings(work: Rewriting) -> None:
-    """Rewrite the sums of a gradient and an embedding's, where that is wide and made of few rows. Where
-    gradients are added in place, each goes there by itself."""
-    if work.choices.in_place:
-        return
+def add_rows_of_embeddings(work: Joint) -> None:
+    """Rewrite the sums of a gradient and an embedding's, where that is wide and made of few rows."""
     results = work.results()
     for node in list(work.graph.nodes):
         pair = _summands(node)

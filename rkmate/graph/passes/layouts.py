@@ -1,4 +1,4 @@
-"""Rewriting passes: convolution networks with the channels last.
+"""Joint passes: convolution networks with the channels last.
 
 Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels lie side
 by side in memory. Each operation takes the layout of what it reads, so that one copy where images enter turns
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_random, is_view
-from rkmate.graph.passes.joint import Rewriting, is_backward
+from rkmate.graph.passes.joint import Joint, is_backward
 from rkmate.graph.passes.layout_rules import (
     follows,
     is_channels_last,
@@ -36,14 +36,14 @@ from rkmate.torch_seam.schema import OpOverload
 aten = torch.ops.aten
 
 
-def channels_last(work: Rewriting) -> None:
+def channels_last(work: Joint) -> None:
     """Name the convolutions that could have their channels last; where it is wanted, let them."""
     small = sizes_of_small_images(work.graph)
-    work.convolutions = tuple(dict.fromkeys(
+    found = work.concerned["channels-last"] = tuple(dict.fromkeys(
         work.name(n.args[1]) for n in work.graph.nodes
         if n.target is aten.convolution.default and (form := last_format(n.meta[VALUE])) is not None
         and not n.meta[VALUE].is_contiguous(memory_format=form) and n.meta[VALUE].shape[2:] not in small))
-    if work.choices.channels_last and work.convolutions:
+    if "channels-last" in work.choices and found:
         with ExitStack() as stack:
             stack.enter_context(as_eager_computes())
             stack.enter_context(as_kernels_return_them())
@@ -51,26 +51,23 @@ def channels_last(work: Rewriting) -> None:
             _Turning(work, small).run()
 
 
-def layouts_of_gradients(work: Rewriting) -> None:
-    """Gradients of parameters have the parameters' layout: autograd would copy them to it, out of sight.
-
-    Those that are added in place are not asked for one.
-    """
-    if not work.choices.channels_last or work.choices.in_place:
-        return
+def layouts_of_gradients(work: Joint) -> None:
+    """Gradients of parameters have the parameters' layout: autograd would copy them to it, out of sight."""
     place = {source: node for node, source in work.sources.items()}
+    grads = list(work.grads)
     with torch.no_grad():
-        for k, (source, node) in enumerate(work.grads):
+        for k, (source, node) in enumerate(grads):
             wanted = place[source].meta[VALUE]
             if source.kind == "param" and is_channels_last(node.meta[VALUE]) and wanted.is_contiguous():
-                work.grads[k] = source, inserted(work.graph, node.next, node, aten.clone.default, (node,),
-                                                 memory_format=torch.contiguous_format)
+                grads[k] = source, inserted(work.graph, node.next, node, aten.clone.default, (node,),
+                                            memory_format=torch.contiguous_format)
+    work.grads = tuple(grads)
 
 
 class _Turning:
     """The graph while layouts go through it, in the order of its nodes."""
 
-    def __init__(self, work: Rewriting, small: Collection[torch.Size]) -> None:
+    def __init__(self, work: Joint, small: Collection[torch.Size]) -> None:
         self.work = work
         self.small = small
         self.graph = work.graph
@@ -84,15 +81,13 @@ class _Turning:
         for node in nodes:
             if not is_backward(node):
                 self._visit(node)
-        for k, out in enumerate(self.work.outputs):
-            if out is not None:
-                self.work.outputs[k] = self._as_before(out, out, out.next)
+        self.work.outputs = tuple(None if out is None else self._as_before(out, out, out.next)
+                                  for out in self.work.outputs)
         for node in nodes:
             if is_backward(node):
                 self._visit(node)
-        for k, (source, node) in enumerate(self.work.grads):
-            if source.kind != "param":
-                self.work.grads[k] = source, self._as_before(node, node, node.next)
+        self.work.grads = tuple((s, n if s.kind == "param" else self._as_before(n, n, n.next))
+                                for s, n in self.work.grads)
 
     def _visit(self, node: fx.Node) -> None:
         if node.target is operator.getitem:

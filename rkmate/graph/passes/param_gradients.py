@@ -1,4 +1,4 @@
-"""Rewriting passes: gradients of parameters, as autograd takes them."""
+"""Joint passes: gradients of parameters, as autograd takes them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.joint import Rewriting, is_backward, is_view, owner_of
+from rkmate.graph.passes.joint import Joint, is_backward, is_view, owner_of
 from rkmate.torch_seam.nodes import VALUE, phase_tag
 
 aten = torch.ops.aten
 
 
-def take_sums_apart(work: Rewriting) -> None:
+def take_sums_apart(work: Joint) -> None:
     """Drop the sums that only add up one parameter's gradients.
 
     Autograd adds the parts itself, in the same order, and each leaves as soon as it is made.
@@ -30,7 +30,7 @@ def take_sums_apart(work: Rewriting) -> None:
             else:
                 parts.append(n)
         grads += [(source, part) for part in parts]
-    work.grads = grads
+    work.grads = tuple(grads)
 
 
 def _is_private_sum(node: fx.Node, total: fx.Node) -> bool:
@@ -42,12 +42,13 @@ def _is_private_sum(node: fx.Node, total: fx.Node) -> bool:
                and set(a.users) == {node} and a.meta[VALUE].shape == shape for a in node.args)
 
 
-def own_gradients(work: Rewriting) -> None:
+def own_gradients(work: Joint) -> None:
     """A parameter's gradient that is handed to autograd shares its storage with nothing else."""
     count: dict[fx.Node, int] = {}
     for _, node in work.grads:
         count[owner_of(node)] = count.get(owner_of(node), 0) + 1
-    for k, (source, node) in enumerate(work.grads):
+    grads = list(work.grads)
+    for k, (source, node) in enumerate(grads):
         owner = owner_of(node)
         shared = count[owner] > 1 or owner.op != "call_function" or not is_backward(owner) \
             or _is_read_by_operations(owner)
@@ -60,7 +61,8 @@ def own_gradients(work: Rewriting) -> None:
             copy.meta = {VALUE: node.meta[VALUE], **phase_tag(backward=True)}
             with node.meta[VALUE].fake_mode:
                 copy.meta[VALUE] = torch.clone(node.meta[VALUE])
-            work.grads[k] = (source, copy)
+            grads[k] = source, copy
+    work.grads = tuple(grads)
 
 
 def _is_read_by_operations(node: fx.Node) -> bool:

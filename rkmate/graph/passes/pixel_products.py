@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.layout_rules import last_format
 from rkmate.graph.passes.layouts import inserted
 from rkmate.torch_seam.nodes import VALUE
@@ -23,10 +23,8 @@ aten = torch.ops.aten
 _TYPES = (torch.float32, torch.float64)
 
 
-def multiply_pixels(work: Rewriting) -> None:
+def multiply_pixels(work: Joint) -> None:
     """Rewrite the convolutions, and their gradients, of images that were given this layout, on a CPU."""
-    if not work.choices.channels_last:
-        return
     with torch.no_grad():
         for node in list(work.graph.nodes):
             args = tuple[Any, ...](node.args)
@@ -52,7 +50,7 @@ def _is_product(nodes: tuple[fx.Node, ...], how: tuple[Any, ...]) -> bool:
 class _Writer:
     """What takes the place of one node."""
 
-    def __init__(self, work: Rewriting, node: fx.Node) -> None:
+    def __init__(self, work: Joint, node: fx.Node) -> None:
         self.work, self.node = work, node
 
     def forward(self) -> None:

@@ -16,7 +16,7 @@ from rkmate import device as devices
 from rkmate.device import onednn
 from rkmate.graph.ops.products import BY_ONEDNN, PRODUCT
 from rkmate.graph.passes.chunked_kernels import Alternative
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.tiles.source import products
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE
@@ -27,9 +27,9 @@ LEAST = 16
 """Rows, columns and what is summed up: of fewer, no library takes long."""
 
 
-def name_products(work: Rewriting) -> None:
-    """Let products be the operator that has both kernels, where the caller asks for compiled ones."""
-    if not work.choices.fused or not onednn.is_available():
+def name_products(work: Joint) -> None:
+    """Let products be the operator that has both kernels, where both are there."""
+    if not onednn.is_available():
         return
     for node in work.graph.nodes:
         if isinstance(node.target, Tiled):

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from rkmate.graph.ops.losses import STORAGES_OF_THEIR_OWN
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import schema_of
 
 _NO_REDUCTION = 0
 
 
-def storages_of_their_own(work: Rewriting) -> None:
+def storages_of_their_own(work: Joint) -> None:
     """Rewrite the losses that are summed up."""
     for node in work.graph.nodes:
         if node.target in STORAGES_OF_THEIR_OWN and not node.meta[VALUE].dim() \

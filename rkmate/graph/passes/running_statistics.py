@@ -1,4 +1,4 @@
-"""Rewriting passes: what the forward overwrites (running statistics above all), and who reads it."""
+"""Joint passes: what the forward overwrites (running statistics above all), and who reads it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.graph.ops.norms import BY_GROUPS
-from rkmate.graph.passes.joint import Rewriting, is_view
+from rkmate.graph.passes.joint import Joint, is_view
 from rkmate.torch_seam.nodes import VALUE, phase_tag
 
 aten = torch.ops.aten
 
 
-def drop_unread_statistics(work: Rewriting) -> None:
+def drop_unread_statistics(work: Joint) -> None:
     """A batch norm's gradient in training mode takes running statistics and reads none.
 
     Held until the backward, the updated ones are memory that eager mode does not need.
@@ -31,7 +31,7 @@ def drop_unread_statistics(work: Rewriting) -> None:
             node.args = (grad, input, weight, None, None, mean, invstd, train, *rest)
 
 
-def protect_overwritten(work: Rewriting) -> None:
+def protect_overwritten(work: Joint) -> None:
     """Copy what the forward overwrites, for readers that need the value from before."""
     overwritten = work.overwritten()
     for node in [n for n in work.sources if n in overwritten]:
@@ -48,7 +48,7 @@ def protect_overwritten(work: Rewriting) -> None:
             user.replace_input_with(node, copy)
 
 
-def _makes_new_value(work: Rewriting, user: fx.Node) -> bool:
+def _makes_new_value(work: Joint, user: fx.Node) -> bool:
     """Whether the result is what the forward writes, and nothing else: it is needed once, and before that."""
     return not user.users and not is_view(user) and user not in work.outputs \
         and any(n is user for _, n in work.mutations) and not any(n is user for _, n in work.grads)
@@ -63,17 +63,17 @@ def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
         and args[5] is True and node in args[3:5] and node not in args[:3]
 
 
-def take_counters_off(work: Rewriting) -> None:
+def take_counters_off(work: Joint) -> None:
     """Note what integers of the caller's the forward only counts up: they are no value of the step."""
     place = {s: n for n, s in work.sources.items()}
     handed = Counter(n for n in (*work.outputs, *(n for _, n in work.grads), *(n for _, n in work.mutations)))
     kept = []
     for source, node in work.mutations:
         if _counts_up(node, place[source]) and handed[node] == 1:
-            work.counters.append((source, node.args[1]))  # type: ignore[arg-type]
+            work.counters += ((source, node.args[1]),)  # type: ignore[operator]
         else:
             kept.append((source, node))
-    work.mutations = kept
+    work.mutations = tuple(kept)
 
 
 def _counts_up(node: fx.Node, old: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from rkmate.graph.passes.dead_code import drop_dead
 from rkmate.graph.passes.decisions import find_decisions
 from rkmate.graph.passes.deferred_outputs import put_outputs_back, take_outputs_off
 from rkmate.graph.passes.embedding_sums import add_rows_of_embeddings
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.layouts import channels_last, layouts_of_gradients
 from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
 from rkmate.graph.passes.pixel_products import multiply_pixels
@@ -37,11 +37,11 @@ from rkmate.graph.passes.written_parts import read_what_was_written
 
 
 @functools.wraps(chunked_kernels.split_wide)
-def _split_wide(work: Rewriting) -> None:
+def _split_wide(work: Joint) -> None:
     chunked_kernels.split_wide(work.graph, work.replace)
 
 
-REWRITES: tuple[Rewrite[Rewriting], ...] = (
+REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("dead code",
             "A trace keeps assertions on metadata, which hold for every call of the same signature, and "
             "values that only they read.",
@@ -65,12 +65,12 @@ REWRITES: tuple[Rewrite[Rewriting], ...] = (
     Rewrite("products of pixels",
             "An image that has its channels last is a matrix of pixels by channels, and a convolution of 1 x "
             "1 a product with it: kernels for windows copy such images, or fill gradients with zeros first.",
-            multiply_pixels, ()),
+            multiply_pixels, (), when=("channels-last",)),
     Rewrite("sums over pixels",
             "On a CPU, torch's batch norm adds up a channel's pixels one after the other where channels lie "
             "side by side: of thousands, the statistics are some fifty times less exact than in the other "
             "layout. There it adds up groups of pixels, which are put together.",
-            add_up_by_groups),
+            add_up_by_groups, when=("channels-last",)),
     Rewrite("written parts",
             "Kernels that work tile by tile write and read a part of one buffer; in a trace each write would "
             "copy the whole buffer.",
@@ -99,7 +99,7 @@ REWRITES: tuple[Rewrite[Rewriting], ...] = (
     Rewrite("deferred outputs",
             "Logits that are returned beside the loss are held by the caller, and most callers never read "
             "them. Where the loss needs no whole logits, what they are computed from is kept in their place.",
-            take_outputs_off, ()),
+            take_outputs_off, (), when=("deferred-outputs",)),
     Rewrite("chunked loss",
             "The logits of a language model are often its largest tensors. Where a budget needs it, a wide "
             "product, its losses and their gradients are computed a few rows at a time; the last bits of the "
@@ -114,22 +114,22 @@ REWRITES: tuple[Rewrite[Rewriting], ...] = (
             "Torch makes an embedding's gradient as large as its table, mostly zeros. Where the table has "
             "another gradient, of a head that it is tied to, that would be a second matrix of this size "
             "beside it: the rows are added to the first one where it stands.",
-            add_rows_of_embeddings),
+            add_rows_of_embeddings, unless=("in-place",)),
     Rewrite("outputs that stay",
             "An output that was taken off, and whose values the step computes all the same, is an ordinary "
             "one.",
-            put_outputs_back, ()),
+            put_outputs_back, (), when=("deferred-outputs",)),
     Rewrite("sums of gradients",
             "A parameter used in several places has a gradient from each. Autograd adds them itself, in the "
             "same order, and each leaves as soon as it is made.",
             take_sums_apart),
     Rewrite("layouts of gradients",
             "Autograd copies a gradient whose layout is not its parameter's, which no plan would count.",
-            layouts_of_gradients, ()),
+            layouts_of_gradients, (), when=("channels-last",), unless=("in-place",)),
     Rewrite("gradients in place",
             "Where the caller asks for it, products, convolutions and embeddings add to what stands in "
             "`.grad`, and no gradient of a weight is a tensor of its own.",
-            add_gradients_in_place, ()),
+            add_gradients_in_place, (), when=("in-place",)),
     Rewrite("shared gradients",
             "A gradient that is handed to autograd becomes the user's, who may write to it: it shares its "
             "storage with nothing else.",
@@ -150,11 +150,11 @@ REWRITES: tuple[Rewrite[Rewriting], ...] = (
             "Between products, convolutions and attention, eager mode reads and writes a tensor for every "
             "operation. Where the caller asks for compiled kernels, neighbouring ones become one "
             "computation.",
-            fuse, ()),
+            fuse, (), when=("compiled",)),
     Rewrite("products",
             "On a CPU, two libraries multiply matrices of single precision, and which is faster depends on "
             "processor and shapes. Where the caller asks for compiled kernels, each product runs by the "
             "faster one; last bits differ.",
-            name_products, ()),
+            name_products, (), when=("compiled",)),
 )
 """In the order in which they work."""

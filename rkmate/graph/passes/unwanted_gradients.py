@@ -8,14 +8,14 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_view
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.torch_seam.nodes import VALUE, phase_tag
 from rkmate.torch_seam.patches.layouts import as_kernels_return_them
 
 aten = torch.ops.aten
 
 
-def drop_unwanted_gradients(work: Rewriting) -> None:
+def drop_unwanted_gradients(work: Joint) -> None:
     """Let undefined gradients flow: what autograd does for outputs that the loss ignores."""
     dead = {n for n, s in work.sources.items()
             if s.kind == "tangent" and not work.wanted[int(s.key)]}
@@ -43,7 +43,7 @@ def drop_unwanted_gradients(work: Rewriting) -> None:
                 for n in from_loss:
                     if n in dead:
                         node.replace_input_with(n, _zeros(work.graph, n, node))
-    work.grads = [(s, n) for s, n in work.grads if n not in dead]
+    work.grads = tuple((s, n) for s, n in work.grads if n not in dead)
     _lay_out_again(work.graph, moved)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ _NO_VIEW = (RuntimeError, ValueError)
 """What views raise where only a copy has that shape; those of fake tensors have an error of their own."""
 
 
-def shorten_views(work: Rewriting) -> None:
+def shorten_views(work: Joint) -> None:
     """Rewrite the chains, but for what the caller gets: an output stays the view that it is."""
     outputs = {n for n in work.outputs if n is not None}
     for node in list(work.graph.nodes):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.joint import Rewriting, owner_of
+from rkmate.graph.passes.joint import Joint, owner_of
 from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ _EXACT = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, at
 """Operations whose result does not depend on how their inputs lie in memory."""
 
 
-def read_what_was_written(work: Rewriting) -> None:
+def read_what_was_written(work: Joint) -> None:
     """Parts that are read as they were written, parts that are the whole, and copies over a whole part."""
     overwritten, seen = work.overwritten(), work.results()
     for node in list(work.graph.nodes):

@@ -45,7 +45,7 @@ def _rewritten(n: int = 32, k: int = 24, m: int = 16, *, bias: int | None = None
         y = made.call(aten.mm.default, a, b)
     else:
         y = made.call(aten.addmm.default, made.source("param", "c", *[m] * bias, dtype=dtype), a, b)
-    return targets(run("products", made.work([y], fused=fused)))
+    return targets(run("products", made.work([y], compiled=fused)))
 
 
 @pytest.mark.parametrize("bias", [None, 1])

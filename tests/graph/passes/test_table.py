@@ -7,15 +7,32 @@ from typing import Any
 import pytest
 import torch
 
-from rkmate.graph.capture.repairs import PATCHES, PROGRAM_REWRITES, TRACE_REWRITES
+from rkmate.graph.capture.repairs import PATCHES, PROGRAM_REWRITES, TRACE_REWRITES, Rewrite
 from rkmate.graph.passes.table import REWRITES
 from rkmate.graph.passes.view_methods import view_method
+from rkmate.pipeline.prepare import choices_of
+from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.variants import VARIANTS
 from tests.graph.passes.graphs import Made, aten
 
 
 def test_names_tell_passes_apart() -> None:
     rows = (*PATCHES, *PROGRAM_REWRITES, *TRACE_REWRITES, *REWRITES)
     assert len({row.name for row in rows}) == len(rows)
+
+
+def test_rows_ask_for_choices_that_a_variant_or_a_setting_makes() -> None:
+    made = frozenset().union(*(
+        choices_of(variant, Settings(gradients=gradients, compile=True))
+        for variant in VARIANTS for gradients in ("returned", "in_place")))
+    for row in REWRITES:
+        assert made.issuperset((*row.when, *row.unless)), row.name
+
+
+def test_a_row_applies_when_all_it_asks_for_is_chosen() -> None:
+    row = Rewrite("a row", "a test", print, when=("a", "b"), unless=("c",))
+    assert row.applies(frozenset("abd"))
+    assert not row.applies(frozenset("a")) and not row.applies(frozenset("abc"))
 
 
 @pytest.mark.parametrize(("target", "args", "method"), [

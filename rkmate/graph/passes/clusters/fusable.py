@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_random, is_view
-from rkmate.graph.passes.joint import Rewriting, adds, owner_of
+from rkmate.graph.passes.joint import Joint, adds, owner_of
 from rkmate.graph.passes.layout_rules import is_dense
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, schema_of
@@ -34,7 +34,7 @@ _TYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 MOST_DIMENSIONS = 6
 
 
-def fusable(work: Rewriting) -> set[fx.Node]:
+def fusable(work: Joint) -> set[fx.Node]:
     """The operations that may be part of a group. Their results are plain tensors, and they read nothing that
     the forward overwrites; they draw no numbers and write to nothing."""
     overwritten = work.overwritten()

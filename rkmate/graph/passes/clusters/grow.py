@@ -15,7 +15,7 @@ from torch import fx
 
 from rkmate.graph.passes.clusters.fusable import extent
 from rkmate.graph.passes.clusters.reads import Reads
-from rkmate.graph.passes.joint import Rewriting, is_backward, owner_of
+from rkmate.graph.passes.joint import Joint, is_backward, owner_of
 
 MOST = 48
 """Operations of a group: a kernel of more takes long to compile, and gains nothing."""
@@ -24,7 +24,7 @@ SMALL = 8
 reads it."""
 
 
-def groups(work: Rewriting, fused: Collection[fx.Node], again: Collection[fx.Node],
+def groups(work: Joint, fused: Collection[fx.Node], again: Collection[fx.Node],
            reads: Reads) -> list[list[fx.Node]]:
     """Groups of operations, each in order; those of one operation alone are left out, but where it reads what
     is computed `again`."""
@@ -39,7 +39,7 @@ def outside_readers(node: fx.Node, members: Collection[fx.Node], again: Collecti
 
 
 class _Grower:
-    def __init__(self, work: Rewriting, fused: Collection[fx.Node], again: Collection[fx.Node],
+    def __init__(self, work: Joint, fused: Collection[fx.Node], again: Collection[fx.Node],
                  reads: Reads) -> None:
         self.fused, self.again, self.reads = fused, again, reads
         self.place = {n: k for k, n in enumerate(_order(work.graph, fused))}

@@ -14,7 +14,7 @@ from torch import fx
 
 from rkmate.graph.passes.clusters.fusable import bytes_of, is_pointwise
 from rkmate.graph.passes.clusters.reads import Reads
-from rkmate.graph.passes.joint import Rewriting, is_backward, owner_of
+from rkmate.graph.passes.joint import Joint, is_backward, owner_of
 
 _MADE_ANYWAY = 0.95
 """What a byte counts of a value that could be computed again: on a tie it is kept, and what it is made of is
@@ -24,7 +24,7 @@ MOST_AGAIN = 24
 take long to compile, and a long chain would be computed once for each of the groups that read of it."""
 
 
-def computed_again(work: Rewriting, fused: Collection[fx.Node], reads: Reads) -> set[fx.Node]:
+def computed_again(work: Joint, fused: Collection[fx.Node], reads: Reads) -> set[fx.Node]:
     """Operations of the forward whose values groups of the backward compute for themselves."""
     wanted = {o for n in fused if is_backward(n) for o in map(owner_of, n.all_input_nodes)
               if not is_backward(o)}

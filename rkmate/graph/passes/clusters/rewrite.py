@@ -17,7 +17,7 @@ from rkmate.graph.passes.clusters.grow import groups, outside_readers
 from rkmate.graph.passes.clusters.reads import Reads
 from rkmate.graph.passes.clusters.repeat import computed_again
 from rkmate.graph.passes.dead_code import drop_dead
-from rkmate.graph.passes.joint import Rewriting, is_backward, is_view, owner_of
+from rkmate.graph.passes.joint import Joint, is_backward, is_view, owner_of
 from rkmate.graph.passes.tiles.rewrite import put_in_order
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, operator_name
@@ -32,10 +32,8 @@ class _Made:
     """The operation whose place it takes."""
 
 
-def fuse(work: Rewriting) -> None:
-    """Let groups of operations be compiled, where that is asked for."""
-    if not work.choices.fused:
-        return
+def fuse(work: Joint) -> None:
+    """Let groups of operations be compiled."""
     fused, reads = fusable(work), Reads()
     again = computed_again(work, fused, reads)
     leaving = {owner_of(n) for n in work.results()}

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_view
-from rkmate.graph.passes.joint import Rewriting, is_backward
+from rkmate.graph.passes.joint import Joint, is_backward
 from rkmate.graph.passes.tiles.build import default_parts
 from rkmate.graph.passes.tiles.forms import TURNED, WHOLE
 from rkmate.graph.passes.tiles.region import Region, needed, readers_of
@@ -29,7 +29,7 @@ slower."""
 _Key = tuple[fx.Node, int, int]
 
 
-def in_groups(work: Rewriting, region: Region, seed: fx.Node, apart: Collection[fx.Node]) -> bool:
+def in_groups(work: Joint, region: Region, seed: fx.Node, apart: Collection[fx.Node]) -> bool:
     """Let a region run in groups of rows. False, and nothing is changed, where it cannot, or where a wide sum
     over the rows is more than a gradient that is added up where it belongs.
 
@@ -58,7 +58,7 @@ def in_groups(work: Rewriting, region: Region, seed: fx.Node, apart: Collection[
     return True
 
 
-def _may(work: Rewriting, region: Region, inside: Sequence[fx.Node], results: Sequence[fx.Node]) -> bool:
+def _may(work: Joint, region: Region, inside: Sequence[fx.Node], results: Sequence[fx.Node]) -> bool:
     for node in inside:
         for operand, form in region.needs(node).items():
             if operand in region.forms:
@@ -76,7 +76,7 @@ def _may(work: Rewriting, region: Region, inside: Sequence[fx.Node], results: Se
     return all(n.meta[VALUE].dtype in (torch.float32, torch.float64) for n in results if n in region.sums)
 
 
-def _is_gradient(work: Rewriting, node: fx.Node) -> bool:
+def _is_gradient(work: Joint, node: fx.Node) -> bool:
     """Whether a value is a parameter's gradient, or a summand of one, and nothing else."""
     params = {n for s, n in work.grads if s.kind == "param"}
     while node not in params:
@@ -88,7 +88,7 @@ def _is_gradient(work: Rewriting, node: fx.Node) -> bool:
 
 
 class _Making:
-    def __init__(self, work: Rewriting, region: Region, seed: fx.Node, inside: set[fx.Node],
+    def __init__(self, work: Joint, region: Region, seed: fx.Node, inside: set[fx.Node],
                  step: int) -> None:
         self.graph = work.graph
         self.region = region

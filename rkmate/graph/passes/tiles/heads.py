@@ -15,7 +15,7 @@ from torch import fx
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.chunked_kernels import is_wide
 from rkmate.graph.passes.dead_code import drop_dead
-from rkmate.graph.passes.joint import Rewriting, copied, is_backward
+from rkmate.graph.passes.joint import Joint, is_backward
 from rkmate.graph.passes.tiles.build import default_parts
 from rkmate.graph.passes.tiles.forms import WHOLE
 from rkmate.graph.passes.tiles.groups import in_groups
@@ -32,7 +32,7 @@ _WIDER = 2
 """A head's product is more than so many times as wide as what comes in."""
 
 
-def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
+def tile_heads(work: Joint, *, keep_outputs: bool = True) -> None:
     """Note the weights of heads; let the heads run a few rows at a time where that is asked for.
 
     `keep_outputs`: logits that leave the graph, or that something else reads, are an argument of the head;
@@ -40,28 +40,30 @@ def tile_heads(work: Rewriting, *, keep_outputs: bool = True) -> None:
     """
     asked = work
     if any(True for _ in _shifts(work)):
-        work = work if work.choices.chunked_loss else copied(work)
+        work = work if "chunked-loss" in work.choices else work.copy()
         while (shift := next(_shifts(work), None)) is not None:
             leave_out(work, shift, late_nodes(work), work.results())
             drop_dead(work)
     found = find_heads(work, keep_outputs=keep_outputs)
     names = [work.name(weight_of(seed)) for seed in found]
-    if work.choices.chunked_loss:
+    if "chunked-loss" in work.choices:
         names = [name for name, seed in zip(names, found, strict=True)
                  if _tiled(work, seed, keep_outputs=keep_outputs)]
-    asked.linear_losses = tuple(dict.fromkeys(names))
+    concerned = asked.concerned["chunked-loss"] = tuple(dict.fromkeys(names))
+    # By groups of rows, gradients of weights are added up where they belong: they need a place that is there.
+    asked.concerned["grouped-loss"] = concerned if "in-place" in asked.choices else ()
 
 
-def _tiled(work: Rewriting, seed: fx.Node, *, keep_outputs: bool) -> bool:
+def _tiled(work: Joint, seed: fx.Node, *, keep_outputs: bool) -> bool:
     """Let the head of a product run a few rows at a time. False, and nothing is changed, where it cannot."""
     undo = [by_rows(work, node) for node in list(grow(seed).forms)
             if node.target is aten.nll_loss_forward.default]
-    region, choices = _region(work, seed, keep_outputs=keep_outputs), work.choices
+    region, in_place = _region(work, seed, keep_outputs=keep_outputs), "in-place" in work.choices
     if region is not None:
         apart = _with_bases(_seen(work, region))
-        if (choices.in_place and choices.grouped_loss and in_groups(work, region, seed, apart)) or tile(
+        if (in_place and "grouped-loss" in work.choices and in_groups(work, region, seed, apart)) or tile(
                 work, region, "head", default_parts(region, seed.meta[VALUE]), apart=apart,
-                in_forward=not choices.in_place):
+                in_forward=not in_place):
             return True
     for loss in reversed(undo):
         loss()
@@ -69,7 +71,7 @@ def _tiled(work: Rewriting, seed: fx.Node, *, keep_outputs: bool) -> bool:
     return False
 
 
-def _shifts(work: Rewriting) -> Iterator[Shift]:
+def _shifts(work: Joint) -> Iterator[Shift]:
     """What leaves out rows of wide products."""
     late, leaving = late_nodes(work), work.results()
     for node in work.graph.nodes:
@@ -77,7 +79,7 @@ def _shifts(work: Rewriting) -> Iterator[Shift]:
             yield shift
 
 
-def find_heads(work: Rewriting, *, keep_outputs: bool = True) -> list[fx.Node]:
+def find_heads(work: Joint, *, keep_outputs: bool = True) -> list[fx.Node]:
     """The product of each head."""
     return seeds_of(work.graph, _is_seed, lambda seed: _region(work, seed, keep_outputs=keep_outputs))
 
@@ -89,7 +91,7 @@ def _is_seed(node: fx.Node) -> bool:
     return bool(node.meta[VALUE].shape[1] > _WIDER * x.meta[VALUE].shape[1])
 
 
-def _region(work: Rewriting, seed: fx.Node, *, keep_outputs: bool) -> Region | None:
+def _region(work: Joint, seed: fx.Node, *, keep_outputs: bool) -> Region | None:
     """The region of a head; None where the product is none's: nothing narrow comes of it, its result goes on
     through another product, or the gradient of its logits is read, or partly made, by others."""
     late, leaving = late_nodes(work), work.results()
@@ -108,7 +110,7 @@ def _region(work: Rewriting, seed: fx.Node, *, keep_outputs: bool) -> Region | N
     return region
 
 
-def _seen(work: Rewriting, region: Region) -> list[fx.Node]:
+def _seen(work: Joint, region: Region) -> list[fx.Node]:
     """Its wide values that others read, or that leave the graph."""
     return [n for n in region.results(work.results()) if region.wide(n) and n not in region.sums]
 

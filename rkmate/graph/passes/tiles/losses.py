@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ _NONE, _MEAN = 0, 1
 _IGNORE = -100
 
 
-def by_rows(work: Rewriting, loss: fx.Node) -> Callable[[], None]:
+def by_rows(work: Joint, loss: fx.Node) -> Callable[[], None]:
     """Write an `nll_loss_forward` as each row's loss and their reduction; returns what writes it as it was.
 
     Where classes have no weights, torch's own kernel adds the rows up in its own order: it finds each one's

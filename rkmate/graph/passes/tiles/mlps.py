@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.chunked_kernels import is_wide
-from rkmate.graph.passes.joint import Rewriting, is_backward
+from rkmate.graph.passes.joint import Joint, is_backward
 from rkmate.graph.passes.tiles.heads import weight_of
 from rkmate.graph.passes.tiles.region import Region, grow, seeds_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes, tile
@@ -28,15 +28,15 @@ ROWS = 256
 MOST_PARTS = 256
 
 
-def tile_mlps(work: Rewriting) -> None:
+def tile_mlps(work: Joint) -> None:
     """Note the weights of wide MLPs; let the MLPs run a few rows at a time where that is asked for."""
     found = seeds_of(work.graph, _is_seed, lambda seed: _region(work, seed))
     names = [work.name(weight_of(seed)) for seed in found]
-    if work.choices.tiled_mlps:
+    if "tiled-mlps" in work.choices:
         names = [name for name, seed in zip(names, found, strict=True)
                  if (region := _region(work, seed)) is not None
                  and tile(work, region, "mlp", parts_of(region), in_forward=False)]
-    work.wide_mlps = tuple(dict.fromkeys(names))
+    work.concerned["tiled-mlps"] = tuple(dict.fromkeys(names))
 
 
 def parts_of(region: Region) -> int:
@@ -52,7 +52,7 @@ def _is_seed(node: fx.Node) -> bool:
     return bool(width > x.meta[VALUE].shape[1] and rows >= 2 * ROWS)
 
 
-def _region(work: Rewriting, seed: fx.Node) -> Region | None:
+def _region(work: Joint, seed: fx.Node) -> Region | None:
     """The region of an MLP; None where the product is none's: no product leads back to narrow values, or a
     wide one is read by others (an attention's queries, what dropout draws for)."""
     late = late_nodes(work)

@@ -17,7 +17,7 @@ from torch import fx
 
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.ops.losses import SCALE
-from rkmate.graph.passes.joint import Rewriting, is_backward
+from rkmate.graph.passes.joint import Joint, is_backward
 from rkmate.graph.passes.tiles.build import build, called
 from rkmate.graph.passes.tiles.linear import is_linear
 from rkmate.graph.passes.tiles.region import Region, close, makers_of, needed, readers_of
@@ -27,13 +27,13 @@ from rkmate.torch_seam.nodes import VALUE, phase_tag
 aten = torch.ops.aten
 
 
-def late_nodes(work: Rewriting) -> set[fx.Node]:
+def late_nodes(work: Joint) -> set[fx.Node]:
     """What depends on an incoming gradient, these included."""
     tangents = [n for n, s in work.sources.items() if s.kind == "tangent"]
     return {*tangents, *readers_of(tangents)}
 
 
-def tile(work: Rewriting, region: Region, name: str, parts: int, *, apart: Collection[fx.Node] = (),
+def tile(work: Joint, region: Region, name: str, parts: int, *, apart: Collection[fx.Node] = (),
          in_forward: bool = True) -> bool:
     """Let a region run in tiles. False, and nothing is changed, where it cannot.
 
@@ -48,7 +48,7 @@ def tile(work: Rewriting, region: Region, name: str, parts: int, *, apart: Colle
     return True
 
 
-def results_of(work: Rewriting, region: Region, apart: Collection[fx.Node]) -> list[fx.Node]:
+def results_of(work: Joint, region: Region, apart: Collection[fx.Node]) -> list[fx.Node]:
     """The values of a region that others read; of a view, what it looks at."""
     found: dict[fx.Node, None] = {}
     for node in region.results(work.results()):
@@ -63,7 +63,7 @@ def results_of(work: Rewriting, region: Region, apart: Collection[fx.Node]) -> l
 # -- gradients in the forward -----------------------------------------------------------
 
 
-def _in_one_call(work: Rewriting, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
+def _in_one_call(work: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
                  parts: int) -> bool:
     region = copy.copy(region)
     region.forms, region.sums = dict(region.forms), set(region.sums)
@@ -104,7 +104,7 @@ def _in_one_call(work: Rewriting, region: Region, late: set[fx.Node], apart: Col
     return True
 
 
-def _one(work: Rewriting, tangent: fx.Node) -> fx.Node:
+def _one(work: Joint, tangent: fx.Node) -> fx.Node:
     """A gradient of one."""
     value = tangent.meta[VALUE]
     node = work.graph.call_function(aten.full.default, ([], 1.0),
@@ -117,7 +117,7 @@ def _one(work: Rewriting, tangent: fx.Node) -> fx.Node:
 # -- forward and backward apart ---------------------------------------------------------
 
 
-def _in_two_calls(work: Rewriting, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
+def _in_two_calls(work: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
                   parts: int) -> bool:
     results = results_of(work, region, apart)
     of_backward = [n for n in results if n in late]
@@ -153,7 +153,7 @@ def _meta(results: Sequence[fx.Node], *, backward: bool) -> dict[str, Any]:
     return {k: v for k, v in results[0].meta.items() if k != VALUE} | phase_tag(backward=backward)
 
 
-def _item(work: Rewriting, call: fx.Node, k: int) -> fx.Node:
+def _item(work: Joint, call: fx.Node, k: int) -> fx.Node:
     with work.graph.inserting_after(call):
         item = work.graph.call_function(operator.getitem, (call, k))
     item.meta = call.meta | {VALUE: call.meta[VALUE][k]}

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_view
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, shape_of
 from rkmate.graph.passes.tiles.linear import is_linear
 from rkmate.graph.passes.tiles.region import Region, grow, readers_of
@@ -92,7 +92,7 @@ def _cut(node: fx.Node, product: Sequence[int]) -> tuple[tuple[int, ...], int, i
     return (shape[:-1], dim % len(shape), start, end) if end > start else None
 
 
-def leave_out(work: Rewriting, shift: Shift, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> None:
+def leave_out(work: Joint, shift: Shift, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> None:
     """Compute a region for the rows that are read."""
     region = shift.region
     order = {node: k for k, node in enumerate(work.graph.nodes)}
