@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from rkmate.graph.passes import simplify
+from rkmate.graph.passes import table as simplify
 from rkmate.ilp import OptionSettings
 from rkmate.ilp import settings as ilp_settings
 from rkmate.planners import settings as planner_settings

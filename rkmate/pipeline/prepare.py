@@ -31,8 +31,8 @@ from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partiti
 from rkmate.graph.capture.capture import Capture, Source, as_there, capture
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import take_apart, tensor_called
-from rkmate.graph.passes.clusters.cluster import Cluster
-from rkmate.graph.passes.simplify import simplify
+from rkmate.graph.passes.cluster import Cluster
+from rkmate.graph.passes.table import simplify
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.kernels import choose_kernels

@@ -14,7 +14,7 @@ from torch import nn
 import rkmate
 from rkmate.device import cpu
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.passes.simplify import simplify
+from rkmate.graph.passes.table import simplify
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once

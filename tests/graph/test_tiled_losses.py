@@ -14,8 +14,8 @@ from torch import nn
 from rkmate.device import cpu
 from rkmate.graph.capture.capture import capture
 from rkmate.graph.passes.joint import Joint
-from rkmate.graph.passes.simplify import simplify
-from rkmate.graph.passes.tiles import build
+from rkmate.graph.passes.table import simplify
+from rkmate.graph.passes.tiles import rewrite as build
 from rkmate.graph.passes.tiles.tiled import Tiled
 
 BATCH, TIME, WIDTH, CLASSES = 3, 10, 6, 120

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import rkmate
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.passes.simplify import is_view, simplify
+from rkmate.graph.passes.table import is_view, simplify
 from tests.equality import assert_same_step
 from tests.models import Sample
 

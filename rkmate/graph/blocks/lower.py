@@ -17,12 +17,12 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.alternatives import alternatives
-from rkmate.graph.passes.chunked_kernels import Alternative
+from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
-from rkmate.graph.passes.joint import Joint, adds, is_backward, is_random, is_view
+from rkmate.graph.passes.joint import Joint, adds
+from rkmate.graph.passes.kernels import Alternative, alternatives
 from rkmate.ir.cd import CDGraph, CNode, DNode
-from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.nodes import VALUE, is_backward
 
 
 @dataclass(frozen=True)

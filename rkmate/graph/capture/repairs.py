@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
 from torch import fx, nn
 
 from rkmate.graph.capture.collectives import collectives_refused, refuse_in_joint
@@ -55,6 +56,7 @@ SEEN = ("2.13",)
 """The versions of torch that the tests run with: what a pass without other word was seen needed on."""
 Around = Literal["trace", "forward", "export"]
 G = TypeVar("G")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,17 @@ def _within(patches: Sequence[Patch], model: nn.Module) -> Iterator[None]:
             if context is not None:
                 stack.enter_context(context)
         yield
+
+
+def retrace(run: Callable[[], T]) -> T:
+    """Return what a function returns that runs operations of a captured graph again, on other values: there
+    they return what they return in the trace of a capture."""
+    with torch.no_grad(), ExitStack() as stack:
+        for feature, context in ((features.NUMERICS, as_eager_computes),
+                                 (features.LAYOUTS, as_kernels_return_them)):
+            if not is_off(feature):
+                stack.enter_context(context())
+        return run()
 
 
 def repair_program(program: fx.GraphModule) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from rkmate.graph.capture.capture import Capture, Source
-from rkmate.graph.capture.operations import is_random, is_view
-from rkmate.torch_seam.nodes import copied, is_backward
+from rkmate.graph.capture.operations import is_view
+from rkmate.torch_seam.nodes import copied
 
 
 @dataclass(eq=False)
@@ -161,6 +161,3 @@ def owner_of(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
-
-
-__all__ = ["Deferred", "Joint", "adds", "is_backward", "is_random", "is_view", "joint_of", "owner_of"]

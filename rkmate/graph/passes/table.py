@@ -1,45 +1,38 @@
-"""The rewritings of the joint graph that is planned, in the order of their work.
+"""The rewrites of the joint graph that is planned, in the order of their work, and the simplification
+(Rockmate, appendix A.3) that runs them on a copy of the captured graph.
 
 `graph.capture.repairs` has the passes that come before, and the types of all.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 
+from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.repairs import Rewrite
-from rkmate.graph.passes import chunked_kernels
-from rkmate.graph.passes.added_gradients import add_gradients_in_place
-from rkmate.graph.passes.batch_norms import add_up_by_groups
-from rkmate.graph.passes.clusters.rewrite import fuse
-from rkmate.graph.passes.constants import find_constants
-from rkmate.graph.passes.copies import drop_copies, drop_copies_of_outputs
-from rkmate.graph.passes.dead_code import drop_dead
-from rkmate.graph.passes.decisions import find_decisions
-from rkmate.graph.passes.deferred_outputs import put_outputs_back, take_outputs_off
-from rkmate.graph.passes.embedding_sums import add_rows_of_embeddings
-from rkmate.graph.passes.joint import Joint
-from rkmate.graph.passes.layouts import channels_last, layouts_of_gradients
-from rkmate.graph.passes.param_gradients import own_gradients, take_sums_apart
-from rkmate.graph.passes.pixel_products import multiply_pixels
-from rkmate.graph.passes.products import name_products
-from rkmate.graph.passes.reduced_losses import storages_of_their_own
-from rkmate.graph.passes.running_statistics import (
-    drop_unread_statistics,
-    protect_overwritten,
-    take_counters_off,
+from rkmate.graph.passes.cleanup import (
+    drop_copies,
+    drop_copies_of_outputs,
+    drop_dead,
+    read_what_was_written,
+    shorten_views,
 )
-from rkmate.graph.passes.tiles.heads import tile_heads
-from rkmate.graph.passes.tiles.mlps import tile_mlps
-from rkmate.graph.passes.unwanted_gradients import drop_unwanted_gradients
-from rkmate.graph.passes.view_chains import shorten_views
-from rkmate.graph.passes.written_parts import read_what_was_written
-
-
-@functools.wraps(chunked_kernels.split_wide)
-def _split_wide(work: Joint) -> None:
-    chunked_kernels.split_wide(work.graph, work.replace)
-
+from rkmate.graph.passes.fusion import fuse
+from rkmate.graph.passes.gradients import (
+    add_gradients_in_place,
+    add_rows_of_embeddings,
+    drop_unwanted_gradients,
+    own_gradients,
+    take_sums_apart,
+)
+from rkmate.graph.passes.images import add_up_by_groups, channels_last, layouts_of_gradients, multiply_pixels
+from rkmate.graph.passes.joint import Joint, joint_of
+from rkmate.graph.passes.kernels import name_products
+from rkmate.graph.passes.lean import drop_unread_statistics, split_wide, storages_of_their_own
+from rkmate.graph.passes.once import find_constants, find_decisions, protect_overwritten, take_counters_off
+from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
+from rkmate.graph.passes.tiles.wide_products import tile_heads, tile_mlps
+from rkmate.graph.passes.verify import Verifier
 
 REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("dead code",
@@ -95,7 +88,7 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("chunked kernels",
             "Torch's gradients of a wide cross entropy and of a wide batch norm allocate two or three "
             "tensors of that size. Our operators have the same bits, and overwrite one.",
-            _split_wide),
+            split_wide),
     Rewrite("deferred outputs",
             "Logits that are returned beside the loss are held by the caller, and most callers never read "
             "them. Where the loss needs no whole logits, what they are computed from is kept in their place.",
@@ -158,3 +151,34 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             name_products, (), when=("compiled",)),
 )
 """In the order in which they work."""
+
+
+# -- Simplification --------------------------------------------------------------------------------
+
+VERIFY = False
+"""Whether `simplify` verifies the graph after each pass, unless its caller says so. The tests set it; a
+graph that breaks an invariant is a bug of a pass, and nothing that a user could do."""
+
+
+def simplify(capture: Capture, wanted: tuple[bool, ...], choices: frozenset[str] = frozenset(), *,
+             verify: bool | None = None) -> Joint:
+    """The graph that is planned.
+
+    `wanted`: per output, whether its gradient will come. `choices`: as of `Joint`. `verify`: whether to check
+    the graph after each pass (None: as `VERIFY` says); raises `GraphError` that names the pass.
+    """
+    work = joint_of(capture, wanted, choices)
+    rewrite(work, REWRITES, verify=VERIFY if verify is None else verify)
+    return work.freeze()
+
+
+def rewrite(work: Joint, passes: Sequence[Rewrite[Joint]], *, verify: bool = False) -> None:
+    """Run those of some passes that apply to the graph, in order. Raises `GraphError` when asked to
+    `verify`."""
+    verifier = Verifier(work) if verify else None
+    for each in passes:
+        if each.applies(work.choices):
+            each.run(work)
+            drop_dead(work)
+            if verifier is not None:
+                verifier.check(work, each.name)

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.graph.capture.capture import Source, SourceKind
 from rkmate.graph.passes.joint import Joint
-from rkmate.graph.passes.simplify import rewrite
-from rkmate.graph.passes.table import REWRITES
+from rkmate.graph.passes.table import REWRITES, rewrite
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from torch import fx
 from rkmate.errors import GraphError, ScheduleError
 from rkmate.graph.blocks.lower import lower
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.added_gradients import add_gradients_in_place
-from rkmate.graph.passes.dead_code import drop_dead
+from rkmate.graph.passes.cleanup import drop_dead
+from rkmate.graph.passes.gradients import add_gradients_in_place
 from rkmate.graph.passes.joint import Joint, adds
 from rkmate.graph.passes.verify import verify
 from rkmate.ir.cd import CDGraph, CNode, DNode

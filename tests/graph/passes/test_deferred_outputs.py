@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.passes.joint import Joint
-from rkmate.graph.passes.simplify import rewrite
-from rkmate.graph.passes.table import REWRITES
+from rkmate.graph.passes.table import REWRITES, rewrite
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 own = torch.ops.rkmate

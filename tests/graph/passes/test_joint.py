@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from rkmate.graph.capture.capture import Source, capture
 from rkmate.graph.passes.joint import Deferred, Joint
-from rkmate.graph.passes.simplify import simplify
+from rkmate.graph.passes.table import simplify
 from rkmate.graph.passes.verify import verify
 from tests.graph.passes.graphs import Made, aten
 

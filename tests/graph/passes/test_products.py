@@ -16,8 +16,7 @@ from torch.nn import functional as F
 import rkmate
 from rkmate.device import cpu, onednn
 from rkmate.graph.ops.products import BY_ONEDNN, PRODUCT, product
-from rkmate.graph.passes.alternatives import alternatives
-from rkmate.graph.passes.products import LEAST
+from rkmate.graph.passes.kernels import LEAST, alternatives
 from rkmate.graph.passes.tiles.source import products
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.kernels import choose_kernels

@@ -11,9 +11,9 @@ from torch import fx, nn
 from rkmate.errors import GraphError
 from rkmate.graph.capture.capture import Source, capture
 from rkmate.graph.capture.repairs import Rewrite
-from rkmate.graph.passes import simplify as stage
+from rkmate.graph.passes import table as stage
 from rkmate.graph.passes.joint import Joint
-from rkmate.graph.passes.simplify import rewrite, simplify
+from rkmate.graph.passes.table import rewrite, simplify
 from rkmate.graph.passes.verify import verify
 from tests.graph.passes.graphs import Made, aten
 

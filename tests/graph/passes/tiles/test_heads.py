@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rkmate.graph.passes.dead_code import drop_dead
-from rkmate.graph.passes.joint import Joint, is_backward
-from rkmate.graph.passes.tiles.heads import tile_heads
+from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.tiles.tiled import Tiled
-from rkmate.graph.passes.verify import verify
+from rkmate.torch_seam.nodes import is_backward
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 own = torch.ops.rkmate
@@ -73,16 +71,6 @@ def test_logits_that_are_returned_are_taken_as_they_are() -> None:
     (node, tiled), = _tiled(work)
     assert work.outputs[1] in node.args
     assert "addmm.default" not in tiled.text
-
-
-def test_logits_that_are_returned_may_be_computed_apart() -> None:
-    work = _linear_loss(returned=True)
-    tile_heads(work, keep_outputs=False)
-    drop_dead(work)
-    assert aten.addmm.default in targets(work)
-    (node, tiled), = _tiled(work)
-    verify(work)
-    assert work.outputs[1] not in node.args and "addmm.default" in tiled.text
 
 
 def test_it_is_noted_where_it_is_not_asked_for() -> None:

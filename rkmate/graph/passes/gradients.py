@@ -1,9 +1,5 @@
-"""A rewriting pass: gradients of parameters are added straight to what stands in ``.grad``.
-
-Where the caller asks for it (``gradients="in_place"``), no gradient of a parameter leaves the step as a
-tensor. What makes one becomes an operation with a side effect: it adds to a place that the caller holds, a
-source of the kind ``grad``. Such an operation is of the backward, it runs once, and nobody reads what it
-returns.
+"""Rewrites of gradients, as autograd computes and takes them: those that nobody asks for, parameters' own,
+rows of embeddings, and what is added straight to ``.grad``.
 """
 
 from __future__ import annotations
@@ -16,13 +12,215 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.ops.embeddings import ADD_EMBEDDING_GRADIENT
+from rkmate.graph.capture.operations import is_view
+from rkmate.graph.capture.repairs import retrace
+from rkmate.graph.ops.embeddings import ADD_EMBEDDING_GRADIENT, ADD_ROWS, bytes_of_rows
 from rkmate.graph.ops.products import ADD_CONVOLUTION_GRADIENT
-from rkmate.graph.passes.joint import Joint, is_backward
+from rkmate.graph.passes.joint import Joint, owner_of
+from rkmate.graph.passes.lean import is_wide
 from rkmate.graph.passes.tiles.tiled import Tiled
-from rkmate.torch_seam.nodes import VALUE, phase_tag, without_descriptor
+from rkmate.torch_seam.nodes import VALUE, is_backward, phase_tag, without_descriptor
 
 aten = torch.ops.aten
+
+
+# -- Gradients that nobody asks for ----------------------------------------------------------------
+#
+# A loss may leave some outputs out.
+
+
+def drop_unwanted_gradients(work: Joint) -> None:
+    """Let undefined gradients flow: what autograd does for outputs that the loss ignores."""
+    dead = {n for n, s in work.sources.items()
+            if s.kind == "tangent" and not work.wanted[int(s.key)]}
+    if not dead:
+        return
+    gradient = {n for n, s in work.sources.items() if s.kind == "tangent"}
+    moved: set[fx.Node] = set()
+    for node in list(work.graph.nodes):
+        if node.op != "call_function":
+            continue
+        from_loss = [n for n in node.all_input_nodes if n in gradient]
+        if not from_loss:
+            continue
+        gradient.add(node)
+        alive = [n for n in from_loss if n not in dead]
+        if not alive:
+            dead.add(node)
+        elif len(alive) < len(from_loss):
+            if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2 \
+                    and alive[0].meta[VALUE].shape == node.meta[VALUE].shape:
+                if _layout(alive[0].meta[VALUE]) != _layout(node.meta[VALUE]):
+                    moved.update(node.users)
+                work.replace(node, alive[0])
+            else:
+                for n in from_loss:
+                    if n in dead:
+                        node.replace_input_with(n, _zeros(work.graph, n, node))
+    work.grads = tuple((s, n) for s, n in work.grads if n not in dead)
+    if moved:
+        retrace(lambda: _lay_out_again(work.graph, moved))
+
+
+def _lay_out_again(graph: fx.Graph, moved: set[fx.Node]) -> None:
+    """Values that depend on layouts other than the traced ones: a sum has its first summand's, and what is
+    left of it has its own. `moved`: the first that read such a value."""
+    for node in list(graph.nodes):
+        if node not in moved or node.op != "call_function":
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
+        try:
+            value = node.target(*args, **kwargs)
+        except (RuntimeError, ValueError):
+            if not is_view(node):
+                raise
+            continue            # it has to copy now: the copy is laid out as traced
+        if _layout(value) != _layout(node.meta[VALUE]):
+            moved.update(node.users)
+        node.meta[VALUE] = value
+
+
+def _layout(value: Any) -> Any:
+    """Strides, of each of several results."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_layout, value))
+    return value.stride() if isinstance(value, torch.Tensor) else None
+
+
+def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
+    value = like.meta[VALUE]
+    with graph.inserting_before(before):
+        node = graph.call_function(aten.full.default, (list(value.shape), 0), {
+            "dtype": value.dtype, "device": value.device})
+    with value.fake_mode:
+        node.meta = {VALUE: torch.zeros(value.shape, dtype=value.dtype, device=value.device),
+                     **phase_tag(backward=True)}
+    return node
+
+
+# -- Gradients of parameters -----------------------------------------------------------------------
+
+
+def take_sums_apart(work: Joint) -> None:
+    """Drop the sums that only add up one parameter's gradients.
+
+    Autograd adds the parts itself, in the same order, and each leaves as soon as it is made.
+    """
+    grads: list[tuple[Source, fx.Node]] = []
+    for source, node in work.grads:
+        parts: list[fx.Node] = []
+        todo = [node]
+        while todo:
+            n = todo.pop()
+            if source.kind == "param" and _is_private_sum(n, node):
+                todo += reversed(n.args)  # type: ignore[arg-type]
+            else:
+                parts.append(n)
+        grads += [(source, part) for part in parts]
+    work.grads = tuple(grads)
+
+
+def _is_private_sum(node: fx.Node, total: fx.Node) -> bool:
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2 \
+            or (node is total and node.users) or len(node.users) > 1:
+        return False
+    shape = node.meta[VALUE].shape
+    return all(isinstance(a, fx.Node) and a.op == "call_function" and is_backward(a)
+               and set(a.users) == {node} and a.meta[VALUE].shape == shape for a in node.args)
+
+
+def own_gradients(work: Joint) -> None:
+    """A parameter's gradient that is handed to autograd shares its storage with nothing else."""
+    count: dict[fx.Node, int] = {}
+    for _, node in work.grads:
+        count[owner_of(node)] = count.get(owner_of(node), 0) + 1
+    grads = list(work.grads)
+    for k, (source, node) in enumerate(grads):
+        owner = owner_of(node)
+        shared = count[owner] > 1 or owner.op != "call_function" or not is_backward(owner) \
+            or _is_read_by_operations(owner)
+        if source.kind == "param" and shared:
+            after = node if node.op == "call_function" else \
+                next(n for n in work.graph.nodes if n.op == "call_function" and is_backward(n))
+            insert = work.graph.inserting_after if node is after else work.graph.inserting_before
+            with insert(after):
+                copy = work.graph.call_function(aten.clone.default, (node,))
+            copy.meta = {VALUE: node.meta[VALUE], **phase_tag(backward=True)}
+            with node.meta[VALUE].fake_mode:
+                copy.meta[VALUE] = torch.clone(node.meta[VALUE])
+            grads[k] = source, copy
+    work.grads = tuple(grads)
+
+
+def _is_read_by_operations(node: fx.Node) -> bool:
+    """Whether anything but views reads the node's storage."""
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        if not is_view(user) and user.target is not operator.getitem:
+            return True
+        todo += user.users
+    return False
+
+
+# -- Rows of embeddings ----------------------------------------------------------------------------
+#
+# Torch makes the gradient of an embedding as large as its table, with zeros for all the words that did not
+# occur, and autograd adds it to what else is there: where a table is tied to a language model's head, a
+# second matrix of that size. The operator adds the rows of each word up among themselves, in torch's order,
+# and each sum to its row of the other gradient, over which it may put its result: the same bits.
+
+
+def add_rows_of_embeddings(work: Joint) -> None:
+    """Rewrite the sums of a gradient and an embedding's, where that is wide and made of few rows."""
+    results = work.results()
+    for node in list(work.graph.nodes):
+        pair = _summands(node)
+        if pair is None or pair[1] in results:
+            continue
+        total, dense = pair
+        grad, indices, _, padding_idx, _ = dense.args
+        with work.graph.inserting_before(node):
+            new = work.graph.create_node("call_function", ADD_ROWS,
+                                         (total, grad, indices, padding_idx), name="add_embedding_rows")
+        given = fx.node.map_arg(new.args, lambda n: n.meta[VALUE])
+        with node.meta[VALUE].fake_mode:
+            new.meta = dict(node.meta) | {VALUE: new.target(*given)}  # type: ignore[operator]
+        work.replace(node, new)
+        work.graph.erase_node(node)
+
+
+def _summands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """A gradient, and the embedding's gradient that is added to it; None for any other node."""
+    if node.target is not aten.add.Tensor or node.kwargs or not is_backward(node):
+        return None
+    values: list[fx.Node] = [a for a in node.args if isinstance(a, fx.Node)]
+    if len(values) != 2 or any(_form(v) != _form(node) for v in values):
+        return None
+    a, b = values
+    return (a, b) if _is_sparse(b, node) else (b, a) if _is_sparse(a, node) else None
+
+
+def _is_sparse(node: fx.Node, reader: fx.Node) -> bool:
+    """Whether a node is the gradient of an embedding, for this reader alone, that has mostly zeros."""
+    if node.target is not aten.embedding_dense_backward.default or set(node.users) != {reader} \
+            or node.args[4]:
+        return False
+    dense = node.meta[VALUE]
+    grad, indices = (n.meta[VALUE] for n in node.args[:2])  # type: ignore[union-attr]
+    return is_wide(dense, 0) and indices.numel() > 0 and bytes_of_rows(grad, indices) < dense.nbytes
+
+
+def _form(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
+    return node.meta[VALUE].shape, node.meta[VALUE].dtype
+
+
+# -- Gradients in place ----------------------------------------------------------------------------
+#
+# Where the caller asks for it (``gradients="in_place"``), no gradient of a parameter leaves the step as a
+# tensor. What makes one becomes an operation with a side effect: it adds to a place that the caller holds, a
+# source of the kind ``grad``. Such an operation is of the backward, it runs once, and nobody reads what it
+# returns.
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
              aten.squeeze.dim, aten.squeeze.dims)

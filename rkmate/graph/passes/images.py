@@ -1,4 +1,5 @@
-"""Joint passes: convolution networks with the channels last.
+"""Rewrites of images: networks of convolutions with the channels last, and what that layout makes faster or
+less exact.
 
 Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels lie side
 by side in memory. Each operation takes the layout of what it reads, so that one copy where images enter turns
@@ -12,28 +13,103 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import fx
 
+from rkmate import device as devices
 from rkmate.graph.capture.operations import is_random, is_view
-from rkmate.graph.passes.joint import Joint, is_backward
-from rkmate.graph.passes.layout_rules import (
-    follows,
-    is_channels_last,
-    is_dense,
-    last_format,
-    like_in_memory,
-    sizes_of_small_images,
-)
-from rkmate.torch_seam.nodes import VALUE, without_descriptor
-from rkmate.torch_seam.patches.layouts import as_kernels_return_them
-from rkmate.torch_seam.patches.numerics import as_eager_computes
+from rkmate.graph.capture.repairs import retrace
+from rkmate.graph.ops.norms import BY_GROUPS
+from rkmate.graph.passes.joint import Joint
+from rkmate.torch_seam.nodes import VALUE, is_backward, without_descriptor
 from rkmate.torch_seam.schema import OpOverload
 
 aten = torch.ops.aten
+
+
+# -- Layouts, and operations that work with any ----------------------------------------------------
+#
+# Kernels that are reached through a function which first makes its arguments contiguous (attention; a group
+# norm on an accelerator) read wrong numbers in another layout: what is not listed here keeps the layout it
+# had.
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+_NAMES = (
+    # Reductions, products and copies.
+    "sum", "mean", "var", "var_mean", "amax", "amin", "_softmax", "_softmax_backward_data", "_log_softmax",
+    "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward", "mm", "addmm", "bmm",
+    "baddbmm", "clone", "_to_copy", "copy", "cat", "stack", "constant_pad_nd", "slice_backward",
+    "select_backward", "index", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros",
+    "new_empty", "new_full", "new_ones", "mse_loss", "nll_loss2d_forward", "nll_loss2d_backward",
+    # Of images.
+    "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
+    "cudnn_batch_norm_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
+    "avg_pool3d", "avg_pool3d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
+    "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d",
+    "adaptive_max_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward",
+    "upsample_nearest3d", "upsample_nearest3d_backward", "upsample_bilinear2d",
+    "upsample_bilinear2d_backward", "upsample_trilinear3d", "upsample_trilinear3d_backward")
+_ANYWHERE = frozenset(getattr(aten, n) for n in _NAMES)
+_ON_CPU = frozenset((aten.native_group_norm, aten.native_group_norm_backward))
+
+
+def follows(node: fx.Node) -> bool:
+    """Whether an operation of ATen reads images in any layout, and returns them in one of its own choice."""
+    target: Any = node.target
+    if torch.Tag.pointwise in target.tags:
+        return bool(target.namespace == "aten")
+    packet = target.overloadpacket
+    return packet in _ANYWHERE or (packet in _ON_CPU and all(
+        devices.of(n.meta[VALUE]).cpu_kernels for n in node.all_input_nodes))
+
+
+def last_format(value: Any) -> torch.memory_format | None:
+    """The layout of an image, or of a volume, that has its channels last; None for other values."""
+    return _FORMATS.get(value.dim()) if isinstance(value, torch.Tensor) \
+        and value.layout is torch.strided else None
+
+
+def is_channels_last(value: Any) -> bool:
+    """Whether an image has its channels last, and is not contiguous as well."""
+    form = last_format(value)
+    return form is not None and value.is_contiguous(memory_format=form) and not value.is_contiguous()
+
+
+def sizes_of_small_images(graph: fx.Graph) -> frozenset[torch.Size]:
+    """Heights and widths at which convolutions read more numbers of their weights than of images: to bring
+    weights into another layout would take longer than the images gain. Those of one pixel have but one."""
+    balance: dict[torch.Size, int] = {}
+    for node in graph.nodes:
+        if node.target is aten.convolution.default:
+            image, weight = (n.meta[VALUE] for n in node.args[:2])
+            out = node.meta[VALUE]
+            moved = weight.numel() if weight.shape[2:].numel() > 1 else 0
+            balance[out.shape[2:]] = balance.get(out.shape[2:], 0) + image.numel() + out.numel() - moved
+    return frozenset(size for size, images in balance.items() if images < 0)
+
+
+def like_in_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have their elements in the same places: strides along dimensions of
+    size one say nothing."""
+    return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), other.stride(), strict=True))
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, and no two elements share a place."""
+    size = 1
+    for stride, n in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
+        if stride != size:
+            return False
+        size *= n
+    return True
+
+
+# -- Channels last ---------------------------------------------------------------------------------
 
 
 def channels_last(work: Joint) -> None:
@@ -44,11 +120,7 @@ def channels_last(work: Joint) -> None:
         if n.target is aten.convolution.default and (form := last_format(n.meta[VALUE])) is not None
         and not n.meta[VALUE].is_contiguous(memory_format=form) and n.meta[VALUE].shape[2:] not in small))
     if "channels-last" in work.choices and found:
-        with ExitStack() as stack:
-            stack.enter_context(as_eager_computes())
-            stack.enter_context(as_kernels_return_them())
-            stack.enter_context(torch.no_grad())
-            _Turning(work, small).run()
+        retrace(_Turning(work, small).run)
 
 
 def layouts_of_gradients(work: Joint) -> None:
@@ -236,3 +308,111 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _strides(value: Any) -> list[tuple[int, ...]]:
     return [v.stride() for v in _tensors(value) if v.layout is torch.strided]
+
+
+# -- Convolutions of one pixel each ----------------------------------------------------------------
+#
+# An image that has its channels last is a matrix already, of pixels by channels. A convolution with a kernel
+# of 1 x 1 multiplies it with one of channels by channels, and so do its gradients: kernels for windows gain
+# nothing, and on a CPU some of them copy the image first, or fill gradients with zeros before they write
+# them.
+
+_TYPES = (torch.float32, torch.float64)
+
+
+def multiply_pixels(work: Joint) -> None:
+    """Rewrite the convolutions, and their gradients, of images that were given this layout, on a CPU."""
+    with torch.no_grad():
+        for node in list(work.graph.nodes):
+            args = tuple[Any, ...](node.args)
+            if node.target is aten.convolution.default and _is_product((node, *args[:2]), args[3:]):
+                _Writer(work, node).forward()
+            elif node.target is aten.convolution_backward.default \
+                    and _is_product(args[:3], args[4:10]):
+                _Writer(work, node).backward()
+
+
+def _is_product(nodes: tuple[fx.Node, ...], how: tuple[Any, ...]) -> bool:
+    """Whether a convolution reads each pixel once, in place. `nodes`: its result or that one's gradient, the
+    image, the weight; `how`: stride, padding, dilation, whether it is transposed, padding of the result,
+    groups."""
+    stride, padding, _, transposed, _, groups = how
+    values = [n.meta[VALUE] for n in nodes]
+    form = last_format(values[1])
+    return form is not None and not transposed and groups == 1 and values[2].shape[2:].numel() == 1 \
+        and set(stride) == {1} and set(padding) == {0} and devices.of(values[1]).cpu_kernels and all(
+            v.dtype in _TYPES and v.is_contiguous(memory_format=form) for v in values)
+
+
+class _Writer:
+    """What takes the place of one node."""
+
+    def __init__(self, work: Joint, node: fx.Node) -> None:
+        self.work, self.node = work, node
+
+    def forward(self) -> None:
+        image, weight, bias = self.node.args[:3]
+        pixels, turned = self._pixels(image), self._call(aten.t.default, self._matrix(weight))
+        out = self._call(aten.mm.default, pixels, turned) if bias is None \
+            else self._call(aten.addmm.default, bias, pixels, turned)
+        self.work.replace(self.node, self._image(out, self.node.meta[VALUE]))
+        self.work.graph.erase_node(self.node)
+
+    def backward(self) -> None:
+        """The weight's gradient first: with it the image is no longer needed."""
+        grad, image, weight = self.node.args[:3]
+        rows = self._pixels(grad)
+        for item in sorted(self.node.users, key=lambda n: n.args[1] == 0):
+            assert item.target is operator.getitem
+            if item.args[1] == 0:
+                new = self._image(self._call(aten.mm.default, rows, self._matrix(weight)), item.meta[VALUE])
+            elif item.args[1] == 1:
+                product = self._call(aten.mm.default, self._call(aten.t.default, rows), self._pixels(image))
+                new = self._call(aten.view.default, product, list(item.meta[VALUE].shape))
+            else:
+                new = self._call(aten.sum.dim_IntList, rows, [0])
+            self.work.replace(item, new)
+            self.work.graph.erase_node(item)
+        self.work.graph.erase_node(self.node)
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        return inserted(self.work.graph, self.node, self.node, target, args)
+
+    def _pixels(self, image: Any) -> fx.Node:
+        """An image as a matrix [pixels, channels]."""
+        value = image.meta[VALUE]
+        last = self._call(aten.permute.default, image, [0, *range(2, value.dim()), 1])
+        return self._call(aten.view.default, last, [value.numel() // value.shape[1], value.shape[1]])
+
+    def _matrix(self, weight: Any) -> fx.Node:
+        """A weight as a matrix [channels of the result, channels of the image]."""
+        return self._call(aten.view.default, weight, list(weight.meta[VALUE].shape[:2]))
+
+    def _image(self, pixels: fx.Node, like: torch.Tensor) -> fx.Node:
+        last = self._call(aten.view.default, pixels, [like.shape[0], *like.shape[2:], like.shape[1]])
+        return self._call(aten.permute.default, last, [0, like.dim() - 1, *range(1, like.dim() - 1)])
+
+
+# -- Sums over many pixels -------------------------------------------------------------------------
+#
+# Torch's kernel of a batch norm adds up a channel's pixels one after the other on a CPU, where channels lie
+# side by side, in the type of the image. Over tens of thousands of pixels its statistics are some fifty
+# times less exact than those of its kernel for contiguous images, and what is near zero before a ReLU comes
+# out on the other side more often. The operator that takes its place adds up groups of pixels.
+
+LEAST_PIXELS = 4096
+"""Of a channel: fewer are added up exactly enough."""
+
+
+def add_up_by_groups(work: Joint) -> None:
+    """Let batch norms in training mode that keep running statistics add up their pixels by groups, where
+    images were given this layout: one of the caller's own choice has the bits of torch's kernel."""
+    for node in work.graph.nodes:
+        if node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True \
+                and _has_many_pixels(node.args[0].meta[VALUE]):
+            node.target = BY_GROUPS
+
+
+def _has_many_pixels(image: torch.Tensor) -> bool:
+    return image.dtype is torch.float32 and devices.of(image).cpu_kernels and is_channels_last(image) \
+        and image.numel() >= LEAST_PIXELS * image.shape[1]

@@ -1,4 +1,4 @@
-"""Joint passes: wide outputs that no loss is computed from are left out of the step.
+"""Rewrites of wide outputs that no loss is computed from: they are left out of the step.
 
 The logits that a language model returns beside its loss are as large as those that the loss is computed
 from, and the caller holds them: where the loss takes them a few rows at a time, they are all that is left
@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.chunked_kernels import is_wide
-from rkmate.graph.passes.joint import Deferred, Joint, is_backward, is_random, is_view, owner_of
-from rkmate.torch_seam.nodes import VALUE, copied
+from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.passes.joint import Deferred, Joint, owner_of
+from rkmate.graph.passes.lean import is_wide
+from rkmate.torch_seam.nodes import VALUE, copied, is_backward
 from rkmate.torch_seam.schema import OpOverload
 
 aten = torch.ops.aten
-
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 _CASTS = {aten._to_copy.default, aten.clone.default}
 SMALLER = 2
