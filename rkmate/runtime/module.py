@@ -176,17 +176,20 @@ class PlannedModule(StandIn):
         if inside_transform():
             raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
                                 "jvp): use the original module (.original) there")
-        cut = None
-        if self._lengths is not None:
-            args, kwargs, cut = self._lengths.fitted(args, kwargs)
+        if self._lengths is None:
+            return self._run_planned(args, kwargs)
+        args, kwargs, cut = self._lengths.fitted(args, kwargs)
+        return cut(self._run_planned(args, kwargs))
+
+    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call under its plan; as the original where it has none."""
         key, tensors = guards_of(self._reader, args, kwargs)
         key, computed = self._plans.observations.of(key, tensors)
         known = self._plans.find(key)
         if known is None:
             known = self._new_signature(key, args, kwargs)
             if known is None:
-                result = self._run_original(args, kwargs)
-                return result if cut is None else cut(result)
+                return self._run_original(args, kwargs)
             computed = known.capture.given(tensors)
         tensors = computed
         latest = self._plans.current(known, tensors)
@@ -208,13 +211,11 @@ class PlannedModule(StandIn):
         verify = self._verify and not latest.ran
         recorded = self._plans.recorded(latest, tensors)
         if recorded is not None:
-            result = recorded(tensors)
-            return result if cut is None else cut(result)
+            return recorded(tensors)
         first = self._first_step(latest)
-        result = latest.compiled(tensors, redo, first.finish if first is not None else None,
-                                 lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
-                                 Original(self._run_again, self._reader, key), verify)
-        return result if cut is None else cut(result)
+        return latest.compiled(tensors, redo, first.finish if first is not None else None,
+                               lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
+                               Original(self._run_again, self._reader, key), verify)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original's forward, once more, where its backward has to leave a graph."""
