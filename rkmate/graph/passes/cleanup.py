@@ -19,17 +19,17 @@ aten = torch.ops.aten
 # -- Dead code -------------------------------------------------------------------------------------
 
 
-def drop_dead(work: Joint) -> None:
+def drop_dead(joint: Joint) -> None:
     """Drop operations whose result nobody reads, among them assertions on metadata, which hold for every call
     of the same signature. Draws of the forward stay, as the generator's state moves on."""
-    keep = work.handed()
-    todo = [n for n in work.graph.nodes if not n.users and n.op == "call_function"]
+    keep = joint.handed()
+    todo = [n for n in joint.graph.nodes if not n.users and n.op == "call_function"]
     while todo:
         node = todo.pop()
         if node in keep or adds(node) or (is_random(node) and not is_backward(node)):
             continue
         read = node.all_input_nodes
-        work.graph.erase_node(node)
+        joint.graph.erase_node(node)
         todo += [n for n in read if not n.users and n.op == "call_function"]
 
 
@@ -39,28 +39,28 @@ _ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
 _COPIES = {aten.clone.default, aten.lift_fresh_copy.default}
 
 
-def drop_copies_of_outputs(work: Joint) -> None:
+def drop_copies_of_outputs(joint: Joint) -> None:
     """Drop the copies that capture put on the outputs; they may change layout without harm.
 
     Those of what the forward overwrites stay: the caller gets the value from before.
     """
-    overwritten = work.overwritten()
-    for node in dict.fromkeys(work.outputs):
+    overwritten = joint.overwritten()
+    for node in dict.fromkeys(joint.outputs):
         if node is None or node.target is not aten.clone.default or node.users:
             continue
         base: fx.Node = node.args[0]  # type: ignore[assignment]
         if owner_of(base) not in overwritten:
-            work.replace(node, base)
-            work.graph.erase_node(node)
+            joint.replace(node, base)
+            joint.graph.erase_node(node)
 
 
-def drop_copies(work: Joint) -> None:
+def drop_copies(joint: Joint) -> None:
     """Replace aliases, and copies whose layout is that of their input, by their input.
 
     Both stay where both can be seen by the caller, who may write to one of them.
     """
-    overwritten = work.overwritten()
-    for node in list(work.graph.nodes):
+    overwritten = joint.overwritten()
+    for node in list(joint.graph.nodes):
         if node.op != "call_function":
             continue
         base = node.args[0] if node.args else None
@@ -68,16 +68,16 @@ def drop_copies(work: Joint) -> None:
             continue
         same = node.target in _ALIASES
         if node.target in _COPIES and owner_of(base) not in overwritten \
-                and not (work.leaves(node) and _is_seen(work, owner_of(base))):
+                and not (joint.leaves(node) and _is_seen(joint, owner_of(base))):
             a, b = node.meta[VALUE], base.meta[VALUE]
             same = a.stride() == b.stride() and a.shape == b.shape
         if same:
-            work.replace(node, base)
-            work.graph.erase_node(node)
+            joint.replace(node, base)
+            joint.graph.erase_node(node)
 
 
-def _is_seen(work: Joint, owner: fx.Node) -> bool:
-    return owner in work.sources or work.leaves(owner)
+def _is_seen(joint: Joint, owner: fx.Node) -> bool:
+    return owner in joint.sources or joint.leaves(owner)
 
 
 # -- Chains of views -------------------------------------------------------------------------------
@@ -94,15 +94,15 @@ _NO_VIEW = (RuntimeError, ValueError)
 """What views raise where only a copy has that shape; those of fake tensors have an error of their own."""
 
 
-def shorten_views(work: Joint) -> None:
+def shorten_views(joint: Joint) -> None:
     """Shorten chains of views, except for what the caller gets: an output stays the view that it is."""
-    outputs = {n for n in work.outputs if n is not None}
-    for node in list(work.graph.nodes):
+    outputs = {n for n in joint.outputs if n is not None}
+    for node in list(joint.graph.nodes):
         if node.op != "call_function" or node.target not in _VIEWS or node in outputs:
             continue
         same = _earlier(node)
         if same is not None:
-            work.replace(node, same)
+            joint.replace(node, same)
         elif node.target in _RESHAPES and _base(node).target in _RESHAPES:
             origin = _base(_base(node))
             viewed = _viewed(origin, node)
@@ -180,21 +180,21 @@ _EXACT = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, at
 """Operations whose result does not depend on how their inputs lie in memory."""
 
 
-def read_what_was_written(work: Joint) -> None:
+def read_what_was_written(joint: Joint) -> None:
     """Replace parts that are read as they were written, parts that are the whole, and copies over a whole
     part by what was written."""
-    overwritten, seen = work.overwritten(), work.results()
-    for node in list(work.graph.nodes):
+    overwritten, seen = joint.overwritten(), joint.results()
+    for node in list(joint.graph.nodes):
         if node in seen or node.op != "call_function":
             continue
         value = _written(node)
         if value is not None and value.meta[VALUE].dtype == node.meta[VALUE].dtype \
                 and value.meta[VALUE].shape == node.meta[VALUE].shape \
                 and value.meta[VALUE].device == node.meta[VALUE].device \
-                and owner_of(value) not in overwritten and value not in work.sources \
+                and owner_of(value) not in overwritten and value not in joint.sources \
                 and (value.meta[VALUE].stride() == node.meta[VALUE].stride()
                      or all(user.target in _EXACT for user in node.users)):
-            work.replace(node, value)
+            joint.replace(node, value)
 
 
 def _written(node: fx.Node) -> fx.Node | None:

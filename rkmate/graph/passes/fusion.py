@@ -50,12 +50,12 @@ _TYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 MOST_DIMENSIONS = 6
 
 
-def fusable(work: Joint) -> set[fx.Node]:
+def fusable(joint: Joint) -> set[fx.Node]:
     """The operations that may be part of a group. Their results are plain tensors, and they read nothing that
     the forward overwrites; they draw no numbers and write to nothing."""
-    overwritten = work.overwritten()
-    barred = {*work.constant, *work.decisions}
-    return {n for n in work.graph.nodes if n.op == "call_function" and n not in barred and _may_be_fused(n)
+    overwritten = joint.overwritten()
+    barred = {*joint.constant, *joint.decisions}
+    return {n for n in joint.graph.nodes if n.op == "call_function" and n not in barred and _may_be_fused(n)
             and not any(owner_of(i) in overwritten for i in n.all_input_nodes)}
 
 
@@ -149,22 +149,22 @@ MOST_AGAIN = 24
 take long to compile, and a long chain would be computed once for each of the groups that read of it."""
 
 
-def computed_again(work: Joint, fused: Collection[fx.Node], reads: Reads) -> set[fx.Node]:
+def computed_again(joint: Joint, fused: Collection[fx.Node], reads: Reads) -> set[fx.Node]:
     """Operations of the forward whose values groups of the backward compute for themselves."""
     wanted = {o for n in fused if is_backward(n) for o in map(owner_of, n.all_input_nodes)
               if not is_backward(o)}
     cheap = {n for n in fused if not is_backward(n) and is_pointwise(n)}
     if wanted.isdisjoint(cheap):
         return set()
-    free = {owner_of(n) for n in work.results()}
+    free = {owner_of(n) for n in joint.results()}
 
     def is_held(value: fx.Node) -> bool:
-        return value.op != "call_function" or value in work.constant or value in free \
+        return value.op != "call_function" or value in joint.constant or value in free \
             or any(is_backward(r) and r not in fused for r in reads.readers(value))
 
     below: dict[fx.Node, set[fx.Node]] = {}
     """What is computed again for a value."""
-    for node in (n for n in work.graph.nodes if n in cheap):
+    for node in (n for n in joint.graph.nodes if n in cheap):
         operands = [o for o in map(owner_of, node.all_input_nodes) if o in below and not is_held(o)]
         below[node] = {node}.union(*(below[o] for o in operands))
         if len(below[node]) > MOST_AGAIN:
@@ -206,11 +206,11 @@ SMALL = 8
 reads it."""
 
 
-def groups(work: Joint, fused: Collection[fx.Node], again: Collection[fx.Node],
+def groups(joint: Joint, fused: Collection[fx.Node], again: Collection[fx.Node],
            reads: Reads) -> list[list[fx.Node]]:
     """Groups of operations, each in order; those of one operation alone are left out, but where it reads what
     is computed `again`."""
-    return _Grower(work, fused, again, reads).found()
+    return _Grower(joint, fused, again, reads).found()
 
 
 def outside_readers(node: fx.Node, members: Collection[fx.Node], again: Collection[fx.Node],
@@ -221,11 +221,11 @@ def outside_readers(node: fx.Node, members: Collection[fx.Node], again: Collecti
 
 
 class _Grower:
-    def __init__(self, work: Joint, fused: Collection[fx.Node], again: Collection[fx.Node],
+    def __init__(self, joint: Joint, fused: Collection[fx.Node], again: Collection[fx.Node],
                  reads: Reads) -> None:
         self.fused, self.again, self.reads = fused, again, reads
-        self.place = {n: k for k, n in enumerate(_order(work.graph, fused))}
-        self.leaving = {owner_of(n) for n in work.results()}
+        self.place = {n: k for k, n in enumerate(_order(joint.graph, fused))}
+        self.leaving = {owner_of(n) for n in joint.results()}
         self.group: dict[fx.Node, list[fx.Node]] = {n: [n] for n in self.place if n in fused}
         self.extent: dict[fx.Node, int] = {n: extent(n) for n in self.group}
 
@@ -299,12 +299,12 @@ class _Made:
     """The operation whose place it takes."""
 
 
-def fuse(work: Joint) -> None:
+def fuse(joint: Joint) -> None:
     """Let groups of operations be compiled."""
-    fused, reads = fusable(work), Reads()
-    again = computed_again(work, fused, reads)
-    leaving = {owner_of(n) for n in work.results()}
-    found = groups(work, fused, again, reads)
+    fused, reads = fusable(joint), Reads()
+    again = computed_again(joint, fused, reads)
+    leaving = {owner_of(n) for n in joint.results()}
+    found = groups(joint, fused, again, reads)
     of: dict[int, _Made | None] = {}
     for k, members in sorted(enumerate(found), key=lambda g: not is_backward(g[1][0])):
         each = of[k] = _made(members, fused, again, leaving, reads)
@@ -313,27 +313,28 @@ def fuse(work: Joint) -> None:
     made = [each for k in range(len(found)) if (each := of[k]) is not None]
     items: dict[fx.Node, fx.Node] = {}
     for each in made:
-        with work.graph.inserting_after(each.last):
-            call = work.graph.create_node("call_function", each.cluster, (), {}, f"fused_{each.cluster.name}")
+        with joint.graph.inserting_after(each.last):
+            name = f"fused_{each.cluster.name}"
+            call = joint.graph.create_node("call_function", each.cluster, (), {}, name)
         call.meta = {**each.last.meta, VALUE: tuple(n.meta[VALUE] for n in each.results)}
         place = call
         for k, result in enumerate(each.results):
-            with work.graph.inserting_after(place):
-                item = place = work.graph.call_function(operator.getitem, (call, k))
+            with joint.graph.inserting_after(place):
+                item = place = joint.graph.call_function(operator.getitem, (call, k))
             item.meta = dict(result.meta)
             items[result] = item
         call.meta["rkmate_arguments"] = each.arguments
     for each in made:
         for result in each.results:
-            work.replace(result, items[result])
-    for node in list(work.graph.nodes):
+            joint.replace(result, items[result])
+    for node in list(joint.graph.nodes):
         arguments = node.meta.pop("rkmate_arguments", None)
         if arguments is not None:
             node.args = tuple(items.get(a, a) for a in arguments)
-    put_in_order(work.graph)
-    drop_dead(work)
-    there = set(work.graph.nodes)              # a view of a constant may have no reader any more
-    work.constant, work.decisions = work.constant & there, work.decisions & there
+    put_in_order(joint.graph)
+    drop_dead(joint)
+    there = set(joint.graph.nodes)              # a view of a constant may have no reader any more
+    joint.constant, joint.decisions = joint.constant & there, joint.decisions & there
 
 
 def _made(members: Sequence[fx.Node], fused: Collection[fx.Node], again: Collection[fx.Node],

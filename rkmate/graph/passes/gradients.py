@@ -29,15 +29,15 @@ aten = torch.ops.aten
 # A loss may leave some outputs out.
 
 
-def drop_unwanted_gradients(work: Joint) -> None:
+def drop_unwanted_gradients(joint: Joint) -> None:
     """Let undefined gradients flow: what autograd does for outputs that the loss ignores."""
-    dead = {n for n, s in work.sources.items()
-            if s.kind == "tangent" and not work.wanted[int(s.key)]}
+    dead = {n for n, s in joint.sources.items()
+            if s.kind == "tangent" and not joint.wanted[int(s.key)]}
     if not dead:
         return
-    gradient = {n for n, s in work.sources.items() if s.kind == "tangent"}
+    gradient = {n for n, s in joint.sources.items() if s.kind == "tangent"}
     moved: set[fx.Node] = set()
-    for node in list(work.graph.nodes):
+    for node in list(joint.graph.nodes):
         if node.op != "call_function":
             continue
         from_loss = [n for n in node.all_input_nodes if n in gradient]
@@ -52,14 +52,14 @@ def drop_unwanted_gradients(work: Joint) -> None:
                     and alive[0].meta[VALUE].shape == node.meta[VALUE].shape:
                 if _layout(alive[0].meta[VALUE]) != _layout(node.meta[VALUE]):
                     moved.update(node.users)
-                work.replace(node, alive[0])
+                joint.replace(node, alive[0])
             else:
                 for n in from_loss:
                     if n in dead:
-                        node.replace_input_with(n, _zeros(work.graph, n, node))
-    work.grads = tuple((s, n) for s, n in work.grads if n not in dead)
+                        node.replace_input_with(n, _zeros(joint.graph, n, node))
+    joint.grads = tuple((s, n) for s, n in joint.grads if n not in dead)
     if moved:
-        retrace(lambda: _lay_out_again(work.graph, moved))
+        retrace(lambda: _lay_out_again(joint.graph, moved))
 
 
 def _lay_out_again(graph: fx.Graph, moved: set[fx.Node]) -> None:
@@ -101,13 +101,13 @@ def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
 # -- Gradients of parameters -----------------------------------------------------------------------
 
 
-def take_sums_apart(work: Joint) -> None:
+def take_sums_apart(joint: Joint) -> None:
     """Drop the sums that only add up one parameter's gradients.
 
     Autograd adds the parts itself, in the same order, and each leaves as soon as it is made.
     """
     grads: list[tuple[Source, fx.Node]] = []
-    for source, node in work.grads:
+    for source, node in joint.grads:
         parts: list[fx.Node] = []
         todo = [node]
         while todo:
@@ -117,7 +117,7 @@ def take_sums_apart(work: Joint) -> None:
             else:
                 parts.append(n)
         grads += [(source, part) for part in parts]
-    work.grads = tuple(grads)
+    joint.grads = tuple(grads)
 
 
 def _is_private_sum(node: fx.Node, total: fx.Node) -> bool:
@@ -129,27 +129,27 @@ def _is_private_sum(node: fx.Node, total: fx.Node) -> bool:
                and set(a.users) == {node} and a.meta[VALUE].shape == shape for a in node.args)
 
 
-def own_gradients(work: Joint) -> None:
+def own_gradients(joint: Joint) -> None:
     """A parameter's gradient that is handed to autograd shares its storage with nothing else."""
     count: dict[fx.Node, int] = {}
-    for _, node in work.grads:
+    for _, node in joint.grads:
         count[owner_of(node)] = count.get(owner_of(node), 0) + 1
-    grads = list(work.grads)
+    grads = list(joint.grads)
     for k, (source, node) in enumerate(grads):
         owner = owner_of(node)
         shared = count[owner] > 1 or owner.op != "call_function" or not is_backward(owner) \
             or _is_read_by_operations(owner)
         if source.kind == "param" and shared:
             after = node if node.op == "call_function" else \
-                next(n for n in work.graph.nodes if n.op == "call_function" and is_backward(n))
-            insert = work.graph.inserting_after if node is after else work.graph.inserting_before
+                next(n for n in joint.graph.nodes if n.op == "call_function" and is_backward(n))
+            insert = joint.graph.inserting_after if node is after else joint.graph.inserting_before
             with insert(after):
-                copy = work.graph.call_function(aten.clone.default, (node,))
+                copy = joint.graph.call_function(aten.clone.default, (node,))
             copy.meta = {VALUE: node.meta[VALUE], **phase_tag(backward=True)}
             with node.meta[VALUE].fake_mode:
                 copy.meta[VALUE] = torch.clone(node.meta[VALUE])
             grads[k] = source, copy
-    work.grads = tuple(grads)
+    joint.grads = tuple(grads)
 
 
 def _is_read_by_operations(node: fx.Node) -> bool:
@@ -171,23 +171,23 @@ def _is_read_by_operations(node: fx.Node) -> bool:
 # and each sum to its row of the other gradient, over which it may put its result: the same bits.
 
 
-def add_rows_of_embeddings(work: Joint) -> None:
+def add_rows_of_embeddings(joint: Joint) -> None:
     """Rewrite the sums of a gradient and an embedding's, where that is wide and made of few rows."""
-    results = work.results()
-    for node in list(work.graph.nodes):
+    results = joint.results()
+    for node in list(joint.graph.nodes):
         pair = _summands(node)
         if pair is None or pair[1] in results:
             continue
         total, dense = pair
         grad, indices, _, padding_idx, _ = dense.args
-        with work.graph.inserting_before(node):
-            new = work.graph.create_node("call_function", ADD_ROWS,
-                                         (total, grad, indices, padding_idx), name="add_embedding_rows")
+        with joint.graph.inserting_before(node):
+            new = joint.graph.create_node("call_function", ADD_ROWS,
+                                          (total, grad, indices, padding_idx), name="add_embedding_rows")
         given = fx.node.map_arg(new.args, lambda n: n.meta[VALUE])
         with node.meta[VALUE].fake_mode:
             new.meta = dict(node.meta) | {VALUE: new.target(*given)}  # type: ignore[operator]
-        work.replace(node, new)
-        work.graph.erase_node(node)
+        joint.replace(node, new)
+        joint.graph.erase_node(node)
 
 
 def _summands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -227,25 +227,25 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default,
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 
-def add_gradients_in_place(work: Joint) -> None:
+def add_gradients_in_place(joint: Joint) -> None:
     """Let each part of a parameter's gradient be added where it belongs, in the order in which it is made."""
-    adder = _Adder(work)
-    for source, node in work.grads:
+    adder = _Adder(joint)
+    for source, node in joint.grads:
         if source.kind == "param":
             adder.wanted.setdefault(node, []).append(adder.place(source))
-    work.grads = tuple((s, n) for s, n in work.grads if s.kind != "param")
+    joint.grads = tuple((s, n) for s, n in joint.grads if s.kind != "param")
     for node in list(adder.wanted):
         adder.add(node)
 
 
 class _Adder:
-    def __init__(self, work: Joint) -> None:
-        self.work = work
-        self.graph = work.graph
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.graph = joint.graph
         self.wanted: dict[fx.Node, list[fx.Node]] = {}
         """Gradients, and the places that they are to be added to."""
         self._places: dict[Source, fx.Node] = {}
-        self._of = {s: n for n, s in work.sources.items()}
+        self._of = {s: n for n, s in joint.sources.items()}
 
     def place(self, source: Source) -> fx.Node:
         """What stands for a parameter's ``.grad``; made when it is first asked for."""
@@ -255,7 +255,7 @@ class _Adder:
                 node = self.graph.placeholder(f"grad_{len(self._places)}")
             with like.fake_mode:
                 node.meta[VALUE] = torch.empty_like(like)
-            self.work.sources[node] = Source("grad", source.key)
+            self.joint.sources[node] = Source("grad", source.key)
             self._places[source] = node
         return self._places[source]
 

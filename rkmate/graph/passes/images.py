@@ -112,38 +112,38 @@ def is_dense(value: torch.Tensor) -> bool:
 # -- Channels last ---------------------------------------------------------------------------------
 
 
-def channels_last(work: Joint) -> None:
+def channels_last(joint: Joint) -> None:
     """Name the convolutions that could have their channels last; where it is wanted, let them."""
-    small = sizes_of_small_images(work.graph)
-    found = work.concerned["channels-last"] = tuple(dict.fromkeys(
-        work.name(n.args[1]) for n in work.graph.nodes
+    small = sizes_of_small_images(joint.graph)
+    found = joint.concerned["channels-last"] = tuple(dict.fromkeys(
+        joint.name(n.args[1]) for n in joint.graph.nodes
         if n.target is aten.convolution.default and (form := last_format(n.meta[VALUE])) is not None
         and not n.meta[VALUE].is_contiguous(memory_format=form) and n.meta[VALUE].shape[2:] not in small))
-    if "channels-last" in work.choices and found:
-        retrace(_Turning(work, small).run)
+    if "channels-last" in joint.choices and found:
+        retrace(_Turning(joint, small).run)
 
 
-def layouts_of_gradients(work: Joint) -> None:
+def layouts_of_gradients(joint: Joint) -> None:
     """Gradients of parameters have the parameters' layout: autograd would copy them to it, out of sight."""
-    place = {source: node for node, source in work.sources.items()}
-    grads = list(work.grads)
+    place = {source: node for node, source in joint.sources.items()}
+    grads = list(joint.grads)
     with torch.no_grad():
         for k, (source, node) in enumerate(grads):
             wanted = place[source].meta[VALUE]
             if source.kind == "param" and is_channels_last(node.meta[VALUE]) and wanted.is_contiguous():
-                grads[k] = source, inserted(work.graph, node.next, node, aten.clone.default, (node,),
+                grads[k] = source, inserted(joint.graph, node.next, node, aten.clone.default, (node,),
                                             memory_format=torch.contiguous_format)
-    work.grads = tuple(grads)
+    joint.grads = tuple(grads)
 
 
 class _Turning:
     """The graph while layouts go through it, in the order of its nodes."""
 
-    def __init__(self, work: Joint, small: Collection[torch.Size]) -> None:
-        self.work = work
+    def __init__(self, joint: Joint, small: Collection[torch.Size]) -> None:
+        self.joint = joint
         self.small = small
-        self.graph = work.graph
-        self.before: dict[fx.Node, Any] = {n: n.meta.get(VALUE) for n in work.graph.nodes}
+        self.graph = joint.graph
+        self.before: dict[fx.Node, Any] = {n: n.meta.get(VALUE) for n in joint.graph.nodes}
         """Values in the layout that they had."""
         self.copies: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
         """Values in another layout, by strides."""
@@ -153,13 +153,13 @@ class _Turning:
         for node in nodes:
             if not is_backward(node):
                 self._visit(node)
-        self.work.outputs = tuple(None if out is None else self._as_before(out, out, out.next)
-                                  for out in self.work.outputs)
+        self.joint.outputs = tuple(None if out is None else self._as_before(out, out, out.next)
+                                   for out in self.joint.outputs)
         for node in nodes:
             if is_backward(node):
                 self._visit(node)
-        self.work.grads = tuple((s, n if s.kind == "param" else self._as_before(n, n, n.next))
-                                for s, n in self.work.grads)
+        self.joint.grads = tuple((s, n if s.kind == "param" else self._as_before(n, n, n.next))
+                                 for s, n in self.joint.grads)
 
     def _visit(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -320,16 +320,16 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
 _TYPES = (torch.float32, torch.float64)
 
 
-def multiply_pixels(work: Joint) -> None:
+def multiply_pixels(joint: Joint) -> None:
     """Rewrite the convolutions, and their gradients, of images that were given this layout, on a CPU."""
     with torch.no_grad():
-        for node in list(work.graph.nodes):
+        for node in list(joint.graph.nodes):
             args = tuple[Any, ...](node.args)
             if node.target is aten.convolution.default and _is_product((node, *args[:2]), args[3:]):
-                _Writer(work, node).forward()
+                _Writer(joint, node).forward()
             elif node.target is aten.convolution_backward.default \
                     and _is_product(args[:3], args[4:10]):
-                _Writer(work, node).backward()
+                _Writer(joint, node).backward()
 
 
 def _is_product(nodes: tuple[fx.Node, ...], how: tuple[Any, ...]) -> bool:
@@ -347,16 +347,16 @@ def _is_product(nodes: tuple[fx.Node, ...], how: tuple[Any, ...]) -> bool:
 class _Writer:
     """What takes the place of one node."""
 
-    def __init__(self, work: Joint, node: fx.Node) -> None:
-        self.work, self.node = work, node
+    def __init__(self, joint: Joint, node: fx.Node) -> None:
+        self.joint, self.node = joint, node
 
     def forward(self) -> None:
         image, weight, bias = self.node.args[:3]
         pixels, turned = self._pixels(image), self._call(aten.t.default, self._matrix(weight))
         out = self._call(aten.mm.default, pixels, turned) if bias is None \
             else self._call(aten.addmm.default, bias, pixels, turned)
-        self.work.replace(self.node, self._image(out, self.node.meta[VALUE]))
-        self.work.graph.erase_node(self.node)
+        self.joint.replace(self.node, self._image(out, self.node.meta[VALUE]))
+        self.joint.graph.erase_node(self.node)
 
     def backward(self) -> None:
         """The weight's gradient first: with it the image is no longer needed."""
@@ -371,12 +371,12 @@ class _Writer:
                 new = self._call(aten.view.default, product, list(item.meta[VALUE].shape))
             else:
                 new = self._call(aten.sum.dim_IntList, rows, [0])
-            self.work.replace(item, new)
-            self.work.graph.erase_node(item)
-        self.work.graph.erase_node(self.node)
+            self.joint.replace(item, new)
+            self.joint.graph.erase_node(item)
+        self.joint.graph.erase_node(self.node)
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
-        return inserted(self.work.graph, self.node, self.node, target, args)
+        return inserted(self.joint.graph, self.node, self.node, target, args)
 
     def _pixels(self, image: Any) -> fx.Node:
         """An image as a matrix [pixels, channels]."""
@@ -404,10 +404,10 @@ LEAST_PIXELS = 4096
 """Of a channel: fewer are added up exactly enough."""
 
 
-def add_up_by_groups(work: Joint) -> None:
+def add_up_by_groups(joint: Joint) -> None:
     """Let batch norms in training mode that keep running statistics add up their pixels by groups, where
     images were given this layout: one of the caller's own choice has the bits of torch's kernel."""
-    for node in work.graph.nodes:
+    for node in joint.graph.nodes:
         if node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True \
                 and _has_many_pixels(node.args[0].meta[VALUE]):
             node.target = BY_GROUPS

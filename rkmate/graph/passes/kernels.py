@@ -58,11 +58,11 @@ LEAST = 16
 """Rows, columns and what is summed up: of fewer, no library takes long."""
 
 
-def name_products(work: Joint) -> None:
+def name_products(joint: Joint) -> None:
     """Let products be the operator that has both kernels, where both are there."""
     if not onednn.is_available():
         return
-    for node in work.graph.nodes:
+    for node in joint.graph.nodes:
         if isinstance(node.target, Tiled):
             node.target = _named_in_tiles(node.target)
         else:

@@ -29,9 +29,9 @@ aten = torch.ops.aten
 _LOSSES = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
-def split_wide(work: Joint) -> None:
+def split_wide(joint: Joint) -> None:
     """Replace gradients of wide cross entropies and batch norms by operators that work part by part."""
-    for node in list(work.graph.nodes):
+    for node in list(joint.graph.nodes):
         new: tuple[Any, tuple[Any, ...]] | None = None
         if node.target is aten._log_softmax_backward_data.default:
             new = _cross_entropy(node)
@@ -39,11 +39,11 @@ def split_wide(work: Joint) -> None:
             new = _batch_norm(node)
         if new is None:
             continue
-        with work.graph.inserting_before(node):
-            chunked = work.graph.create_node("call_function", *new, name=operator_name(new[0]))
+        with joint.graph.inserting_before(node):
+            chunked = joint.graph.create_node("call_function", *new, name=operator_name(new[0]))
         chunked.meta = dict(node.meta)
-        work.replace(node, chunked)
-        work.graph.erase_node(node)
+        joint.replace(node, chunked)
+        joint.graph.erase_node(node)
 
 
 def is_wide(value: Any, dim: int) -> bool:
@@ -87,9 +87,9 @@ def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 _NO_REDUCTION = 0
 
 
-def storages_of_their_own(work: Joint) -> None:
+def storages_of_their_own(joint: Joint) -> None:
     """Replace losses that are summed up by operators whose result has a storage of its own."""
-    for node in work.graph.nodes:
+    for node in joint.graph.nodes:
         if node.target in STORAGES_OF_THEIR_OWN and not node.meta[VALUE].dim() \
                 and _reduction(node) != _NO_REDUCTION:
             node.target = STORAGES_OF_THEIR_OWN[node.target]
@@ -105,12 +105,12 @@ def _reduction(node: Any) -> int:
 # -- Unread statistics -----------------------------------------------------------------------------
 
 
-def drop_unread_statistics(work: Joint) -> None:
+def drop_unread_statistics(joint: Joint) -> None:
     """Drop the running statistics that a batch norm's gradient takes in training mode and does not read.
 
     Held until the backward, the updated ones are memory that eager mode does not need.
     """
-    for node in work.graph.nodes:
+    for node in joint.graph.nodes:
         if node.target is not aten.native_batch_norm_backward.default:
             continue
         grad, input, weight, _, _, mean, invstd, train, *rest = node.args

@@ -25,16 +25,16 @@ aten = torch.ops.aten
 # Values that depend on no trained value (masks, position ids).
 
 
-def find_constants(work: Joint) -> None:
+def find_constants(joint: Joint) -> None:
     """Note the values of the forward that depend on no trained value, no float input and no chance.
 
     Equal ones are computed once: every layer of a transformer asks for the same mask.
     """
     constant: set[fx.Node] = set()
     seen: dict[Any, fx.Node] = {}
-    for node in list(work.graph.nodes):
+    for node in list(joint.graph.nodes):
         if node.op == "placeholder" or node.op == "get_attr":
-            source = work.sources[node]
+            source = joint.sources[node]
             value = node.meta.get(VALUE)
             fixed = source.kind in ("buffer", "constant") or (
                 source.kind == "input" and isinstance(value, torch.Tensor)
@@ -43,17 +43,17 @@ def find_constants(work: Joint) -> None:
                 constant.add(node)
         elif node.op == "call_function" and not is_backward(node) and not is_random(node) \
                 and all(n in constant for n in node.all_input_nodes):
-            if work.leaves(node):          # the caller may write to it
+            if joint.leaves(node):          # the caller may write to it
                 constant.add(node)
                 continue
             key = _key(node)
             if key in seen:
-                work.replace(node, seen[key])
-                work.graph.erase_node(node)
+                joint.replace(node, seen[key])
+                joint.graph.erase_node(node)
             else:
                 seen[key] = node
                 constant.add(node)
-    work.constant = frozenset(constant)
+    joint.constant = frozenset(constant)
 
 
 def _key(node: fx.Node) -> Any:
@@ -82,7 +82,7 @@ _CHANCES = (aten.bernoulli.default,)
 """Floats that are decisions: draws whose chances are the numbers of a tensor."""
 
 
-def find_decisions(work: Joint) -> None:
+def find_decisions(joint: Joint) -> None:
     """Note the operations of the forward that decide, as far as the backward depends on what they decide.
 
     An operation decides where it makes integers of computed floats (top-k, sort, argmax, multinomial, a
@@ -95,8 +95,8 @@ def find_decisions(work: Joint) -> None:
     masks: set[fx.Node] = set()
     several: set[fx.Node] = set()               # operations whose results may come out otherwise
     found: dict[fx.Node, None] = {}
-    for node in work.graph.nodes:
-        if node.op != "call_function" or is_backward(node) or node in work.constant:
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or is_backward(node) or node in joint.constant:
             continue
         if is_view(node) or node.target is operator.getitem:
             source = node.args[0]
@@ -120,8 +120,8 @@ def find_decisions(work: Joint) -> None:
         readers = [] if is_view(node) else _forward_readers(node)
         if any(not _is_mask(r) and not _is_relu(node, r) for r in readers):
             found[node] = None
-    late = _needed_after_the_loss(work)
-    work.decisions = frozenset(n for n in found if n in late)
+    late = _needed_after_the_loss(joint)
+    joint.decisions = frozenset(n for n in found if n in late)
 
 
 def _values(node: fx.Node) -> list[Any]:
@@ -169,10 +169,10 @@ def _is_relu(mask: fx.Node, reader: fx.Node) -> bool:
     return mask.target in _SIGN_TESTS and bool(mask.args[1] == 0) and mask.args[0] in reader.all_input_nodes
 
 
-def _needed_after_the_loss(work: Joint) -> set[fx.Node]:
+def _needed_after_the_loss(joint: Joint) -> set[fx.Node]:
     """The nodes of the forward that some node of the backward depends on."""
     found: set[fx.Node] = set()
-    todo = [n for b in work.graph.nodes if is_backward(b) for n in b.all_input_nodes]
+    todo = [n for b in joint.graph.nodes if is_backward(b) for n in b.all_input_nodes]
     while todo:
         node = todo.pop()
         if node not in found:
@@ -186,16 +186,16 @@ def _needed_after_the_loss(work: Joint) -> set[fx.Node]:
 # Running statistics above all; and who reads them.
 
 
-def protect_overwritten(work: Joint) -> None:
+def protect_overwritten(joint: Joint) -> None:
     """Copy what the forward overwrites, for readers that need the value from before."""
-    overwritten = work.overwritten()
-    for node in [n for n in work.sources if n in overwritten]:
+    overwritten = joint.overwritten()
+    for node in [n for n in joint.sources if n in overwritten]:
         readers = [u for u in node.users if not _is_statistics_of(u, node)]
-        if all(_makes_new_value(work, u) for u in readers):
+        if all(_makes_new_value(joint, u) for u in readers):
             continue
-        first = next(n for n in work.graph.nodes if n.op == "call_function")
-        with work.graph.inserting_before(first):
-            copy = work.graph.call_function(aten.clone.default, (node,))
+        first = next(n for n in joint.graph.nodes if n.op == "call_function")
+        with joint.graph.inserting_before(first):
+            copy = joint.graph.call_function(aten.clone.default, (node,))
         copy.meta = {VALUE: node.meta[VALUE], **phase_tag(backward=False)}
         with node.meta[VALUE].fake_mode:
             copy.meta[VALUE] = torch.clone(node.meta[VALUE])
@@ -203,10 +203,10 @@ def protect_overwritten(work: Joint) -> None:
             user.replace_input_with(node, copy)
 
 
-def _makes_new_value(work: Joint, user: fx.Node) -> bool:
+def _makes_new_value(joint: Joint, user: fx.Node) -> bool:
     """Whether the result is what the forward writes, and nothing else: it is needed once, and before that."""
-    return not user.users and not is_view(user) and user not in work.outputs \
-        and any(n is user for _, n in work.mutations) and not any(n is user for _, n in work.grads)
+    return not user.users and not is_view(user) and user not in joint.outputs \
+        and any(n is user for _, n in joint.mutations) and not any(n is user for _, n in joint.grads)
 
 
 def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
@@ -218,17 +218,18 @@ def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
         and args[5] is True and node in args[3:5] and node not in args[:3]
 
 
-def take_counters_off(work: Joint) -> None:
+def take_counters_off(joint: Joint) -> None:
     """Note what integers of the caller's the forward only counts up: they are no value of the step."""
-    place = {s: n for n, s in work.sources.items()}
-    handed = Counter(n for n in (*work.outputs, *(n for _, n in work.grads), *(n for _, n in work.mutations)))
+    place = {s: n for n, s in joint.sources.items()}
+    pairs = (*joint.grads, *joint.mutations)
+    handed = Counter((*joint.outputs, *(n for _, n in pairs)))
     kept = []
-    for source, node in work.mutations:
+    for source, node in joint.mutations:
         if _counts_up(node, place[source]) and handed[node] == 1:
-            work.counters += ((source, node.args[1]),)  # type: ignore[operator]
+            joint.counters += ((source, node.args[1]),)  # type: ignore[operator]
         else:
             kept.append((source, node))
-    work.mutations = tuple(kept)
+    joint.mutations = tuple(kept)
 
 
 def _counts_up(node: fx.Node, old: fx.Node) -> bool:

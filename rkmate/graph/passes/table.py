@@ -167,18 +167,18 @@ def simplify(capture: Capture, wanted: tuple[bool, ...], choices: frozenset[str]
     `wanted`: per output, whether its gradient will come. `choices`: as of `Joint`. `verify`: whether to check
     the graph after each pass (None: as `VERIFY` says); raises `GraphError` that names the pass.
     """
-    work = joint_of(capture, wanted, choices)
-    rewrite(work, REWRITES, verify=VERIFY if verify is None else verify)
-    return work.freeze()
+    joint = joint_of(capture, wanted, choices)
+    rewrite(joint, REWRITES, verify=VERIFY if verify is None else verify)
+    return joint.freeze()
 
 
-def rewrite(work: Joint, passes: Sequence[Rewrite[Joint]], *, verify: bool = False) -> None:
+def rewrite(joint: Joint, passes: Sequence[Rewrite[Joint]], *, verify: bool = False) -> None:
     """Run those of some passes that apply to the graph, in order. Raises `GraphError` when asked to
     `verify`."""
-    verifier = Verifier(work) if verify else None
+    verifier = Verifier(joint) if verify else None
     for each in passes:
-        if each.applies(work.choices):
-            each.run(work)
-            drop_dead(work)
+        if each.applies(joint.choices):
+            each.run(joint)
+            drop_dead(joint)
             if verifier is not None:
-                verifier.check(work, each.name)
+                verifier.check(joint, each.name)

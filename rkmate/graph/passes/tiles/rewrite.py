@@ -113,52 +113,53 @@ def called(graph: fx.Graph, tiled: Tiled, arguments: Sequence[fx.Node], meta: di
 # -- Calls -----------------------------------------------------------------------------------------
 
 
-def late_nodes(work: Joint) -> set[fx.Node]:
+def late_nodes(joint: Joint) -> set[fx.Node]:
     """What depends on an incoming gradient, these included."""
-    tangents = [n for n, s in work.sources.items() if s.kind == "tangent"]
+    tangents = [n for n, s in joint.sources.items() if s.kind == "tangent"]
     return {*tangents, *readers_of(tangents)}
 
 
-def tile(work: Joint, region: Region, name: str, parts: int, *, apart: Collection[fx.Node] = (),
+def tile(joint: Joint, region: Region, name: str, parts: int, *, apart: Collection[fx.Node] = (),
          in_forward: bool = True) -> bool:
     """Let a region run in tiles. False, and nothing is changed, where it cannot.
 
     `apart`: values of it that its other readers get as before, computed once more. `in_forward`: whether its
     gradients may be computed with its forward, where they can.
     """
-    late = late_nodes(work)
-    if not (in_forward and _in_one_call(work, region, late, apart, name, parts)) \
-            and not _in_two_calls(work, region, late, apart, name, parts):
+    late = late_nodes(joint)
+    if not (in_forward and _in_one_call(joint, region, late, apart, name, parts)) \
+            and not _in_two_calls(joint, region, late, apart, name, parts):
         return False
-    put_in_order(work.graph)
+    put_in_order(joint.graph)
     return True
 
 
-def results_of(work: Joint, region: Region, apart: Collection[fx.Node]) -> list[fx.Node]:
+def results_of(joint: Joint, region: Region, apart: Collection[fx.Node]) -> list[fx.Node]:
     """The values of a region that others read; of a view, what it looks at."""
     found: dict[fx.Node, None] = {}
-    for node in region.results(work.results()):
+    for node in region.results(joint.results()):
         while is_view(node) and node.args[0] in region.forms:
             node = node.args[0]  # type: ignore[assignment]
         if node not in apart:
             found[node] = None
-    order = {n: k for k, n in enumerate(work.graph.nodes)}
+    order = {n: k for k, n in enumerate(joint.graph.nodes)}
     return sorted(found, key=order.__getitem__)
 
 
 # -- Calls: gradients in the forward ---------------------------------------------------------------
 
 
-def _in_one_call(work: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
+def _in_one_call(joint: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
                  parts: int) -> bool:
     region = copy.copy(region)
     region.forms, region.sums = dict(region.forms), set(region.sums)
     if not close(region):
         return False
-    results = results_of(work, region, apart)
+    results = results_of(joint, region, apart)
     nodes = needed(region, results)
     makers = makers_of(nodes)
-    before = [n for n in work.graph.nodes if n in makers and n not in nodes and (n in late or is_backward(n))]
+    before = [n for n in joint.graph.nodes
+              if n in makers and n not in nodes and (n in late or is_backward(n))]
     tangents = [n for n in before if n.op != "call_function"]
     if len(tangents) != 1 or tangents[0].meta[VALUE].dim() or any(
             not is_linear(n, late) or n.meta[VALUE].dtype == torch.float16      # small gradients vanish
@@ -169,32 +170,32 @@ def _in_one_call(work: Joint, region: Region, late: set[fx.Node], apart: Collect
         return False
     tiled, arguments = built
     after = readers_of(nodes)
-    anchor = next(n for n in work.graph.nodes if is_backward(n) or (n in after and n not in nodes))
-    with work.graph.inserting_before(anchor):
-        copies = {tangents[0]: _one(work, tangents[0])}
+    anchor = next(n for n in joint.graph.nodes if is_backward(n) or (n in after and n not in nodes))
+    with joint.graph.inserting_before(anchor):
+        copies = {tangents[0]: _one(joint, tangents[0])}
         for node in before:
             if node.op == "call_function":
-                copies[node] = work.graph.node_copy(node, lambda n: copies.get(n, n))
+                copies[node] = joint.graph.node_copy(node, lambda n: copies.get(n, n))
                 copies[node].meta = node.meta | phase_tag(backward=False)
-        call = called(work.graph, tiled, [copies.get(a, a) for a in arguments],
+        call = called(joint.graph, tiled, [copies.get(a, a) for a in arguments],
                       _meta(results, backward=False))
     for k, result in enumerate(results):
-        item = _item(work, call, k)
+        item = _item(joint, call, k)
         if result in late:
-            with work.graph.inserting_before(result):
-                scaled = work.graph.call_function(SCALE, (item, tangents[0]))
+            with joint.graph.inserting_before(result):
+                scaled = joint.graph.call_function(SCALE, (item, tangents[0]))
             scaled.meta = dict(result.meta)
-            work.replace(result, scaled)
+            joint.replace(result, scaled)
         else:
-            work.replace(result, item)
+            joint.replace(result, item)
     return True
 
 
-def _one(work: Joint, tangent: fx.Node) -> fx.Node:
+def _one(joint: Joint, tangent: fx.Node) -> fx.Node:
     """A gradient of one."""
     value = tangent.meta[VALUE]
-    node = work.graph.call_function(aten.full.default, ([], 1.0),
-                                    {"dtype": value.dtype, "device": value.device})
+    node = joint.graph.call_function(aten.full.default, ([], 1.0),
+                                     {"dtype": value.dtype, "device": value.device})
     with value.fake_mode:
         node.meta = {VALUE: torch.empty_like(value), **phase_tag(backward=False)}
     return node
@@ -203,15 +204,15 @@ def _one(work: Joint, tangent: fx.Node) -> fx.Node:
 # -- Calls: forward and backward apart -------------------------------------------------------------
 
 
-def _in_two_calls(work: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
+def _in_two_calls(joint: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
                   parts: int) -> bool:
-    results = results_of(work, region, apart)
+    results = results_of(joint, region, apart)
     of_backward = [n for n in results if n in late]
     # What is narrow, or summed up over all rows, is handed on; what is wide is computed again.
     handed = {n for n in region.forms if n not in late and not is_view(n) and (
         n in region.sums or (not region.wide(n) and isinstance(n.meta[VALUE], torch.Tensor)))}
     again = needed(region, of_backward, handed) if of_backward else set()
-    wanted = [n for n in work.graph.nodes if n in region.forms and n not in late and (
+    wanted = [n for n in joint.graph.nodes if n in region.forms and n not in late and (
         n in results or (n in handed and any(u in again for u in n.users)))]
     again -= {n for n in again if n in handed and n not in late}
     made: list[tuple[tuple[Tiled, list[fx.Node]], Sequence[fx.Node], bool]] = []
@@ -224,11 +225,11 @@ def _in_two_calls(work: Joint, region: Region, late: set[fx.Node], apart: Collec
             made.append((built, some, backward))
     for (tiled, arguments), some, backward in made:
         after = readers_of(some)
-        anchor = next((n for n in work.graph.nodes if n in after), some[-1])
-        with work.graph.inserting_before(anchor):
-            call = called(work.graph, tiled, arguments, _meta(some, backward=backward))
+        anchor = next((n for n in joint.graph.nodes if n in after), some[-1])
+        with joint.graph.inserting_before(anchor):
+            call = called(joint.graph, tiled, arguments, _meta(some, backward=backward))
         for k, result in enumerate(some):
-            work.replace(result, _item(work, call, k))
+            joint.replace(result, _item(joint, call, k))
     return bool(made)
 
 
@@ -239,9 +240,9 @@ def _meta(results: Sequence[fx.Node], *, backward: bool) -> dict[str, Any]:
     return {k: v for k, v in results[0].meta.items() if k != VALUE} | phase_tag(backward=backward)
 
 
-def _item(work: Joint, call: fx.Node, k: int) -> fx.Node:
-    with work.graph.inserting_after(call):
-        item = work.graph.call_function(operator.getitem, (call, k))
+def _item(joint: Joint, call: fx.Node, k: int) -> fx.Node:
+    with joint.graph.inserting_after(call):
+        item = joint.graph.call_function(operator.getitem, (call, k))
     item.meta = call.meta | {VALUE: call.meta[VALUE][k]}
     return item
 
@@ -275,36 +276,36 @@ slower."""
 _Key = tuple[fx.Node, int, int]
 
 
-def in_groups(work: Joint, region: Region, seed: fx.Node, apart: Collection[fx.Node]) -> bool:
+def in_groups(joint: Joint, region: Region, seed: fx.Node, apart: Collection[fx.Node]) -> bool:
     """Let a region run in groups of rows. False, and nothing is changed, where it cannot, or where a wide sum
     over the rows is more than a gradient that is added up where it belongs.
 
     `seed`: its product. `apart`: values of it that its other readers get as before.
     """
-    late, results = late_nodes(work), results_of(work, region, apart)
-    inside = [n for n in work.graph.nodes if n in needed(region, results)]
+    late, results = late_nodes(joint), results_of(joint, region, apart)
+    inside = [n for n in joint.graph.nodes if n in needed(region, results)]
     of_backward = [n for n in results if n in late]
     groups = min(GROUPS, default_parts(region, seed.meta[VALUE]))
-    if groups < 2 or not of_backward or not _may(work, region, inside, results):
+    if groups < 2 or not of_backward or not _may(joint, region, inside, results):
         return False
-    making = _Making(work, region, seed, set(inside), -(-region.rows // groups))
+    making = _Making(joint, region, seed, set(inside), -(-region.rows // groups))
     for some in ([n for n in results if n not in late], of_backward):
         after = readers_of(some)
-        making.anchor = next((n for n in work.graph.nodes if n in after), some[-1])
+        making.anchor = next((n for n in joint.graph.nodes if n in after), some[-1])
         parts: list[list[fx.Node]] = []
         for start in range(0, region.rows, making.step):
             made = making.group(start, [n for n in inside if (n in late) == (some is of_backward)])
             parts.append([made[n] for n in some])
         for result, own in zip(some, zip(*parts, strict=True), strict=True):
             if result in region.sums:
-                work.replace(*making.added_up(result, own))
+                joint.replace(*making.added_up(result, own))
             else:
-                work.replace(result, making.joined(result, own))
-    put_in_order(work.graph)
+                joint.replace(result, making.joined(result, own))
+    put_in_order(joint.graph)
     return True
 
 
-def _may(work: Joint, region: Region, inside: Sequence[fx.Node], results: Sequence[fx.Node]) -> bool:
+def _may(joint: Joint, region: Region, inside: Sequence[fx.Node], results: Sequence[fx.Node]) -> bool:
     for node in inside:
         for operand, form in region.needs(node).items():
             if operand in region.forms:
@@ -315,16 +316,16 @@ def _may(work: Joint, region: Region, inside: Sequence[fx.Node], results: Sequen
                 return False
     for node in results:
         if node in region.sums:
-            if node.meta[VALUE].dim() and not _is_gradient(work, node):
+            if node.meta[VALUE].dim() and not _is_gradient(joint, node):
                 return False
         elif region.forms[node] == TURNED or is_view(node):
             return False
     return all(n.meta[VALUE].dtype in (torch.float32, torch.float64) for n in results if n in region.sums)
 
 
-def _is_gradient(work: Joint, node: fx.Node) -> bool:
+def _is_gradient(joint: Joint, node: fx.Node) -> bool:
     """Whether a value is a parameter's gradient, or a summand of one, and nothing else."""
-    params = {n for s, n in work.grads if s.kind == "param"}
+    params = {n for s, n in joint.grads if s.kind == "param"}
     while node not in params:
         user = next(iter(node.users), None)
         if user is None or len(node.users) > 1 or not (is_view(user) or user.target is aten.add.Tensor):
@@ -334,9 +335,9 @@ def _is_gradient(work: Joint, node: fx.Node) -> bool:
 
 
 class _Making:
-    def __init__(self, work: Joint, region: Region, seed: fx.Node, inside: set[fx.Node],
+    def __init__(self, joint: Joint, region: Region, seed: fx.Node, inside: set[fx.Node],
                  step: int) -> None:
-        self.graph = work.graph
+        self.graph = joint.graph
         self.region = region
         self._seed = seed
         self.inside = inside

@@ -34,7 +34,7 @@ _NONE, _MEAN = 0, 1
 _IGNORE = -100
 
 
-def by_rows(work: Joint, loss: fx.Node) -> Callable[[], None]:
+def by_rows(joint: Joint, loss: fx.Node) -> Callable[[], None]:
     """Write an `nll_loss_forward` as each row's loss and their reduction; returns what writes it as it was.
 
     Where classes have no weights, torch's own kernel adds the rows up in its own order: it finds each one's
@@ -43,7 +43,7 @@ def by_rows(work: Joint, loss: fx.Node) -> Callable[[], None]:
     scores, target, weight, reduction, ignore = loss.args
     value = scores.meta[VALUE]  # type: ignore[union-attr]
     meta = {k: v for k, v in loss.meta.items() if k != VALUE}
-    graph = work.graph
+    graph = joint.graph
 
     def call(target_: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = graph.call_function(target_, args, kwargs)
@@ -80,7 +80,7 @@ def by_rows(work: Joint, loss: fx.Node) -> Callable[[], None]:
     items: dict[Any, dict[str, Any]] = {}
     for user in list(loss.users):
         items[user.args[1]] = dict(user.meta)
-        work.replace(user, reduced if user.args[1] == 0 else total)
+        joint.replace(user, reduced if user.args[1] == 0 else total)
         graph.erase_node(user)
     graph.erase_node(loss)
 
@@ -91,7 +91,7 @@ def by_rows(work: Joint, loss: fx.Node) -> Callable[[], None]:
             for k, of_item in items.items():
                 item = graph.call_function(operator.getitem, (again, k))
                 item.meta = of_item
-                work.replace(reduced if k == 0 else total, item)
+                joint.replace(reduced if k == 0 else total, item)
 
     return undo
 
@@ -168,25 +168,25 @@ def _cut(node: fx.Node, product: Sequence[int]) -> tuple[tuple[int, ...], int, i
     return (shape[:-1], dim % len(shape), start, end) if end > start else None
 
 
-def leave_out(work: Joint, shift: Shift, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> None:
+def leave_out(joint: Joint, shift: Shift, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> None:
     """Compute a region for the rows that are read."""
     region = shift.region
-    order = {node: k for k, node in enumerate(work.graph.nodes)}
+    order = {node: k for k, node in enumerate(joint.graph.nodes)}
     results = [r for r in region.results(leaving) if r in late]
-    writer = _Writer(work.graph, shift)
+    writer = _Writer(joint.graph, shift)
     for node in sorted(region.forms, key=order.__getitem__):
         writer.add(node)
     for cut in shift.slices:
         writer.like = cut
         source: Any = cut.args[0]
-        with work.graph.inserting_before(cut):
+        with joint.graph.inserting_before(cut):
             made = writer.view(writer.values[source], shape_of(cut) or ())
-        work.replace(cut, made)
+        joint.replace(cut, made)
     for result in results:
         writer.like = result
-        with work.graph.inserting_before(result):
+        with joint.graph.inserting_before(result):
             made = writer.values[result] if result in region.sums else writer.whole(result)
-        work.replace(result, made)
+        joint.replace(result, made)
 
 
 class _Writer:
@@ -266,48 +266,48 @@ _WIDER = 2
 """A head's product is more than so many times as wide as what comes in."""
 
 
-def tile_heads(work: Joint) -> None:
+def tile_heads(joint: Joint) -> None:
     """Note the weights of heads; let the heads run a few rows at a time where that is asked for.
 
     Logits that leave the graph, or that something else reads, are an argument of the head.
     """
-    asked = work
-    if any(True for _ in _shifts(work)):
-        work = work if "chunked-loss" in work.choices else work.copy()
-        while (shift := next(_shifts(work), None)) is not None:
-            leave_out(work, shift, late_nodes(work), work.results())
-            drop_dead(work)
-    found = seeds_of(work.graph, _is_seed, lambda seed: _region(work, seed))
-    names = [work.name(weight_of(seed)) for seed in found]
-    if "chunked-loss" in work.choices:
+    asked = joint
+    if any(True for _ in _shifts(joint)):
+        joint = joint if "chunked-loss" in joint.choices else joint.copy()
+        while (shift := next(_shifts(joint), None)) is not None:
+            leave_out(joint, shift, late_nodes(joint), joint.results())
+            drop_dead(joint)
+    found = seeds_of(joint.graph, _is_seed, lambda seed: _region(joint, seed))
+    names = [joint.name(weight_of(seed)) for seed in found]
+    if "chunked-loss" in joint.choices:
         names = [name for name, seed in zip(names, found, strict=True)
-                 if _tiled(work, seed)]
+                 if _tiled(joint, seed)]
     concerned = asked.concerned["chunked-loss"] = tuple(dict.fromkeys(names))
     # By groups of rows, gradients of weights are added up where they belong: they need a place that is there.
     asked.concerned["grouped-loss"] = concerned if "in-place" in asked.choices else ()
 
 
-def _tiled(work: Joint, seed: fx.Node) -> bool:
+def _tiled(joint: Joint, seed: fx.Node) -> bool:
     """Let the head of a product run a few rows at a time. False, and nothing is changed, where it cannot."""
-    undo = [by_rows(work, node) for node in list(grow(seed).forms)
+    undo = [by_rows(joint, node) for node in list(grow(seed).forms)
             if node.target is aten.nll_loss_forward.default]
-    region, in_place = _region(work, seed), "in-place" in work.choices
+    region, in_place = _region(joint, seed), "in-place" in joint.choices
     if region is not None:
-        apart = _with_bases(_seen(work, region))
-        if (in_place and "grouped-loss" in work.choices and in_groups(work, region, seed, apart)) or tile(
-                work, region, "head", default_parts(region, seed.meta[VALUE]), apart=apart,
+        apart = _with_bases(_seen(joint, region))
+        if (in_place and "grouped-loss" in joint.choices and in_groups(joint, region, seed, apart)) or tile(
+                joint, region, "head", default_parts(region, seed.meta[VALUE]), apart=apart,
                 in_forward=not in_place):
             return True
     for loss in reversed(undo):
         loss()
-    drop_dead(work)
+    drop_dead(joint)
     return False
 
 
-def _shifts(work: Joint) -> Iterator[Shift]:
+def _shifts(joint: Joint) -> Iterator[Shift]:
     """What leaves out rows of wide products."""
-    late, leaving = late_nodes(work), work.results()
-    for node in work.graph.nodes:
+    late, leaving = late_nodes(joint), joint.results()
+    for node in joint.graph.nodes:
         if _is_seed(node) and (shift := shift_of(node, late, leaving)) is not None:
             yield shift
 
@@ -319,12 +319,12 @@ def _is_seed(node: fx.Node) -> bool:
     return bool(node.meta[VALUE].shape[1] > _WIDER * x.meta[VALUE].shape[1])
 
 
-def _region(work: Joint, seed: fx.Node) -> Region | None:
+def _region(joint: Joint, seed: fx.Node) -> Region | None:
     """The region of a head; None where the product is none's: nothing narrow comes of it, its result goes on
     through another product, or the gradient of its logits is read, or partly made, by others."""
-    late, leaving = late_nodes(work), work.results()
+    late, leaving = late_nodes(joint), joint.results()
     region = grow(seed)
-    seen = _seen(work, region)
+    seen = _seen(joint, region)
     if any(n in late for n in seen) or any(
             n in late and n not in region.forms and form != WHOLE and region.wide(n)
             for made in region.forms for n, form in region.needs(made).items()):
@@ -338,9 +338,9 @@ def _region(work: Joint, seed: fx.Node) -> Region | None:
     return region
 
 
-def _seen(work: Joint, region: Region) -> list[fx.Node]:
+def _seen(joint: Joint, region: Region) -> list[fx.Node]:
     """Its wide values that others read, or that leave the graph."""
-    return [n for n in region.results(work.results()) if region.wide(n) and n not in region.sums]
+    return [n for n in region.results(joint.results()) if region.wide(n) and n not in region.sums]
 
 
 def _with_bases(nodes: Collection[fx.Node]) -> set[fx.Node]:
@@ -385,15 +385,15 @@ ROWS = 256
 MOST_PARTS = 256
 
 
-def tile_mlps(work: Joint) -> None:
+def tile_mlps(joint: Joint) -> None:
     """Note the weights of wide MLPs; let the MLPs run a few rows at a time where that is asked for."""
-    found = seeds_of(work.graph, _is_wide_mlp, lambda seed: _mlp(work, seed))
-    names = [work.name(weight_of(seed)) for seed in found]
-    if "tiled-mlps" in work.choices:
+    found = seeds_of(joint.graph, _is_wide_mlp, lambda seed: _mlp(joint, seed))
+    names = [joint.name(weight_of(seed)) for seed in found]
+    if "tiled-mlps" in joint.choices:
         names = [name for name, seed in zip(names, found, strict=True)
-                 if (region := _mlp(work, seed)) is not None
-                 and tile(work, region, "mlp", parts_of(region), in_forward=False)]
-    work.concerned["tiled-mlps"] = tuple(dict.fromkeys(names))
+                 if (region := _mlp(joint, seed)) is not None
+                 and tile(joint, region, "mlp", parts_of(region), in_forward=False)]
+    joint.concerned["tiled-mlps"] = tuple(dict.fromkeys(names))
 
 
 def parts_of(region: Region) -> int:
@@ -409,12 +409,12 @@ def _is_wide_mlp(node: fx.Node) -> bool:
     return bool(width > x.meta[VALUE].shape[1] and rows >= 2 * ROWS)
 
 
-def _mlp(work: Joint, seed: fx.Node) -> Region | None:
+def _mlp(joint: Joint, seed: fx.Node) -> Region | None:
     """The region of an MLP; None where the product is none's: no product leads back to narrow values, or a
     wide one is read by others (an attention's queries, what dropout draws for)."""
-    late = late_nodes(work)
+    late = late_nodes(joint)
     region = grow(seed)
-    if any(region.wide(n) and n not in region.sums for n in region.results(work.results())) \
+    if any(region.wide(n) and n not in region.sums for n in region.results(joint.results())) \
             or any(form != 0 and n not in region.forms and region.wide(n)
                    for made in region.forms for n, form in region.needs(made).items()):
         return None
