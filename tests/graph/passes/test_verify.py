@@ -11,7 +11,7 @@ from torch import fx, nn
 from rkmate.errors import GraphError
 from rkmate.graph.capture.capture import Source, capture
 from rkmate.graph.capture.repairs import Rewrite
-from rkmate.graph.passes import table as stage
+from rkmate.graph.passes import table
 from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.table import rewrite, simplify
 from rkmate.graph.passes.verify import verify
@@ -122,10 +122,10 @@ def test_forms_stay(fault: Callable[[Joint], None], message: str) -> None:
 
 def test_all_tests_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     """`simplify` verifies where its caller does not say; a caller may say no."""
-    assert stage.VERIFY
+    assert table.VERIFY
     model = nn.Linear(2, 2)
     captured = capture(model, (torch.randn(3, 2),), {})
-    monkeypatch.setattr(stage, "REWRITES", [Rewrite("faulty", "a test", _source)])
+    monkeypatch.setattr(table, "REWRITES", [Rewrite("faulty", "a test", _source)])
     with pytest.raises(GraphError, match="faulty"):
         simplify(captured, (True,))
     simplify(captured, (True,), verify=False)
