@@ -19,7 +19,6 @@ from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
 from rkmate.device.copy_engine import CopyEngine
-from rkmate.device.kept_pages import KeptPages, keep_planned_pages
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
@@ -259,7 +258,6 @@ class PlanCache:
         self.reads = Reads()
         self.observations = Observations()
         self._engines = planning.engines or Engines(planning.settings.offload)
-        self._pages: KeptPages | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -322,7 +320,6 @@ class PlanCache:
             derived, recording = derive(self.model, args, kwargs, key, members)
             traced = trace(self.model, args, kwargs, self.planning.settings,
                            Progress(self.planning.progress), derived)
-            self._keep_pages(traced.device)
             if derived is not None and others[-1].mask:
                 traced = replace(traced, wanted=others[-1].mask)
             plans = [e.known for s in others for m, e in s.executables.items()
@@ -349,12 +346,6 @@ class PlanCache:
                 self.new_sizes.add(derived is not None, time.perf_counter() - start)
             self._keep(key, known, others)
             return known
-
-    def _keep_pages(self, device: torch.device) -> None:
-        """From now on, steps on this device find pages of earlier ones; planning measures such steps."""
-        if self._pages is None and devices.of(device).host and self.planning.settings.keep_pages:
-            self._pages = keep_planned_pages()
-            weakref.finalize(self, self._pages.release).atexit = False
 
     def _of_other_sizes(self, key: Guards) -> list[Specialization]:
         """What is kept of signatures that differ in sizes alone; the latest used last."""
