@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Iterable, Mapping
@@ -124,6 +125,8 @@ class PlannedModule(StandIn):
 
     def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
                 on_new_shape: NewShape, lengths: Lengths | None = None) -> None:
+        if type(self) is PlannedModule:
+            object.__setattr__(self, "__class__", _class_for(type(self._original)))
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
@@ -300,7 +303,7 @@ class PlannedModule(StandIn):
         return added
 
 
-def _with_signature_of(model: nn.Module) -> Any:
+def _with_signature_of(model: nn.Module | type[nn.Module]) -> Any:
     """The planned forward with the original's signature: libraries look at its argument names."""
     def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
         return PlannedModule.forward(self, *args, **kwargs)
@@ -316,6 +319,15 @@ def _with_signature_of(model: nn.Module) -> Any:
         first = first.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
     forward.__signature__ = own.replace(parameters=[first, *others])  # type: ignore[attr-defined]
     return forward
+
+
+@functools.lru_cache(maxsize=256)
+def _class_for(kind: type[nn.Module]) -> type[PlannedModule]:
+    """Return a class whose `forward` has the signature of the original's class, where trainers look for the
+    names of labels. A pickle names `PlannedModule` instead."""
+    return type(f"Planned{kind.__name__}", (PlannedModule,), {
+        "forward": _with_signature_of(kind), "__doc__": PlannedModule.__doc__,
+        "__module__": PlannedModule.__module__, "_made_for": kind})
 
 
 def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
