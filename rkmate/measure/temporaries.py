@@ -15,8 +15,8 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
 from rkmate.graph.ops.parts import Tensors, bytes_of_copies
-from rkmate.graph.passes.chunked_kernels import Alternative
-from rkmate.graph.passes.clusters.cluster import Cluster
+from rkmate.graph.passes.cluster import Cluster
+from rkmate.graph.passes.kernels import Alternative
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.compiled_memory import bytes_of_group
 from rkmate.measure.opaque_memory import opaque_bytes

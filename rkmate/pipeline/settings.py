@@ -131,9 +131,9 @@ class Settings:
     planner: str | PlannerSettings | None = None
     """Planner that makes the schedule: its name ([all planners](planners.md)), or `rkmate.PlannerSettings`
     with a name and limits of the default planner's search. None: the default planner, ``"rockmate"``."""
-    fraction_of: Literal["plain", "checkpointed"] = "plain"
+    fraction_of: Literal["plain", "checkpointed"] = "checkpointed"
     """The peak that a fractional budget refers to, for a model that calls ``torch.utils.checkpoint``: the
-    peak of its step without checkpointing, or with it."""
+    peak of its step with checkpointing, as you run it today, or without (``"plain"``)."""
     kept_plans_bytes: int = 1 << 30
     """Approximate limit, in bytes of host memory, of the plans that one wrapped module keeps. There is one
     plan for each signature (shapes, flags); the least recently used plans are dropped first, never the

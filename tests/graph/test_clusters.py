@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.device import inductor
-from rkmate.graph.passes.clusters import cluster
+from rkmate.graph.passes import cluster
 from rkmate.ir.cd import Cost
 from rkmate.measure import compiled_memory
 from rkmate.measure.settings import MeasureSettings

@@ -1,20 +1,45 @@
-"""An emission pass: the other kernels of operations that work part by part.
+"""Other kernels of an operation that works part by part: larger parts.
 
-The operation in the graph is the leanest. Which kernel runs is chosen at each step of a schedule, where it
-is known how much room there is (`rkmate.ir.kernels`).
+The operation in the graph is the leanest. Which kernel runs is chosen at each step of a schedule, where it is
+known how much room there is (`rkmate.ir.kernels`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from rkmate.graph.ops.norms import BATCH_NORM_BACKWARD
-from rkmate.graph.passes.chunked_kernels import Alternative, whole_batch_norm
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another kernel of an operation that works part by part: fewer and larger parts, more memory."""
+
+    target: Any
+    """The operator."""
+    args: tuple[Any, ...]
+    overhead: int
+    """Bytes of temporary memory, at most."""
+
+
+def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
+    """Torch's call for the gradients of a batch norm, with the same bits: it allocates the first of them
+    twice, and overwrites nothing."""
+    grad, input, weight, mean, invstd, eps = node.args
+    value = input.meta[VALUE]  # type: ignore[union-attr]
+    return (Alternative(aten.native_batch_norm_backward.default,
+                        (grad, input, weight, None, None, mean, invstd, True, eps, [True] * 3),
+                        value.numel() * value.element_size()),)
+
 
 KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
     BATCH_NORM_BACKWARD: whole_batch_norm,
@@ -33,7 +58,7 @@ def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
 
 
 def _of_tiles(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
-    """The operation in fewer tiles, two at least."""
+    """Return the operation in fewer tiles, two at least."""
     found: list[Tiled] = []
     with node.all_input_nodes[0].meta[VALUE].fake_mode:
         while tiled.parts > 2:
