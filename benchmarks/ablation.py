@@ -46,7 +46,7 @@ from peers import DOCS, Case
 import rkmate
 from rkmate.budget import Budget
 from rkmate.graph.capture.operations import is_view
-from rkmate.graph.passes import simplify
+from rkmate.graph.passes import table as passes
 from rkmate.measure import analytic
 from rkmate.pipeline import search, variants
 from rkmate.pipeline.attempts import Planned
@@ -100,10 +100,10 @@ class _Nothing:
 
 def _without_pass(name: str) -> Off:
     def off() -> AbstractContextManager[object]:
-        left = tuple(each for each in simplify.REWRITINGS if each.name != name)
-        if len(left) == len(simplify.REWRITINGS):
+        left = tuple(each for each in passes.REWRITES if each.name != name)
+        if len(left) == len(passes.REWRITES):
             raise LookupError(f"the table of passes has no row {name!r}")
-        return mock.patch.object(simplify, "REWRITINGS", left)
+        return mock.patch.object(passes, "REWRITES", left)
     return off
 
 

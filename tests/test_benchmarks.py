@@ -344,7 +344,7 @@ def test_steps_with_and_without_a_feature_take_turns(on_the_path: None, tmp_path
 def test_every_switch_turns_something_off(on_the_path: None) -> None:
     import ablation
 
-    from rkmate.graph.passes import simplify
+    from rkmate.graph.passes import table
     from rkmate.pipeline import attempts, prepare, search, variants
     from rkmate.planners import default, finish
     from rkmate.planners.save_set import SaveSet
@@ -352,7 +352,7 @@ def test_every_switch_turns_something_off(on_the_path: None) -> None:
 
     def state() -> list[Any]:
         entries = default.table(PlannerSettings(), SaveSet())
-        return [simplify.REWRITINGS, variants.VARIANTS, [e.origin for e in entries], prepare.reordered,
+        return [table.REWRITES, variants.VARIANTS, [e.origin for e in entries], prepare.reordered,
                 search.with_larger_tiles, search.find_planner, default.finish]
 
     before = state()
