@@ -30,9 +30,7 @@ def test_phases_stand_in_the_order_of_the_stages() -> None:
 
 @pytest.mark.parametrize("each", PASSES, ids=lambda p: p.name)
 def test_a_row(each: Pass) -> None:
-    assert each.why.endswith(".") and len(each.why) > 40
     assert (PACKAGE / each.place).is_file()
-    assert f"def {each.run.__name__}(" in (PACKAGE / each.place).read_text(encoding="utf-8")
     assert not each.torch_versions or set(SEEN) <= set(each.torch_versions)
     assert list(each.torch_versions) == sorted(each.torch_versions)
 
