@@ -206,31 +206,31 @@ def _threads(count: int) -> str:
 
 def write(turns: Turns, waits: Waits) -> None:
     """The page of the documentation, of all rows."""
-    about = ("# Layouts and compiled groups, measured\n\nPeak and time of a training step relative to "
-             "eager's, beside torch.compile's at its own budgets: [compiled groups](compile.md), and "
-             "`layouts=\"auto\"` for networks of convolutions. Each method of a table was in a process of "
-             "its own, and their steps took turns; times are medians. Parameters and their gradients stand, "
-             "and are not counted. Predicted times are beside those of the same module's steps right "
-             "after it was planned, without a gradient that stands: a machine's speed moves from minute to "
-             "minute. Planned modules keep [pages that stay](pages.md), which is their default; processes of "
-             "other methods are as the C library has them, and wait for fresh pages (the median of a step's) "
-             "or do not, by what lies at the end of their heaps. Gradients' errors, against double "
-             "precision, are the median of several batches. Made by `python benchmarks/fused.py "
-             "--turns FILE --waits FILE --write` on a CPU "
-             f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n\n"
-             f"{predictions(turns)}\n")
+    about = ("# Layouts and compiled groups, measured\n\nPeak and time of a training step, relative to "
+             "eager's, next to torch.compile at its own budgets: [compiled groups](compile.md), and "
+             "`layouts=\"auto\"` for networks of convolutions. Each method of a table ran in a process of "
+             "its own, and their steps took turns; times are medians. Parameters and their gradients are "
+             "allocated before the step and are not counted. Predicted times are compared with steps of the "
+             "same module right after it was planned, without existing gradients, because a machine's speed "
+             "changes from minute to minute. Planned modules [keep their pages](pages.md), which is the "
+             "default. Processes of other methods manage memory as the C library does: whether their steps "
+             "wait for fresh pages depends on what is at the end of their heaps. Errors of gradients, "
+             "compared with double precision, are the median of several batches. `python "
+             "benchmarks/fused.py --turns FILE --waits FILE --write` makes this page. Measured on a CPU "
+             f"({platform.machine()}), torch "
+             f"{torch.__version__.partition('+')[0]}.\n\n{predictions(turns)}\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in turns.values())
     sections = []
     for threads in sorted({threads for _, threads in kinds}):
         names = [name for name in NAMES if (name, threads) in kinds]
         holds = bars_table(names, threads, turns, {name: bars_of(name) for name in names})
-        sections.append(f"## In short, {_threads(threads)}\n\nAt the smallest peak of torch.compile or "
-                        "below it, and of some models at a part of eager's. One ratio moves by up to a "
-                        f"twentieth from run to run.\n\n{holds}\n")
+        sections.append(f"## In short, {_threads(threads)}\n\nEach model at the smallest peak of "
+                        "torch.compile or below it, and some models at a part of eager's peak. A ratio "
+                        f"varies by up to a twentieth from run to run.\n\n{holds}\n")
     for threads in sorted({row.threads for row in waits.values()}):
         names = list(dict.fromkeys(row.model for row in waits.values() if row.threads == threads))
-        sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\nEach in processes of its "
-                        f"own, with empty caches.\n\n{waits_table(names, threads, waits)}\n")
+        sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\nEach method in "
+                        f"processes of its own, with empty caches.\n\n{waits_table(names, threads, waits)}\n")
     sections += [f"## {model}, {_threads(threads)}\n\n{MODELS[model].__doc__ or ''}\n\n"
                  f"{table(model, threads, turns)}\n"
                  for threads in sorted({threads for _, threads in kinds})

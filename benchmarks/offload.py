@@ -196,12 +196,13 @@ def _about(rows: Sequence[Row]) -> str:
 
 def write(rows: Rows) -> None:
     """The page of the documentation, of all rows."""
-    about = ("# Offload, measured\n\nPeak and time of a training step relative to eager's in the same run: a "
-             "checkpoint around each layer, a plan that recomputes alone, and [one that also copies "
-             "activations to a folder](offload.md), at the same budget. Parameters and their gradients "
-             "stand, and are not counted. Waits and the link's share of the step are predicted. Made by "
-             f"`python benchmarks/offload.py --rows FILE --write` on a CPU ({platform.machine()}, "
-             f"{torch.get_num_threads()} threads), torch {torch.__version__.partition('+')[0]}.\n")
+    about = ("# Offload, measured\n\nPeak and time of a training step, relative to eager's in the same run: "
+             "a checkpoint around each layer, a plan that only recomputes, and [a plan that also copies "
+             "activations to a folder](offload.md), at the same budget. Parameters and their gradients are "
+             "allocated before the step and are not counted. Waits and the link's share of the step are "
+             "predicted. `python benchmarks/offload.py --rows FILE --write` makes this page. Measured on a "
+             f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), torch "
+             f"{torch.__version__.partition('+')[0]}.\n")
     sections = [f"## {name}\n\n{model.about}.\n\n{table(name, rows)}\n" for name, model in MODELS.items()
                 if any(of == name for of, _ in rows)]
     PAGE.write_text("\n".join([about, *sections]), encoding="utf-8")
