@@ -81,7 +81,7 @@ class GPU:
     """The share of published rates that large operations come to."""
 
     def is_called(self, name: str) -> bool:
-        """Whether torch means this kind of device by a name ("NVIDIA H100 80GB HBM3")."""
+        """Return whether torch means this kind of device by a name ("NVIDIA H100 80GB HBM3")."""
         words = name.replace("-", " ").split()
         kind = [w for w in self.name.split() if w not in _LABELS]
         return all(w in words for w in kind[:2])
@@ -127,7 +127,8 @@ NAMES: Mapping[str, GPU] = MappingProxyType({
 
 
 def known(name: str) -> GPU | None:
-    """The GPU of a name as people write it (``H100``, ``rtx-4090``, ``A100_80``); None for other names."""
+    """Return the GPU of a name as people write it (``H100``, ``rtx-4090``, ``A100_80``); None for other
+    names."""
     plain = "".join(ch for ch in name.lower() if ch.isalnum())
     for ours, gpu in NAMES.items():
         if plain.removesuffix("80" if ours == "a100" else "") == ours.replace("-", ""):
@@ -136,15 +137,15 @@ def known(name: str) -> GPU | None:
 
 
 def called(name: str) -> GPU | None:
-    """The GPU that torch means by a name ("NVIDIA A100-SXM4-80GB"), of several sizes the one in it; None for
-    others."""
+    """Return the GPU that torch means by a name ("NVIDIA A100-SXM4-80GB"), of several sizes the one in it;
+    None for others."""
     sizes = {word.removesuffix("GB") for word in name.replace("-", " ").split()}
     found = [gpu for gpu in NAMES.values() if gpu.is_called(name)]
     return max(found, key=lambda gpu: len(sizes & set(gpu.name.split()[2:])), default=None)
 
 
 def checked(device: GPU | str) -> GPU:
-    """A GPU, or the one of a name. Raises `ArgumentError`."""
+    """Return a GPU, or the one of a name. Raises `ArgumentError`."""
     found = known(device) if isinstance(device, str) else device
     if not isinstance(found, GPU):
         raise ArgumentError(f"device is {device!r}; it should be a rkmate.devices.GPU, or one of "

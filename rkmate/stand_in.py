@@ -38,7 +38,7 @@ class StandIn(nn.Module):
         raise NotImplementedError
 
     def _made_with(self) -> tuple[Any, ...]:
-        """Values that a copy shares, to set it up with."""
+        """Return values that a copy shares, to set it up with."""
         raise NotImplementedError
 
     def _added(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class StandIn(nn.Module):
             delattr(self._original, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with parameters and hooks of its own."""
+        """Return a copy with parameters and hooks of its own."""
         module = _blank(type(self))
         memo[id(self)] = module                 # what it refers to may refer to it
         original, added = copy.deepcopy((self._original, self._added()), memo)

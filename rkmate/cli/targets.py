@@ -43,7 +43,7 @@ DEMOS: dict[str, Demo] = {
 
 
 def make_demo(name: str) -> Sample:
-    """A built-in model with sample arguments. Raises `MissingExtra`."""
+    """Return a built-in model with sample arguments. Raises `MissingExtra`."""
     demo = DEMOS[name]
     if not demo.installed:
         raise MissingExtra(f"the demo model {name!r} needs {demo.needs}: "
@@ -83,7 +83,7 @@ class Target:
 
 
 def load_target(name: str, device: str | None = None) -> Target:
-    """A demo model, or what a factory returns. Raises `ArgumentError`."""
+    """Return a demo model, or what a factory returns. Raises `ArgumentError`."""
     if name in DEMOS:
         made: Any = make_demo(name)
     else:

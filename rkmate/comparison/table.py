@@ -145,7 +145,7 @@ class Comparison(Sequence[Row]):
         return f"<pre>{escape(str(self))}</pre>"
 
     def to_json(self) -> str:
-        """The whole result as one JSON object."""
+        """Return the whole result as one JSON object."""
         return json.dumps({
             "model": self.model, "costs": self.costs,
             "baseline_peak_bytes": self.baseline_peak_bytes,

@@ -258,7 +258,7 @@ class Descriptor:
             raise Mismatch
 
     def _buffer(self, chunk: Chunk, lane: int) -> int:
-        """The address of the buffer that a chunk takes its way over; 0 for none."""
+        """Return the address of the buffer that a chunk takes its way over; 0 for none."""
         return chunk.transfer.buffers[lane] if chunk.address % self.aligned or chunk.size % BLOCK else 0
 
     def _forget(self, chunk: Chunk) -> None:
@@ -278,7 +278,7 @@ def _advanced(done: int, some: int, size: int, what: str) -> int:
 
 
 def memory(address: int, size: int) -> memoryview:
-    """Memory at an address, which it does not keep."""
+    """Return memory at an address, which it does not keep."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
@@ -339,7 +339,7 @@ class Lanes:
                 queue.put(chunk)
 
     def here(self) -> bool:
-        """Whether this thread is one of them."""
+        """Return whether this thread is one of them."""
         return threading.current_thread() in [lane.thread for lane in self._lanes]
 
     def stop(self) -> None:

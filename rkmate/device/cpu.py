@@ -156,7 +156,7 @@ def _cache_bytes() -> int:
 
 @functools.cache
 def _processor() -> str:
-    """The processor's name; Python's `platform` knows it on some systems only."""
+    """Return the processor's name; Python's `platform` knows it on some systems only."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -73,7 +73,7 @@ class Cuda:
 
     @staticmethod
     def initialized() -> list[torch.device]:
-        """All GPUs, once the process uses one; none before that."""
+        """Return all GPUs, once the process uses one; none before that."""
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] \
             if torch.cuda.is_initialized() else []
 

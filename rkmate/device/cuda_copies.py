@@ -55,7 +55,7 @@ class PinnedPool:
 
     def parts(self, extents: Sequence[Extent], content: torch.Tensor
               ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of a storage's bytes, each with its place in the host's memory."""
+        """Return parts of a storage's bytes, each with its place in the host's memory."""
         done = 0
         for extent in extents:
             at, end = extent.offset, min(extent.size, len(content) - done) + extent.offset

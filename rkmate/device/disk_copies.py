@@ -71,7 +71,7 @@ def ask_for_huge_pages(address: int, size: int) -> None:
 
 @functools.cache
 def _system() -> tuple[int, Callable[[int, int, int], int] | None]:
-    """Bytes of a huge page, and what asks for some; 0 and None where there is no such thing."""
+    """Return bytes of a huge page, and what asks for some; 0 and None where there is no such thing."""
     try:
         page = int(_SIZE.read_text(encoding="ascii"))
         advise = ctypes.CDLL(None).madvise
@@ -167,7 +167,7 @@ def _reserve(descriptor: Descriptor, extent: Extent) -> None:
 
 
 def shared(folder: str | Path) -> AwayFile:
-    """The file of a folder. Raises `OSError`: nothing can be written there."""
+    """Return the file of a folder. Raises `OSError`: nothing can be written there."""
     path = Path(folder).expanduser().absolute()
     about = path.stat()
     with _lock:
@@ -178,7 +178,7 @@ def shared(folder: str | Path) -> AwayFile:
 
 
 def _opened(folder: Path) -> Descriptor:
-    """A file without a name."""
+    """Return a file without a name."""
     for left in folder.glob(_NAME):         # those in use have no name, and those that get one now need none
         with contextlib.suppress(OSError):
             left.unlink()
@@ -200,7 +200,7 @@ def _opened(folder: Path) -> Descriptor:
 
 
 def _nameless(folder: Path, direct: int) -> Descriptor | None:
-    """An open file that was written to; None where it cannot be opened or written in this way."""
+    """Return an open file that was written to; None where it cannot be opened or written in this way."""
     path = folder / f"rkmate-{os.getpid()}-{uuid.uuid4().hex[:8]}.away"
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct, 0o600)
@@ -215,8 +215,8 @@ def _nameless(folder: Path, direct: int) -> Descriptor | None:
 
 
 def _writes(descriptor: Descriptor, aligned: int) -> bool:
-    """Whether a block is written and read from memory whose address is a multiple of this, and of no more.
-    Raises `OSError` for other reasons, such as a full disk."""
+    """Return whether a block is written and read from memory whose address is a multiple of this, and of no
+    more. Raises `OSError` for other reasons, such as a full disk."""
     with mmap.mmap(-1, 3 * BLOCK) as there:
         start = aligned % BLOCK
         with memoryview(there) as whole, whole[start:start + BLOCK] as view:
@@ -230,7 +230,7 @@ def _writes(descriptor: Descriptor, aligned: int) -> bool:
 
 
 def _kind(folder: Path) -> str | None:
-    """The kind of a folder's file system, if that is memory."""
+    """Return the kind of a folder's file system, if that is memory."""
     device = folder.stat().st_dev
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():

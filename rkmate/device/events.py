@@ -51,7 +51,7 @@ def measure_peak(fn: Callable[[], T], kind: str, index: int | None = None, *,
 
 
 def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:
-    """A device's allocations and frees, in order of time."""
+    """Return a device's allocations and frees, in order of time."""
     sizes_known = _Tracked.depth > 0 or kind != "cpu"
     inside: set[int] = set()
     result: list[Change] = []

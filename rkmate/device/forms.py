@@ -25,13 +25,13 @@ class Form:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Form:
-        """The form of a tensor with a storage."""
+        """Return the form of a tensor with a storage."""
         return Form(tensor.dtype, tuple(tensor.shape), tensor.stride(),
                     int(tensor.storage_offset()), tensor.untyped_storage().nbytes(), tensor.is_conj(),
                     tensor.is_neg())
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this form over a storage, which it shares."""
+        """Return a tensor of this form over a storage, which it shares."""
         tensor = _set(self.dtype, storage, self.offset, self.shape, self.strides)
         if self.conjugate:
             tensor = tensor.conj()
@@ -50,7 +50,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage, as bytes."""
+    """Return all of a storage, as bytes."""
     return _set(torch.uint8, storage, 0, (storage.nbytes(),), (1,))
 
 

@@ -87,6 +87,6 @@ class Recorder:
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether work on a device can be recorded."""
+    """Return whether work on a device can be recorded."""
     return isinstance(registry.of(device), Cuda)
 

@@ -41,7 +41,7 @@ def levels(entries: Iterable[Entry], size_of: Callable[[int], int]) -> Iterator[
 
 
 def since(entries: Iterable[Entry], mark: str) -> list[Entry]:
-    """The entries after the one that a mark stands beside. Raises `MeterError` where it is lost."""
+    """Return the entries after the one that a mark stands beside. Raises `MeterError` where it is lost."""
     found = list(entries)
     for k in range(len(found) - 1, -1, -1):
         if found[k].get("user_metadata") == mark and found[k]["action"] == "free_completed":
@@ -125,7 +125,7 @@ class HistoryMeter:
 
 
 def peaks_of_parts(entries: Iterable[Entry], size_of: Callable[[int], int]) -> dict[int, int]:
-    """Part -> most bytes over the level at its start."""
+    """Return part -> most bytes over the level at its start."""
     found: dict[int, list[Entry]] = {}
     part: list[Entry] | None = None
     for entry in entries:

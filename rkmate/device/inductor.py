@@ -87,7 +87,7 @@ class Fused:
         return tuple(results)
 
     def _are_laid_out_otherwise(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a kernel before has laid out its result otherwise than its trace says; said once."""
+        """Return whether a kernel before has laid out its result otherwise than its trace says; said once."""
         strides = tuple([t.stride() for t in tensors])
         found = self._otherwise.get(strides)
         if found is None:
@@ -122,7 +122,7 @@ def _text(function: Callable[..., Any], forms: Sequence[str]) -> tuple[Any, ...]
 
 
 def form_of(value: torch.Tensor) -> str:
-    """A (fake) tensor's form as text: ``float32[4, 8]``, ``cuda:0 float16[4, 8] by [1, 4]``."""
+    """Return a (fake) tensor's form as text: ``float32[4, 8]``, ``cuda:0 float16[4, 8] by [1, 4]``."""
     device = "" if value.device.type == "cpu" else f"{value.device} "
     strides = "" if value.is_contiguous() and value.stride() == contiguous_strides(value.shape) \
         else f" by {list(value.stride())}"
@@ -175,12 +175,12 @@ def _as(value: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def _is_as(value: torch.Tensor, form: str) -> bool:
-    """Whether a tensor's numbers lie as a form says: the strides of single ones mean nothing."""
+    """Return whether a tensor's numbers lie as a form says: the strides of single ones mean nothing."""
     return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), _read(form)[3], strict=True))
 
 
 def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Results that are in the storage of others, of arguments, or in a larger one than they need."""
+    """Return results that are in the storage of others, of arguments, or in a larger one than they need."""
     device = common(results)
     seen = {t.untyped_storage().data_ptr() for t in tensors}
     found = []

@@ -39,8 +39,8 @@ Call = Callable[[list[torch.Tensor]], Any]
 
 
 def key_of(text: object, device: str) -> str:
-    """The name of a group's file: all that its kernels depend on. `text`: what the group computes; `device`:
-    the device's key."""
+    """Return the name of a group's file: all that its kernels depend on. `text`: what the group computes;
+    `device`: the device's key."""
     content = [FORMAT, repr(text), device, _instructions(), torch.__version__, torch.version.git_version,
                sys.implementation.cache_tag, sysconfig.get_config_var("SOABI"), os.environ.get("CXX"),
                compiler.settings_key()]
@@ -49,8 +49,8 @@ def key_of(text: object, device: str) -> str:
 
 @functools.cache
 def _instructions() -> str:
-    """All that the processor can do: kernels are compiled for just that, and machines of one name, as virtual
-    ones, may differ in it."""
+    """Return all that the processor can do: kernels are compiled for just that, and machines of one name, as
+    virtual ones, may differ in it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def _instructions() -> str:
 
 
 def kept(key: str) -> Call | None:
-    """A group that was kept; None where there is none, or a part of it is missing or broken."""
+    """Return a group that was kept; None where there is none, or a part of it is missing or broken."""
     if is_off(KERNELS):
         return None
     folder = _folder()
@@ -122,7 +122,7 @@ def _names() -> dict[str, Any]:
 
 
 def _copied(library: Path, folder: Path) -> str:
-    """The name of a library's copy in a folder, which says what is in it."""
+    """Return the name of a library's copy in a folder, which says what is in it."""
     content = library.read_bytes()
     name = f"{hashlib.sha256(content).hexdigest()}{library.suffix}"
     part = folder / f".{uuid.uuid4().hex}.part"
@@ -136,7 +136,7 @@ def _copied(library: Path, folder: Path) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _kernel(path: Path) -> Any:
-    """The function of a library."""
+    """Return the function of a library."""
     if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem:
         raise ImportError(f"{path} is broken")
     # As torch's compiler hands it to the libraries that it loads.

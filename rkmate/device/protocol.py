@@ -49,21 +49,21 @@ class Statistics(Protocol):
         user's, too, and so nobody resets it."""
 
     def handed_out(self) -> tuple[int, int] | None:
-        """Bytes that were asked for: those that are alive, and all that ever were; None where that is not
-        counted."""
+        """Return bytes that were asked for: those that are alive, and all that ever were; None where that is
+        not counted."""
 
 
 class PartsMeter(Protocol):
     """The peak of each of several parts of one run, at the price of one measurement."""
 
     def running(self) -> AbstractContextManager[object]:
-        """The run that the parts belong to. Raises `MeterError` when a profiler is in the way."""
+        """Return the run that the parts belong to. Raises `MeterError` when a profiler is in the way."""
 
     def part(self, number: int) -> AbstractContextManager[object]:
         """One part; its number must be its own, and parts cannot overlap."""
 
     def peaks(self) -> dict[int, int]:
-        """Part -> most bytes over the level at its start. After the run."""
+        """Return part -> most bytes over the level at its start. After the run."""
 
 
 class Device(Protocol):
@@ -87,7 +87,7 @@ class Device(Protocol):
         """What `torch.autocast` calls it."""
 
     def available(self) -> bool:
-        """Whether this machine has it."""
+        """Return whether this machine has it."""
 
     def key(self) -> str:
         """What times on it depend on beside the operation: the hardware's name, its libraries and
@@ -114,10 +114,10 @@ class Device(Protocol):
         """What the allocator counts; None for one that counts nothing."""
 
     def memory(self) -> MemoryState | None:
-        """The device's memory now; None where that says nothing about what can be allocated."""
+        """Return the device's memory now; None where that says nothing about what can be allocated."""
 
     def allocator(self) -> CachingAllocator | None:
-        """A model of the allocator as it stands now; None for one that keeps nothing for itself."""
+        """Return a model of the allocator as it stands now; None for one that keeps nothing for itself."""
 
     def give_back(self) -> None:
         """Give the device back what the allocator keeps and no tensor has."""
@@ -130,7 +130,7 @@ class Device(Protocol):
         Raises `MeterError` when a profiler is in the way."""
 
     def parts_meter(self) -> PartsMeter:
-        """A meter for several parts of one run."""
+        """Return a meter for several parts of one run."""
 
     @property
     def first_call_allocates(self) -> bool:
@@ -151,7 +151,7 @@ class Device(Protocol):
     # -- randomness ---------------------------------------------------------------------------
 
     def generator(self) -> torch.Generator:
-        """The default generator, which random operations on the device draw from."""
+        """Return the default generator, which random operations on the device draw from."""
 
     # -- copies -------------------------------------------------------------------------------
 
@@ -162,5 +162,5 @@ class Device(Protocol):
 
     def ends_of(self, call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
                 compute: Callable[[], object]) -> tuple[float, float]:
-        """Seconds to the end of copies out and of copies back, which `begin` begins in a call; meanwhile
-        `compute` is called again and again."""
+        """Return seconds to the end of copies out and of copies back, which `begin` begins in a call;
+        meanwhile `compute` is called again and again."""

@@ -24,7 +24,7 @@ _DOT = "\N{MIDDLE DOT}"
 
 
 def load(text: str, filename: str) -> dict[str, Any]:
-    """The names that a module of this text has. Tracebacks show lines of the text."""
+    """Return the names that a module of this text has. Tracebacks show lines of the text."""
     spaces = {"torch": torch, **{name: eval(value) for name, value in _SPACE.findall(text)}}
     namespace: dict[str, Any] = {}
 

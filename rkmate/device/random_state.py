@@ -15,7 +15,7 @@ STATE_BYTES = torch.default_generator.get_state().numel()
 
 
 def state_of(generator: torch.Generator) -> bytes:
-    """A generator's state."""
+    """Return a generator's state."""
     return bytes(generator.get_state().numpy().tobytes())
 
 

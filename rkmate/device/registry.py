@@ -17,7 +17,7 @@ _made: dict[torch.device, Device] = {}
 
 
 def of(where: torch.device | torch.Tensor | str) -> Device:
-    """The device of a tensor, or with a name.
+    """Return the device of a tensor, or with a name.
 
     Raises:
         ArgumentError: rkmate has no implementation for devices of this kind, or it is ``meta``.
@@ -63,7 +63,7 @@ def common(tensors: Iterable[torch.Tensor]) -> Device:
 
 
 def in_use() -> tuple[Device, ...]:
-    """The CPU, and every accelerator that the process may have used."""
+    """Return the CPU, and every accelerator that the process may have used."""
     return of("cpu"), *map(of, Cuda.initialized())
 
 

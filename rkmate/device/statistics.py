@@ -64,6 +64,6 @@ class PeakWatch:
         self._before = statistics.peak()
 
     def peak(self) -> int:
-        """Bytes alive at once since the watch began: the most that are known."""
+        """Return bytes alive at once since the watch began: the most that are known."""
         now = self._statistics.peak()
         return now if now != self._before else max(self.start, self._statistics.allocated())

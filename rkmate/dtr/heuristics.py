@@ -29,10 +29,10 @@ class Heuristic(Protocol):
     """The name that the command line and the runtime take."""
 
     def tracker(self, columns: Columns) -> Tracker:
-        """The neighbourhood whose costs this heuristic reads from ``columns.around``."""
+        """Return the neighbourhood whose costs this heuristic reads from ``columns.around``."""
 
     def choose(self, pool: Pool, columns: Columns, clock: int) -> Pick:
-        """The member of ``pool`` to evict; the pool is not empty."""
+        """Return the member of ``pool`` to evict; the pool is not empty."""
 
 
 class Ratio:
@@ -53,7 +53,7 @@ class Ratio:
         raise NotImplementedError
 
     def choose(self, pool: Pool, columns: Columns, clock: int) -> Pick:
-        """The least score in ``pool``, as a scan in insertion order finds it."""
+        """Return the least score in ``pool``, as a scan in insertion order finds it."""
         rows = pool.rows()
         numerator, denominator = self.columns(columns, rows, clock)
 

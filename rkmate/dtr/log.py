@@ -75,7 +75,7 @@ class Program:
 
 
 def read_log(path: str | Path) -> Program:
-    """The program in the file at ``path``.
+    """Return the program in the file at ``path``.
 
     Raises ``LogError`` with the line when the file breaks the format, and ``OSError`` when it
     cannot be read.
@@ -85,7 +85,7 @@ def read_log(path: str | Path) -> Program:
 
 
 def parse_log(lines: Iterable[str]) -> Program:
-    """The program that ``lines`` describe; raises ``LogError``."""
+    """Return the program that ``lines`` describe; raises ``LogError``."""
     instructions = _instructions(lines)
     starts = [
         place

@@ -307,7 +307,7 @@ class EvictedClasses:
         self._many: dict[int, list[int]] = {}
 
     def find(self, member: EvictedClass) -> EvictedClass:
-        """The root of a class, halving paths on the way."""
+        """Return the root of a class, halving paths on the way."""
         self.accesses += 1
         while member.up is not None:
             self.accesses += 1

@@ -67,7 +67,7 @@ class Node:
         """Kept by the neighbourhood of classes alone."""
 
     def evicted_neighbours(self) -> list[Node]:
-        """The parents and children that are not in memory."""
+        """Return the parents and children that are not in memory."""
         near = [node for node in self.parents if not node.resident]
         near += [
             node for node in self.children if not node.resident and node not in self.parents
@@ -94,7 +94,7 @@ class Columns:
         self._free: list[int] = []
 
     def claim(self) -> int:
-        """A row for a new storage."""
+        """Return a row for a new storage."""
         if self._free:
             return self._free.pop()
         row = len(self.nodes)
@@ -177,7 +177,7 @@ class Pool:
             self._rows[place] = -1
 
     def rows(self) -> npt.NDArray[np.int64]:
-        """The members' rows in insertion order."""
+        """Return the members' rows in insertion order."""
         used = self._rows[: self._end]
         return used[used >= 0]
 
@@ -200,7 +200,7 @@ def last_minimum(
     denominator: npt.NDArray[np.float64],
     exact: Callable[[int], float],
 ) -> Pick:
-    """The row with the least ``numerator / denominator``, as a scan in pool order finds it.
+    """Return the row with the least ``numerator / denominator``, as a scan in pool order finds it.
 
     The last minimum wins; the scan stops at the first score of 0; a denominator of 0 or less
     gives infinity. ``exact(row)`` returns the score from Python integers: it decides between rows

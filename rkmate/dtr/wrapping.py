@@ -118,7 +118,7 @@ class _Batch:
         return [v.detach() for v in self.results]
 
     def rebuild(self, results: tuple[torch.Tensor, ...]) -> Any:
-        """The original's result, with the boundary's tensors in it."""
+        """Return the original's result, with the boundary's tensors in it."""
         given = iter(results)
         values = [next(given) if isinstance(v, torch.Tensor) else v for v in self.plain]
         self.plain = []

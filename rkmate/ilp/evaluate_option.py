@@ -15,7 +15,7 @@ from rkmate.ir.simulate import simulate
 
 
 def evaluate_option(graph: CDGraph, backward: Sequence[int]) -> Option:
-    """The option that runs every forward node once, then `backward`.
+    """Return the option that runs every forward node once, then `backward`.
 
     Bytes and seconds are the simulator's. The bytes of the graph's outputs do not count as saved.
     The step of the loss itself belongs to neither phase: what the loss (or the next block)

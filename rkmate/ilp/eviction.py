@@ -31,7 +31,7 @@ class _Carried:
     """Stage -> forward data that is not carried into it."""
 
     def order(self) -> tuple[tuple[int, ...], list[int], list[set[int]]]:
-        """The backward order, the stage of each of its computations (of an idle backward node: the
+        """Return the backward order, the stage of each of its computations (of an idle backward node: the
         stage that comes next), and what each stage finds before it recomputes."""
         graph = self.stages.graph
         position = {stage.node: t for t, stage in enumerate(self.stages.stages)}
@@ -100,7 +100,7 @@ def _node(stages: BlockStages, t: int) -> int:
 
 
 def _peak(stages: BlockStages, order: tuple[int, ...]) -> tuple[int, int | None, set[int]]:
-    """Bytes of the backward's peak, the position in `order` where it stands (None: before the first
+    """Return bytes of the backward's peak, the position in `order` where it stands (None: before the first
     computation), and the forward data that lies idle then."""
     graph = stages.graph
     schedule = from_order(graph, (*graph.forward, *order), graph.loss)

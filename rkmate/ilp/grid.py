@@ -101,7 +101,7 @@ class _BlockProgram:
 
 def solve_block(graph: CDGraph, m_peak: int, m_save: int,
                 settings: OptionSettings | None = None) -> BlockSolution:
-    """The fastest option of a block within two budgets.
+    """Return the fastest option of a block within two budgets.
 
     `m_peak`: bytes at any moment of forward and backward, block inputs not counted. `m_save`: bytes
     kept between them, outputs not counted. Infeasible and timed out are values of the result.
@@ -112,7 +112,7 @@ def solve_block(graph: CDGraph, m_peak: int, m_save: int,
 
 def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
                   stop: threading.Event | None = None) -> OptionSet:
-    """The options of a block over the whole grid of budgets, the answered pairs skipped.
+    """Return the options of a block over the whole grid of budgets, the answered pairs skipped.
 
     `stop`: ends the work early when somebody sets it, as if the time were over.
     """
@@ -125,7 +125,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
 
     def left(share: float = 1.0) -> float:
-        """Seconds that are left of a share of this block's time."""
+        """Return seconds that are left of a share of this block's time."""
         return 0.0 if stop is not None and stop.is_set() else (
             settings.block_limit * share - (time.perf_counter() - begin))
 
@@ -185,7 +185,7 @@ def lean_options(graph: CDGraph) -> OptionSet:
 
 
 def _gained(solution: BlockSolution, known: Option | None, tolerance: float) -> bool:
-    """Whether a solve proved something or found something better than what was known."""
+    """Return whether a solve proved something or found something better than what was known."""
     if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
         return True
     return solution.option is not None and (

@@ -83,6 +83,6 @@ def _instead(stages: BlockStages, j: int, keep: set[int]) -> list[frozenset[int]
 
 
 def _read(stages: BlockStages, j: int, runs: set[int]) -> bool:
-    """Whether the backward, or a node that runs again, reads `j`."""
+    """Return whether the backward, or a node that runs again, reads `j`."""
     loss = stages.graph.loss
     return any(i >= loss or i in runs for i in stages.graph.readers[j])

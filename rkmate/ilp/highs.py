@@ -60,7 +60,7 @@ class Solution:
 
 
 def status_of(name: str, *, found: bool) -> Status:
-    """The status for HiGHS's name of one; `found`: there is a solution. Raises `SolverError`."""
+    """Return the status for HiGHS's name of one; `found`: there is a solution. Raises `SolverError`."""
     status = _ENDS.get(name)
     if status is None:
         raise SolverError(f"HiGHS ended with {name}")

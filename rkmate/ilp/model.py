@@ -219,15 +219,15 @@ class BlockModel:
         self._peak(terms, fixed)
 
     def _donors_of(self, t: int, k: int) -> tuple[int, ...]:
-        """The inputs whose place the output of k takes when they die in step k of stage t."""
+        """Return the inputs whose place the output of k takes when they die in step k of stage t."""
         need = self.stages.stages[t].need
         return tuple(j for j in self.graph.c[k].donors
                      if j not in self.stages.free and j not in need)
 
     def _taken(self, name: str, donors: Sequence[int], alive_after: Sequence[int | None],
                runs: int | None = None) -> Term:
-        """The term for an output that takes the place of one of several inputs: that of any that
-        dies. Only upper bounds act on the variable, so it may be continuous."""
+        """Return the term for an output that takes the place of one of several inputs: that of any that dies.
+        Only upper bounds act on the variable, so it may be continuous."""
         taken = self.program.column(f"T_{name}", 0, 1)
         if runs is not None:
             self._at_most(0, [(taken, 1), (runs, -1)])
@@ -269,11 +269,11 @@ class BlockModel:
     # -- in and out --------------------------------------------------------------------------
 
     def budget(self, n: int) -> int:
-        """Bytes to units, rounded down."""
+        """Return bytes to units, rounded down."""
         return n // self.unit
 
     def order(self, values: dict[str, float]) -> tuple[int, ...]:
-        """The backward order of a solution, from the values of the variables by name."""
+        """Return the backward order of a solution, from the values of the variables by name."""
         position = {stage.node: t for t, stage in enumerate(self.stages.stages)}
         order: list[int] = []
         for b in self.graph.backward:

@@ -35,7 +35,7 @@ class Rows:
 
     def column(self, name: str, lower: float, upper: float = math.inf, cost: float = 0.0, *,
                integer: bool = False) -> int:
-        """A variable, by the number that rows name it by."""
+        """Return a variable, by the number that rows name it by."""
         self.columns[name] = len(self._lower)
         self._lower.append(lower)
         self._upper.append(upper)

@@ -26,7 +26,7 @@ _Finished = tuple[int, OptionSet | BaseException]
 def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = None, *,
                   workers: int | None = None, cache: OptionCache | bool = True,
                   on_progress: Callable[[int, int], None] | None = None) -> list[OptionSet]:
-    """The options of each graph, in order.
+    """Return the options of each graph, in order.
 
     `workers`: how many blocks at a time; None takes the cores that this process may use. `cache`:
     True for the cache folder of this machine, False for none. `on_progress` is called in the

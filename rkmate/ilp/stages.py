@@ -64,12 +64,12 @@ class BlockStages:
     """No schedule has a lower peak, in bytes: gradients, temporaries and what nodes read."""
 
     def size(self, j: int) -> int:
-        """Bytes of a D node."""
+        """Return bytes of a D node."""
         return self.graph.d[j].size
 
 
 def split_stages(graph: CDGraph) -> BlockStages:
-    """The stages of a graph's backward. Linear in the graph but for the sets of ancestors."""
+    """Return the stages of a graph's backward. Linear in the graph but for the sets of ancestors."""
     made_forward = {j for i in graph.forward for j in graph.c[i].outputs}
     free = frozenset(graph.inputs) | {j for j in made_forward if graph.d[j].size == 0}
     outputs = frozenset(graph.outputs) & made_forward

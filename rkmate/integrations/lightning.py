@@ -84,7 +84,8 @@ class BudgetCallback(Callback):
 
 
 def largest_part(module: nn.Module) -> str:
-    """The name of the child that has most of a module's parameters. Raises `ArgumentError`: none has half."""
+    """Return the name of the child that has most of a module's parameters. Raises `ArgumentError`: none has
+    half."""
     sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in module.named_children()}
     whole = sum(p.numel() for p in module.parameters())
     name = max(sizes, key=sizes.__getitem__, default=None)

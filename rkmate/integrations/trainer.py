@@ -127,7 +127,7 @@ class _BudgetCallback:
 
 
 def _checkpoints(model: nn.Module) -> bool:
-    """Whether some submodule is set to checkpoint its activations, as transformers does it."""
+    """Return whether some submodule is set to checkpoint its activations, as transformers does it."""
     return any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
 
 

@@ -100,7 +100,7 @@ class CachingAllocator:
         self.peak = self.reserved
 
     def allocate(self, size: int) -> Block | None:
-        """A block for a request; None for one of no bytes."""
+        """Return a block for a request; None for one of no bytes."""
         if size == 0:
             return None
         size = -(-size // ROUNDING) * ROUNDING
@@ -162,7 +162,7 @@ class CachingAllocator:
         return block
 
     def _grown(self, pool: _Pool, size: int) -> Block:
-        """A block at the end of the pool's expandable segment, which grows by whole pages."""
+        """Return a block at the end of the pool's expandable segment, which grows by whole pages."""
         last = pool.last
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         there = last.size if last is not None and last.free else 0

@@ -112,7 +112,7 @@ class Block:
     """What may stay of the block; as many for all blocks of a chain, whose saves of one index go together."""
 
     def with_partial_save(self, index: int | None) -> Block:
-        """The block where one of its partial saves is in memory."""
+        """Return the block where one of its partial saves is in memory."""
         if index is None:
             return self
         k = self.partial_saves[index]
@@ -215,5 +215,5 @@ class Chain:
         return option.forward if isinstance(op, Forward) else option.backward
 
     def with_partial_saves(self, index: int) -> Chain:
-        """The chain where the partial save of one index of each block is in memory."""
+        """Return the chain where the partial save of one index of each block is in memory."""
         return replace(self, blocks=tuple(b.with_partial_save(index) for b in self.blocks))

@@ -28,7 +28,7 @@ class GradientMemory:
 
 
 def gradient_memory(graph: CDGraph) -> GradientMemory:
-    """The memory of a graph's backward nodes."""
+    """Return the memory of a graph's backward nodes."""
     ours = {j for j, made in enumerate(graph.producer)
             if (j in graph.output_grads if made is None else made >= graph.loss)
             and j not in graph.inputs}

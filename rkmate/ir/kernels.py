@@ -16,8 +16,8 @@ from rkmate.ir.simulate import Simulation, simulate
 
 def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] = (),
                    reserve_at_loss: int = 0, room: int = 0, known: Simulation | None = None) -> Schedule:
-    """The schedule with, at each step, the fastest kernel that leaves the peak as it is, or within `room`
-    bytes where that is more. `known`: the simulator's verdict on it, where it was asked for already.
+    """Return the schedule with, at each step, the fastest kernel that leaves the peak as it is, or within
+    `room` bytes where that is more. `known`: the simulator's verdict on it, where it was asked for already.
 
     Its choices do not touch one another: what such a kernel takes more is freed right after it. A step that
     has another kernel than its computation's own keeps it.
@@ -58,5 +58,5 @@ def seconds_to_save(graph: CDGraph) -> float:
 
 
 def fastest(node: CNode) -> float:
-    """Seconds of a computation's fastest kernel."""
+    """Return seconds of a computation's fastest kernel."""
     return min((node.time, *(other.time for other in node.alternatives)))

@@ -12,7 +12,7 @@ from rkmate.ir.schedule import Schedule, from_order
 
 def missing_nodes(graph: CDGraph, wanted: Iterable[int], available: Iterable[int] = (),
                   known: Collection[int] = ()) -> set[int]:
-    """The forward nodes that must run to bring the D nodes `wanted` into memory.
+    """Return the forward nodes that must run to bring the D nodes `wanted` into memory.
 
     `available`: D nodes that are in memory. `known`: C nodes that run anyway, and whatever they need;
     they are left out. What comes from outside, and gradients, are taken to be there.

@@ -33,8 +33,8 @@ class Beside:
 def reserved_bytes(allocator: CachingAllocator, graph: CDGraph, schedule: Schedule,
                    beside: Beside = Beside(), *, calls: int = 1, reserve_at_loss: int = 0,
                    updates: int = 3) -> int:
-    """Bytes that the allocator has from the device, at most, in so many updates of the parameters. In the
-    last but one of them, gradients of two steps are added up. Leaves the allocator as it is then.
+    """Return bytes that the allocator has from the device, at most, in so many updates of the parameters. In
+    the last but one of them, gradients of two steps are added up. Leaves the allocator as it is then.
 
     `calls`, `reserve_at_loss`: as of a plan. Raises `KeyError` for a schedule that the simulator refuses.
     """

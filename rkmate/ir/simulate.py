@@ -53,7 +53,7 @@ class Simulation:
 
 
 def buffers_of(graph: CDGraph, schedule: Schedule) -> int:
-    """Bytes of the device that copying takes from the start of a step to its end."""
+    """Return bytes of the device that copying takes from the start of a step to its end."""
     return graph.link.buffer_bytes if graph.link is not None and schedule.copied else 0
 
 

@@ -48,7 +48,7 @@ def _seconds(node: fx.Node) -> float:
 
 
 def bytes_moved(node: fx.Node) -> int:
-    """Bytes of all that an operation reads and makes."""
+    """Return bytes of all that an operation reads and makes."""
     return sum(_bytes(n.meta[VALUE]) for n in node.all_input_nodes) + _bytes(node.meta[VALUE])
 
 
@@ -77,7 +77,7 @@ def _seconds_of_arithmetic(node: fx.Node, rates: Rates) -> float:
 
 
 def _may_be_tf32(packet: Any) -> bool:
-    """Whether torch's settings let such a product of float32 numbers cut them to 19 bits."""
+    """Return whether torch's settings let such a product of float32 numbers cut them to 19 bits."""
     if packet in (aten.convolution, aten.convolution_backward):
         return bool(torch.backends.cudnn.allow_tf32)
     return torch.get_float32_matmul_precision() != "highest"

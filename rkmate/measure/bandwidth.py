@@ -54,8 +54,8 @@ WIDTH = 512
 
 
 def measure_link(device: Device, engine: CopyEngine, folder: Path | None = None) -> Link:
-    """The link between a device and an engine's place. `folder`: where it is remembered beside this process;
-    None: nowhere.
+    """Return the link between a device and an engine's place. `folder`: where it is remembered beside this
+    process; None: nowhere.
 
     Raises:
         OffloadError: nothing can be sent there.
@@ -146,15 +146,15 @@ class _Pace:
 
 
 def _rate(size: int, seconds: float, each: float) -> float:
-    """Bytes a second, of copies that take `each` however small they are; where that is nearly all of the
-    time, half of it is taken to be."""
+    """Return bytes a second, of copies that take `each` however small they are; where that is nearly all of
+    the time, half of it is taken to be."""
     return max(1, size) / max(seconds - TENSORS * each, seconds / 2)
 
 
 def _round(device: Device, engine: CopyEngine, size: int, count: int, meanwhile: _Meanwhile
            ) -> tuple[float, float, float]:
-    """Seconds that `count` copies out of `size` bytes in all take, and as many copies back meanwhile; and
-    those that they cost what the device does meanwhile."""
+    """Return seconds that `count` copies out of `size` bytes in all take, and as many copies back meanwhile;
+    and those that they cost what the device does meanwhile."""
     sent, now = [f"sent {k}" for k in range(count)], [f"now {k}" for k in range(count)]
     held: list[torch.Tensor] = []
     call = engine.open()
@@ -230,7 +230,7 @@ def _rates(content: Any) -> Rates | None:
 
 
 def _key(device: Device, place: str, most: int) -> str:
-    """All that the rates depend on. `most`: bytes each way in a measurement, at most."""
+    """Return all that the rates depend on. `most`: bytes each way in a measurement, at most."""
     where = [place]
     if place != "host":
         with suppress(OSError):

@@ -21,7 +21,7 @@ def with_memory_of_groups(operations: Sequence[fx.Node], costs: Mapping[int, Cos
 
 
 def bytes_of_group(group: Cluster) -> int:
-    """Bytes beside its results that a group takes; 0 on a GPU that is not here.
+    """Return bytes beside its results that a group takes; 0 on a GPU that is not here.
 
     What the compiler keeps between two loops, no rule knows: the group runs once, on ones. Raises
     `CompilerError`.

@@ -225,7 +225,7 @@ class _Runner:
                     self.values.pop(j, None)
 
     def _ours(self, j: int) -> bool:
-        """Whether a storage belongs to a block, and is no hoisted constant."""
+        """Return whether a storage belongs to a block, and is no hoisted constant."""
         made = self.cd.producer[j]
         return made is None or self.partition.block_of[made] != HOISTED
 
@@ -233,14 +233,14 @@ class _Runner:
         return chooses(self.program.owner[j].meta[VALUE])
 
     def _held(self, j: int) -> torch.Tensor:
-        """The value of a D node, made up where it is not there."""
+        """Return the value of a D node, made up where it is not there."""
         if j not in self.values:
             value = made_up(self.program.owner[j].meta[VALUE], self.cd.d[j].kind)
             self.values[j] = as_made(value, self.made[j]) if j in self.made else value
         return self.values[j]
 
     def _level(self) -> int:
-        """Bytes that are held."""
+        """Return bytes that are held."""
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.values.values())}
         return sum(self.device.storage_bytes(size) for size in storages.values())
 
@@ -285,7 +285,7 @@ class _Runner:
         return node.target(*args, **kwargs)
 
     def _is_known(self, i: int) -> bool:
-        """Whether a C node need not be measured: what it makes is made up then, but for choices."""
+        """Return whether a C node need not be measured: what it makes is made up then, but for choices."""
         if i in self.known and any(map(self._chooses, self.cd.c[i].outputs)) and self._fits(i):
             self._keep(i, self._prepared(i)[0]())
         return i in self.known
@@ -348,7 +348,7 @@ class _Runner:
             self.values[j] for j in made_just_before(self.cd, i) if j in self.values])
 
     def _passed_over(self, i: int) -> bool:
-        """Whether an operation takes long, and makes no choices: then what it makes is made up."""
+        """Return whether an operation takes long, and makes no choices: then what it makes is made up."""
         return self._counted[i].time >= LONG and not any(map(self._chooses, self.cd.c[i].outputs))
 
     def _prepared(self, i: int) -> tuple[functools.partial[Any], Any]:
@@ -363,8 +363,8 @@ class _Runner:
         return call, key
 
     def _alternatives(self, i: int) -> dict[int, tuple[Callable[[], Any], Any]]:
-        """The other kernels of a C node, by their parts of the meter. Those that have no room within the
-        limit are left out, and with them those after them, which take more."""
+        """Return the other kernels of a C node, by their parts of the meter. Those that have no room within
+        the limit are left out, and with them those after them, which take more."""
         found: dict[int, tuple[Callable[[], Any], Any]] = {}
         kernels = self.program.alternatives.get(self.program.operation[i], ())
         for part, other in zip(self._others(i), kernels, strict=True):
@@ -377,7 +377,7 @@ class _Runner:
         return found
 
     def _others(self, i: int) -> range:
-        """The meter's parts for the other kernels of a C node."""
+        """Return the meter's parts for the other kernels of a C node."""
         count = len(self.program.alternatives.get(self.program.operation[i], ()))
         return range(len(self.cd.c) + i, (count + 1) * len(self.cd.c) + i, len(self.cd.c))
 

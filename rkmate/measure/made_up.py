@@ -18,12 +18,12 @@ _DRAWN = 2**18
 
 
 def chooses(value: torch.Tensor) -> bool:
-    """Whether a value may be an index, a mask or a count, which cannot be any number."""
+    """Return whether a value may be an index, a mask or a count, which cannot be any number."""
     return not (value.is_floating_point() or value.is_complex())
 
 
 def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
-    """A tensor of the form of a (fake) one, with all of its storage.
+    """Return a tensor of the form of a (fake) one, with all of its storage.
 
     Gradients are small; other numbers lie between a quarter and three quarters, where logarithms, roots and
     probabilities are defined, and which are zero as whole numbers. Indices are zero, masks true.
@@ -58,7 +58,8 @@ def layout_of(value: torch.Tensor) -> Layout:
 
 
 def as_made(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A value in the layout of what was made: kernels choose by it, also along dimensions of size one."""
+    """Return a value in the layout of what was made: kernels choose by it, also along dimensions of size
+    one."""
     value = value.to(layout.dtype)
     if value.stride() == layout.strides:
         return value
@@ -67,7 +68,7 @@ def as_made(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def at_zero(node: fx.Node, value: Callable[[fx.Node], Any]) -> list[Callable[[], Any]]:
-    """Calls that need as much temporary memory as any, where that depends on values. `value`: of an
+    """Return calls that need as much temporary memory as any, where that depends on values. `value`: of an
     operand."""
     target: Any = node.target
     place = LONGEST_AT_ZERO.get(target)

@@ -21,8 +21,8 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 
 def reduction_bytes(gpu: GPU, value: torch.Tensor, dims: Sequence[int]) -> int:
-    """Bytes beside its result that a sum or mean over some dimensions takes on a GPU; all dimensions where
-    none are named."""
+    """Return bytes beside its result that a sum or mean over some dimensions takes on a GPU; all dimensions
+    where none are named."""
     summed = {d % value.dim() for d in dims} if dims and value.dim() else set(range(value.dim()))
     kept = [d for d in range(value.dim()) if d not in summed and value.shape[d] > 1]
     summed = {d for d in summed if value.shape[d] > 1}
@@ -74,5 +74,5 @@ def _block(width: int, height: int, most: int) -> tuple[int, int]:
 
 
 def _power(n: int) -> int:
-    """The largest power of two up to a number."""
+    """Return the largest power of two up to a number."""
     return 1 << (max(1, n).bit_length() - 1)

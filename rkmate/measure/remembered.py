@@ -53,7 +53,7 @@ class CostMemory:
         return self._operations.setdefault(_key("", device, settings), {})
 
     def get(self, text: str, device: Device, settings: MeasureSettings, count: int) -> Numbers | None:
-        """The costs of a block of `count` C nodes, or None when it was never measured so."""
+        """Return the costs of a block of `count` C nodes, or None when it was never measured so."""
         key = _key(text, device, settings)
         if key not in self._known and self._folder is not None:
             found = _numbers(read_json(self._folder / f"{key}.json"), count)
@@ -75,7 +75,7 @@ class CostMemory:
 
 
 def _key(text: str, device: Device, settings: MeasureSettings) -> str:
-    """All that the numbers depend on."""
+    """Return all that the numbers depend on."""
     content = [FORMAT, text, device.key(), sorted(asdict(settings).items()), torch.__version__,
                torch.get_num_threads(), platform.machine(), torch.get_float32_matmul_precision(),
                torch.are_deterministic_algorithms_enabled()]
@@ -116,7 +116,7 @@ class KnownOperations:
                 self._known.setdefault(form_of(self._operation[i]), cost)
 
     def of(self, nodes: Iterable[int]) -> dict[int, Cost]:
-        """The costs of those that are known."""
+        """Return the costs of those that are known."""
         found = ((i, self._known.get(form_of(self._operation[i]))) for i in nodes)
         return {i: cost for i, cost in found if cost is not None}
 

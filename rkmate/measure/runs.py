@@ -33,7 +33,8 @@ BEFORE = 3
 
 
 def as_in_a_step(settings: MeasureSettings, device: Device, step_bytes: int) -> MeasureSettings:
-    """The settings, which say whether caches are emptied. `step_bytes`: what goes through them in a step."""
+    """Return the settings, which say whether caches are emptied. `step_bytes`: what goes through them in a
+    step."""
     cold = step_bytes > device.cache_bytes if settings.cold is None else settings.cold
     return replace(settings, cold=cold and device.cache_bytes > 0)
 
@@ -60,7 +61,7 @@ class Caches:
 
 
 def touched_bytes(graph: fx.Graph) -> int:
-    """Bytes of all that a graph's operations make: what goes through the caches in a step."""
+    """Return bytes of all that a graph's operations make: what goes through the caches in a step."""
     values = [n.meta.get(VALUE) for n in graph.nodes if n.op == "call_function" and not is_view(n)]
     return sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided)
 
@@ -126,7 +127,7 @@ class Timings:
         return median(self._timed[key]) if key in self._timed else self._first[key]
 
     def wanted(self, key: Any) -> bool:
-        """Whether an operation is still to be timed in this pass."""
+        """Return whether an operation is still to be timed in this pass."""
         return key not in self._done and self._repeats(key) > 0
 
     def clock(self, call: Callable[[], Any], key: Any) -> Any:

@@ -31,9 +31,9 @@ _NUMBER = 16
 
 
 def temporary_bytes(node: fx.Node, *, random: bool) -> int:
-    """Bytes beside results that an operation takes while it runs, of what the table knows; none on other
-    devices than the CPU, and a little of GPUs that are not here. `random`: whether it draws random numbers.
-    """
+    """Return bytes beside results that an operation takes while it runs, of what the table knows; none on
+    other devices than the CPU, and a little of GPUs that are not here. `random`: whether it draws random
+    numbers."""
     if isinstance(node.target, Tiled):
         return tile_bytes(node.target)
     inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta[VALUE], torch.Tensor)]
@@ -72,20 +72,20 @@ def _on_gpu(gpu: GPU, node: fx.Node, inputs: Tensors) -> int:
 
 
 def bytes_of_parts(node: fx.Node) -> int:
-    """Bytes beside results that an operation takes: a compiled group, or at most one of the parts that it
-    works on; 0 for what is measured where it runs."""
+    """Return bytes beside results that an operation takes: a compiled group, or at most one of the parts that
+    it works on; 0 for what is measured where it runs."""
     if isinstance(node.target, Cluster):
         return bytes_of_group(node.target)
     return tile_bytes(node.target) if isinstance(node.target, Tiled) else 0
 
 
 def bytes_of(other: Alternative) -> int:
-    """Bytes beside results that another kernel takes, at most."""
+    """Return bytes beside results that another kernel takes, at most."""
     return tile_bytes(other.target) if isinstance(other.target, Tiled) else other.overhead
 
 
 def tile_bytes(tiled: Tiled) -> int:
-    """Bytes beside results of one tile, with the temporary memory of its operations."""
+    """Return bytes beside results of one tile, with the temporary memory of its operations."""
     return tiled.tile_bytes(lambda n: temporary_bytes(n, random=False))
 
 

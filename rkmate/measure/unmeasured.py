@@ -19,7 +19,7 @@ _SCRATCH = ("conv", "attention", "rnn", "lstm", "gru", "fft", "linalg")
 
 
 def without_temporaries(counted: Costs) -> list[Cost]:
-    """The least that operations take."""
+    """Return the least that operations take."""
     return [Cost(counted[i].time, 0) for i in range(len(counted))]
 
 

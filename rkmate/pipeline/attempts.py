@@ -54,7 +54,7 @@ class Attempt:
 
 
 def fits(prepared: Prepared, method: Planner, limit: int) -> bool:
-    """Whether a planner runs the whole step within a budget, whatever the options of blocks are."""
+    """Return whether a planner runs the whole step within a budget, whatever the options of blocks are."""
     return isinstance(method, Composed) and prepared.baseline_peak <= limit
 
 
@@ -93,7 +93,7 @@ def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit:
 
 
 def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, outcome: Outcome) -> Plan:
-    """The plan of an outcome that has a schedule, with the fastest kernels that there is room for.
+    """Return the plan of an outcome that has a schedule, with the fastest kernels that there is room for.
     `solved`: None where no options were solved for it."""
     assert outcome.schedule is not None
     blocked, parts = prepared.blocked, prepared.partition
@@ -129,7 +129,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
 
 
 def whole_note(prepared: Prepared, note: str) -> str:
-    """A plan's note: what the planner says, and what there is to say of its graph."""
+    """Return a plan's note: what the planner says, and what there is to say of its graph."""
     blocked = prepared.blocked
     variant = blocked.variant.notes(blocked.concerned)
     return "; ".join(part for part in (note, variant, deferred_outputs.note_of(blocked), note_of(prepared),
@@ -157,7 +157,7 @@ about as much is the same tiles by another library, and every search can choose 
 def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
                       leaner: Callable[[tuple[int, ...], int], Prepared],
                       search: Callable[[Prepared, float | None], Planned | None]) -> Plan:
-    """A plan within `limit` bytes that is faster by its kernels, or the plan as it is.
+    """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is.
 
     `prepared`: the graph of the plan. `leaner`: `leaner_left_out` of it. `search`: over what that returns,
     within some seconds, or the planner's own; None where it finds nothing. All searches together take what
@@ -196,7 +196,7 @@ def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
 
 
 def _least_bytes(prepared: Prepared, wide: Iterable[int]) -> int:
-    """Bytes that some backward computation, or one of these, needs by itself."""
+    """Return bytes that some backward computation, or one of these, needs by itself."""
     graph, size = prepared.graph, [d.size for d in prepared.graph.d]
     fixed = set(graph.inputs)
     alone = [node.overhead + sum(size[j] for j in {*node.inputs, *node.outputs} - fixed)

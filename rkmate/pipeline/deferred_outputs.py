@@ -22,7 +22,7 @@ def name_of(result: Structure, number: int) -> str:
 
 
 def names_of(blocked: Blocked) -> tuple[str, ...]:
-    """The deferred outputs of a graph."""
+    """Return the deferred outputs of a graph."""
     result = blocked.traced.capture.result
     return tuple(name_of(result, d.output) for d in blocked.partition.program.joint.deferred)
 
@@ -44,12 +44,12 @@ def bytes_of(joint: Joint) -> int:
 
 
 def undeferred(traced: Traced) -> Traced:
-    """A captured model whose steps compute all outputs."""
+    """Return a captured model whose steps compute all outputs."""
     return replace(traced, settings=replace(traced.settings, deferred_outputs="never"))
 
 
 def as_planned(traced: Traced, plans: Sequence[PlanData]) -> list[Traced]:
-    """A captured model with its outputs deferred, or not, as plans have them."""
+    """Return a captured model with its outputs deferred, or not, as plans have them."""
     settings = traced.settings
     wanted: dict[Literal["auto", "never"], None] = dict.fromkeys(
         "auto" if plan.deferred else "never" for plan in plans)

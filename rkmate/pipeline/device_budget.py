@@ -32,7 +32,7 @@ _SLACK = 0.04
 
 
 def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int:
-    """Bytes that training needs beside the parameters: gradients that do not exist yet, and
+    """Return bytes that training needs beside the parameters: gradients that do not exist yet, and
     `optimizer_states` tensors of the size of each trained parameter. Raises `ArgumentError`."""
     if isinstance(optimizer_states, bool) or not isinstance(optimizer_states, int) or optimizer_states < 0:
         raise ArgumentError(f"optimizer_states is {optimizer_states!r}; it should be a number of tensors: "
@@ -171,7 +171,7 @@ def largest_batch(model: nn.Module, make_inputs: Callable[[int], Any], settings:
 
 
 def _largest(peak_of: Callable[[int], int], budget: int, most: int) -> int:
-    """The largest number up to `most` whose peak is within the budget; that of one is.
+    """Return the largest number up to `most` whose peak is within the budget; that of one is.
 
     Doubled until it is not, then narrowed: peaks are almost linear in the batch, so that a straight
     line between the two ends says where to look; every second look is in the middle, so that a

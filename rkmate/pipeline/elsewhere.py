@@ -45,8 +45,8 @@ def estimating(settings: Settings, costs: str | None) -> Settings:
 
 def sample_for(device: GPU | str | None, model: Any, args: Any, kwargs: Any,
                ) -> tuple[GPU | None, Any, Any, Any]:
-    """The GPU of a name, with a model and sample inputs to plan on. What is on the meta device gets memory on
-    the CPU, which nobody touches: the system gives none for it. Raises `ArgumentError`."""
+    """Return the GPU of a name, with a model and sample inputs to plan on. What is on the meta device gets
+    memory on the CPU, which nobody touches: the system gives none for it. Raises `ArgumentError`."""
     if device is None:
         return None, model, args, kwargs
     gpu = checked(device)
@@ -67,7 +67,7 @@ def _with_memory(leaf: Any) -> Any:
 
 
 def told(plan: _P, gpu: GPU | None) -> _P:
-    """A plan that says what it was made for, and from what."""
+    """Return a plan that says what it was made for, and from what."""
     if gpu is None:
         return plan
     r = gpu.expected

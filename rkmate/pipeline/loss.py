@@ -112,7 +112,7 @@ class WithLoss(StandIn):
             super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        """The class of the original, and the loss."""
+        """Return the class of the original, and the loss."""
         return f"{type(self._original).__name__}, {_name(self._whole.loss_fn)}"
 
 
@@ -183,7 +183,7 @@ def check_loss_arguments(loss_args: Any, loss_kwargs: Any) -> None:
 
 def loss_inside(model: Any, kwargs: Any, loss: Callable[..., Any] | None, loss_args: Sequence[Any],
                 loss_kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """The model, and its sample keyword arguments, with the loss of a public call."""
+    """Return the model, and its sample keyword arguments, with the loss of a public call."""
     check_loss_arguments(loss_args, loss_kwargs)
     more = {k: v for k, v in (("loss_args", tuple(loss_args)), ("loss_kwargs", loss_kwargs)) if v}
     if loss is None:
@@ -221,7 +221,7 @@ def trains_of(model: nn.Module, captured: Capture, trains: Trains) -> Trains:
 
 
 def _total(found: Any) -> Any:
-    """The loss in what a loss function returned."""
+    """Return the loss in what a loss function returned."""
     if isinstance(found, torch.Tensor):
         return found
     named = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
@@ -279,7 +279,7 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
         del submodules_of(self._module.original)[name]
 
     def copy(self) -> dict[str, nn.Module | None]:
-        """A plain dictionary."""
+        """Return a plain dictionary."""
         return self._all()
 
 
@@ -336,7 +336,7 @@ def chosen_outputs(result: Structure, able: Sequence[bool],
 
 
 def _listed(named: Mapping[str, frozenset[int]], able: Sequence[bool]) -> str:
-    """The output tensors in words, after "there"."""
+    """Return the output tensors in words, after "there"."""
     words = []
     for i, ok in enumerate(able):
         name = next((n for n, found in named.items() if found == {i}), None)
@@ -347,7 +347,7 @@ def _listed(named: Mapping[str, frozenset[int]], able: Sequence[bool]) -> str:
 
 
 def _by_form(captured: Capture) -> tuple[bool, ...]:
-    """The output named ``loss``, else scalars, else all but by-products.
+    """Return the output named ``loss``, else scalars, else all but by-products.
 
     A model that returns its loss beside other tensors (logits, a cache) is trained by the loss; but where
     it returns ``log_probs``, by these: trl's trainers compute their losses from them (1.16). Where this

@@ -83,7 +83,7 @@ class Offload:
         return device.copy_engine(self.place, self.most_bytes, verify=self.verify)
 
     def buffer_bytes(self, device: Device) -> int:
-        """Bytes of the device that copying takes in each call that waits for its backward."""
+        """Return bytes of the device that copying takes in each call that waits for its backward."""
         with closing(self.engine(device)) as engine:
             return engine.buffer_bytes
 
@@ -117,8 +117,8 @@ def _bytes(most: Any) -> int:
 
 
 def link_of(offload: Offload | None, device: Device, costs: str, calls: int = 1) -> Link | None:
-    """The way from a device to where its data may be sent, for each of so many calls of a step; None where
-    it may not, or where that is too little to be worth it. It is measured where `costs` are, and stated
+    """Return the way from a device to where its data may be sent, for each of so many calls of a step; None
+    where it may not, or where that is too little to be worth it. It is measured where `costs` are, and stated
     otherwise. Raises `ArgumentError`, and `OffloadError` where the place fails."""
     if offload is None:
         return None

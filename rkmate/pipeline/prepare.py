@@ -179,12 +179,13 @@ class Prepared:
         return 0 if recipe is None else recipe.bytes
 
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
-        """The schedule with the fastest kernels that leave its peak as it is, or within `room` bytes."""
+        """Return the schedule with the fastest kernels that leave its peak as it is, or within `room`
+        bytes."""
         return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss,
                               room=room, known=self._verdict(schedule))
 
     def peak(self, schedule: Schedule, calls: int) -> int:
-        """The simulator's verdict on a step of so many calls that follow a schedule, in bytes."""
+        """Return the simulator's verdict on a step of so many calls that follow a schedule, in bytes."""
         return self.simulate(schedule).peak if calls == 1 else \
             peak_of_calls(self.graph, schedule, calls, pinned=self.pinned,
                           reserve_at_loss=self.reserve_at_loss)
@@ -219,7 +220,7 @@ class Prepared:
                               len(named))
 
     def simulate(self, schedule: Schedule) -> Simulation:
-        """The simulator's verdict on a schedule of this model."""
+        """Return the simulator's verdict on a schedule of this model."""
         found = self._verdict(schedule)
         if found is None:
             found = simulate(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
@@ -364,13 +365,13 @@ def _reserve_at_loss(graph: CDGraph) -> int:
 
 
 def _children(model: nn.Module) -> frozenset[str]:
-    """Names of what an `nn.Sequential` calls one after the other."""
+    """Return names of what an `nn.Sequential` calls one after the other."""
     plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     return frozenset(submodules_of(model)) if plain else frozenset()
 
 
 def cut_children(program: Program, children: frozenset[str]) -> Stages | None:
-    """The program cut between its children; None where the model has no such."""
+    """Return the program cut between its children; None where the model has no such."""
     if not children:
         return None
     names = [module_of(node).split(".")[0] for node in program.operation]
@@ -388,7 +389,7 @@ def check_model(model: Any) -> None:
 
 def held_tensors(captured: Capture, model: nn.Module,
                  tensors: Sequence[torch.Tensor]) -> dict[Source, torch.Tensor]:
-    """The tensors that the caller holds, by source. `tensors`: the inputs (`Capture.given`)."""
+    """Return the tensors that the caller holds, by source. `tensors`: the inputs (`Capture.given`)."""
     params = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     result: dict[Source, torch.Tensor] = {}
@@ -467,7 +468,7 @@ def measured_within(measure: Callable[[Callable[[], int] | None], Costs], limit:
 
 
 def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin:
-    """The origin of a plan for a model on sample inputs."""
+    """Return the origin of a plan for a model on sample inputs."""
     parameters = list(model.parameters())
     tensors, structure = take_apart(_by_name(model, args, kwargs), result=False)
     device = devices.common((*parameters, *tensors))
@@ -538,7 +539,7 @@ def _smallest(x: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def clusters_of(operations: Iterable[fx.Node]) -> list[Cluster]:
-    """The groups among some operations, in their order; equal ones are one."""
+    """Return the groups among some operations, in their order; equal ones are one."""
     return list(dict.fromkeys(n.target for n in operations if isinstance(n.target, Cluster)))
 
 

@@ -37,13 +37,13 @@ SECONDS = 0.6
 
 
 def bytes_of_any(prepared: Prepared) -> int:
-    """Bytes that some backward computation needs by itself: nothing fits in less."""
+    """Return bytes that some backward computation needs by itself: nothing fits in less."""
     return _program(prepared).least_bytes
 
 
 def seconds_of_any(prepared: Prepared, limit: int) -> float:
-    """Seconds that every schedule within so many bytes takes that runs each backward computation once, in
-    order, by the fastest kernels (`rkmate.planners.save_set`)."""
+    """Return seconds that every schedule within so many bytes takes that runs each backward computation once,
+    in order, by the fastest kernels (`rkmate.planners.save_set`)."""
     program = _program(prepared)
     kept = None if limit < program.least_bytes else program.solve(limit, (), time_limit=SECONDS)
     again = 0.0 if kept is None else kept.bound
@@ -63,8 +63,8 @@ logger = logging.getLogger("rkmate")
 
 
 def limit_of(prepared: Prepared, budget: Budget) -> int:
-    """The bytes that a budget leaves a schedule: a fraction is one of the peak that ``Settings.fraction_of``
-    names."""
+    """Return the bytes that a budget leaves a schedule: a fraction is one of the peak that
+    ``Settings.fraction_of`` names."""
     return max(0, budget.of(_reference(prepared) + prepared.beside) - prepared.beside)
 
 
@@ -106,8 +106,8 @@ def tell(prepared: Prepared, budget: Budget) -> None:
 
 
 def room_within(budget: Budget) -> Callable[[Blocked], int]:
-    """The bytes that a budget leaves for measuring a graph. What a fraction is a part of is counted, as it is
-    not measured yet."""
+    """Return the bytes that a budget leaves for measuring a graph. What a fraction is a part of is counted,
+    as it is not measured yet."""
     def room(blocked: Blocked) -> int:
         if budget.bytes is not None:
             return budget.bytes
@@ -117,8 +117,8 @@ def room_within(budget: Budget) -> Callable[[Blocked], int]:
 
 
 def wholly_measured(prepared: Prepared, limit: int) -> Prepared:
-    """A graph with all operations measured, those too that have no room within the limit: for the smallest
-    budget that has some. Measuring takes no more than the largest of them then."""
+    """Return a graph with all operations measured, those too that have no room within the limit: for the
+    smallest budget that has some. Measuring takes no more than the largest of them then."""
     least = least_bytes(prepared.partition)
     if prepared.settings.costs == "analytic" or least <= limit:
         return prepared
@@ -153,7 +153,7 @@ class Refused:
 
 
 def lean_problem(prepared: Prepared) -> Problem:
-    """The planner's problem with the options of each block that no program is solved for."""
+    """Return the planner's problem with the options of each block that no program is solved for."""
     return solve_with(prepared, [lean_options(graph) for graph in prepared.class_graphs])
 
 
@@ -166,8 +166,8 @@ def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused 
 
 
 def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | None:
-    """The schedule whose peak `refused_at_once` names, with what is left of the budget spent; None where it
-    needs more."""
+    """Return the schedule whose peak `refused_at_once` names, with what is left of the budget spent; None
+    where it needs more."""
     if not is_quick(prepared.blocked, method):
         return None
     problem = lean_problem(prepared)
@@ -182,14 +182,14 @@ def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | 
 
 
 def is_quick(blocked: Blocked, method: Planner) -> bool:
-    """Whether a planner's smallest budget is looked for without the options of blocks."""
+    """Return whether a planner's smallest budget is looked for without the options of blocks."""
     settings = blocked.traced.settings
     deep = len(blocked.partition.program.cd.c) > settings.of_planner.deep_nodes
     return deep and isinstance(method, Composed) and settings.calls == 1
 
 
 def smallest_of(solved: Solved, method: Planner, above: int) -> int | None:
-    """The smallest budget that a planner is known to meet, for as many calls as the settings say."""
+    """Return the smallest budget that a planner is known to meet, for as many calls as the settings say."""
     calls = solved.prepared.settings.calls
     if calls == 1:
         return smallest_budget(method, solved.problem, above)
@@ -263,7 +263,8 @@ measured."""
 
 
 def refused_as_it_is(blocked: Blocked, method: Planner, limit: int) -> Prepared | None:
-    """A variant with the least costs that it can have, where it has no schedule within a budget even so."""
+    """Return a variant with the least costs that it can have, where it has no schedule within a budget even
+    so."""
     if not _is_asked(blocked, method):
         return None
     lean = _leanest(blocked, analytic_costs(blocked.partition))
@@ -309,7 +310,8 @@ def _bound(prepared: Prepared) -> int:
 
 
 def _most(lean: Prepared, counted: Costs, budget: Budget) -> int | None:
-    """The most bytes that a budget can be once costs are measured, where that matters; None: nobody knows.
+    """Return the most bytes that a budget can be once costs are measured, where that matters; None: nobody
+    knows.
 
     A fraction's whole grows with what operations take. If one takes much that is not counted (a convolution),
     it does so in every variant, and has to fit into the fraction itself: then the whole grows by no more than

@@ -76,7 +76,7 @@ CURVE = 10
 
 
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
-    """The fastest plan that a planner finds within a budget, over the variants of the graph.
+    """Return the fastest plan that a planner finds within a budget, over the variants of the graph.
 
     Where the first variant's step fits whole, it is taken, unless the user asked for others. A fraction is
     one of the peak of the first variant, which ``Settings.fraction_of`` chooses where the model checkpoints.
@@ -152,8 +152,8 @@ def _compared(prepared: Prepared, limit: int, planner: str,
 
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
-    """Whether another variant is worth preparing, beside a plan of the first one or of another. How long
-    other kernels take is not known before."""
+    """Return whether another variant is worth preparing, beside a plan of the first one or of another. How
+    long other kernels take is not known before."""
     if variant.takes_longer or (variant.saves_memory and prepared.baseline_peak <= limit):
         return False
     return variant.channels_last != prepared.blocked.variant.channels_last \
@@ -161,20 +161,22 @@ def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bo
 
 
 def _is_worth_solving(plan: Plan, prepared: Prepared, method: Planner, limit: int) -> bool:
-    """Whether a variant that is prepared can be faster than a plan, by what no schedule of it does better."""
+    """Return whether a variant that is prepared can be faster than a plan, by what no schedule of it does
+    better."""
     variant, seconds = prepared.blocked.variant, plan.step_seconds
     return may_be_faster(seconds, prepared.graph, variant) and (
         fits(prepared, method, limit) or is_faster(seconds_of_any(prepared, limit), seconds, variant))
 
 
 def _wins(plan: Plan, taken: Plan, before: Plan | None, variant: Variant) -> bool:
-    """Whether a variant's plan is taken in the place of the fastest so far. `before`: the first variant's."""
+    """Return whether a variant's plan is taken in the place of the fastest so far. `before`: the first
+    variant's."""
     return plan.step_seconds < taken.step_seconds and (
         before is None or is_faster(plan.step_seconds, before.step_seconds, variant))
 
 
 def _against(plan: Plan, before: Plan | None, prepared: Prepared) -> Plan:
-    """A plan beside the first variant's, and the first variant's step without rematerialization."""
+    """Return a plan beside the first variant's, and the first variant's step without rematerialization."""
     plan = replace(plan, baseline_peak_bytes=prepared.baseline_peak,
                    baseline_seconds=prepared.baseline.seconds)
     if before is None or plan.variant == before.variant:
@@ -197,8 +199,8 @@ def _reason(plan: Plan, before: Plan | None) -> tuple[str, str]:
 
 
 def smallest_peak_of(prepared: Prepared, above: int) -> int:
-    """The smallest budget that the default planner is known to meet, in bytes, on the first variant, or where
-    that needs more than `above`, on any."""
+    """Return the smallest budget that the default planner is known to meet, in bytes, on the first variant,
+    or where that needs more than `above`, on any."""
     method = find_planner(DEFAULT, prepared.settings.of_planner)
     blocked, least = prepared.blocked, prepared.baseline_peak
     for variant in (blocked.variant, *others(prepared.settings, blocked.concerned)):
@@ -213,8 +215,8 @@ def smallest_peak_of(prepared: Prepared, above: int) -> int:
 
 
 def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -> list[Plan]:
-    """A plan for each budget, as `make_plan` finds them; what is found for one serves the others, too, so
-    that more memory is never slower (but for what a variant must be faster by). Without budgets: for ten
+    """Return a plan for each budget, as `make_plan` finds them; what is found for one serves the others, too,
+    so that more memory is never slower (but for what a variant must be faster by). Without budgets: for ten
     between the first variant's peak and the smallest of any. Raises what `make_plan` raises."""
     blocked = block(traced)
     blocks = {blocked.variant: blocked}
@@ -271,7 +273,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
 
 def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: Sequence[int],
            ) -> tuple[dict[int, Plan], dict[int, Refused]]:
-    """Plans for budgets from the smallest to the largest, and those that are refused."""
+    """Return plans for budgets from the smallest to the largest, and those that are refused."""
     known: list[Candidate] | None = None
     attempts: dict[int, Attempt] = {}
     refused: dict[int, Refused] = {}
@@ -302,7 +304,7 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
 
 
 def _fastest(prepared: Prepared, method: Planner, limit: int) -> Planned | Refused:
-    """A plan of one variant for one budget alone."""
+    """Return a plan of one variant for one budget alone."""
     found = _whole_or_searched(prepared, method, limit)
     return found if isinstance(found, Refused) else \
         replace(found, plan=_LargerTiles(prepared, method).of(found.plan, limit))
@@ -319,7 +321,7 @@ class _LargerTiles:
         self.solve = functools.cache(lambda larger: solve(larger))
 
     def of(self, plan: Plan, limit: int) -> Plan:
-        """A plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
+        """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
         def search(larger: Prepared, seconds: float | None) -> Planned | None:
             found = _whole_or_searched(larger, self.method, limit, seconds, self.solve)
             return None if isinstance(found, Refused) else found

@@ -66,7 +66,8 @@ class KnownPlan:
 @gc_pause()
 def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
                        known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
-    """A plan within the budget; None where the known plans lead to none, and one has to be searched for.
+    """Return a plan within the budget; None where the known plans lead to none, and one has to be searched
+    for.
 
     `traced`: the new size. `measured`: measure its costs, and scale none. Only the default way of planning
     is short-cut: what a planner of another name is asked for is that planner's. Of variants of the graph,
@@ -143,7 +144,7 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
 
 
 def _alike(known: CDGraph, new: CDGraph) -> bool:
-    """Whether both have the same computations on the same storages, in one order."""
+    """Return whether both have the same computations on the same storages, in one order."""
     if known.wiring != new.wiring:
         return False
     known.__dict__["wiring"] = new.wiring       # the next comparison finds one object
@@ -151,7 +152,7 @@ def _alike(known: CDGraph, new: CDGraph) -> bool:
 
 
 def _is_cut_alike(known: Plan, new: Prepared) -> bool:
-    """Whether both have the same blocks, and the same ones are equal: cuts depend on sizes."""
+    """Return whether both have the same blocks, and the same ones are equal: cuts depend on sizes."""
     return [c.block for c in known.graph.computations] == list(new.partition.block_of) and \
         [b.label for b in known.blocks] == [b.label for b in new.infos]
 
@@ -221,7 +222,7 @@ def _up(size: int, ratio: float) -> int:
 
 
 def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: str) -> Candidate | None:
-    """The fastest within the limit, with what is left of it spent."""
+    """Return the fastest within the limit, with what is left of it spent."""
     graph, pinned, reserve = prepared.graph, prepared.pinned, prepared.reserve_at_loss
     found: list[Candidate] = []
     for other in schedules:

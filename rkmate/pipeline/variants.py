@@ -138,7 +138,7 @@ def _said(settings: Settings, row: Variant) -> When:
 
 
 def together(rows: Sequence[Variant]) -> Variant:
-    """Several rows of the table at once; the plain one for none."""
+    """Return several rows of the table at once; the plain one for none."""
     if len(rows) < 2:
         return rows[0] if rows else PLAIN
     ways: dict[str, Any] = {f.name: any(getattr(v, f.name) for v in rows)
@@ -148,13 +148,13 @@ def together(rows: Sequence[Variant]) -> Variant:
 
 
 def first(settings: Settings) -> Variant:
-    """The variant that is taken where its step fits whole: all that the settings always want."""
+    """Return the variant that is taken where its step fits whole: all that the settings always want."""
     return together([v for v in VARIANTS if v.setting and v.when(settings) == "always"])
 
 
 def others(settings: Settings, concerned: Concerned) -> tuple[Variant, ...]:
-    """The variants that are compared with the first where that does not fit whole: those with fewest rows
-    first."""
+    """Return the variants that are compared with the first where that does not fit whole: those with fewest
+    rows first."""
     always = first(settings).rows
     more = [v for v in VARIANTS if v.setting and v.when(settings) == "auto" and concerned.get(v.name)]
     return tuple(together([v for v in VARIANTS if v in always or v in chosen])
@@ -164,13 +164,13 @@ def others(settings: Settings, concerned: Concerned) -> tuple[Variant, ...]:
 
 
 def possible(settings: Settings) -> tuple[Variant, ...]:
-    """Every variant that a plan made under these settings may have."""
+    """Return every variant that a plan made under these settings may have."""
     rows = {v.name: (v.name,) for v in VARIANTS}
     return (first(settings), *others(settings, rows))
 
 
 def named(name: str) -> Variant:
-    """The variant that a plan names; the plain one where this version has none of that name."""
+    """Return the variant that a plan names; the plain one where this version has none of that name."""
     known = {v.name: v for v in VARIANTS if v.setting}
     parts = name.split("+")
     return together([known[p] for p in parts]) if all(p in known for p in parts) else PLAIN
@@ -182,14 +182,14 @@ def seconds_once(graph: CDGraph) -> float:
 
 
 def may_be_faster(seconds: float, graph: CDGraph, variant: Variant) -> bool:
-    """Whether schedules of a graph can take so much less than `seconds` that a variant is worth taking. Asked
-    with the first variant's own graph, before another is prepared: that has the same products to compute,
-    and spares at most what is computed again."""
+    """Return whether schedules of a graph can take so much less than `seconds` that a variant is worth
+    taking. Asked with the first variant's own graph, before another is prepared: that has the same products
+    to compute, and spares at most what is computed again."""
     return is_faster(seconds_once(graph), seconds, variant)
 
 
 def is_faster(seconds: float, than: float, variant: Variant) -> bool:
-    """Whether a variant's step is faster by enough for it to be taken."""
+    """Return whether a variant's step is faster by enough for it to be taken."""
     return seconds < than * (1 - FASTER_BY if variant.trades else 1)
 
 

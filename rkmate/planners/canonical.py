@@ -107,7 +107,7 @@ class Dag:
 
 
 def members(nodes: int) -> list[int]:
-    """The nodes of a set, in order."""
+    """Return the nodes of a set, in order."""
     result = []
     while nodes:
         low = nodes & -nodes
@@ -117,7 +117,7 @@ def members(nodes: int) -> list[int]:
 
 
 def forward_dag(graph: CDGraph, pinned: Iterable[int] = ()) -> Dag:
-    """The forward of a CD graph: one node a computation, as large as its outputs.
+    """Return the forward of a CD graph: one node a computation, as large as its outputs.
 
     What the user holds counts 0 bytes: no strategy can free it.
     """
@@ -186,7 +186,7 @@ def cached(dag: Dag, sets: Sequence[int]) -> int:
 def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
               keep_last: bool = False, by_blocks: bool = True,
               origin: Sequence[int] | None = None) -> Canonical:
-    """The order of computations of a sequence of lower sets.
+    """Return the order of computations of a sequence of lower sets.
 
     `dag` is the forward of `graph`, node for node (`rkmate.planners.canonical.forward_dag`). `keep_last`:
     the last block's values stay for its backward, which comes next, instead of being computed
@@ -238,7 +238,7 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
 
 
 def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] = ()) -> Schedule:
-    """The schedule that frees at the end of each block's forward and backward only."""
+    """Return the schedule that frees at the end of each block's forward and backward only."""
     steps: list[Step] = []
     waiting: list[Step] = []
     k = 0
@@ -266,7 +266,7 @@ def plain_peak(dag: Dag, sets: Sequence[int], *, liveness: bool = True) -> int:
 
 
 def _wanted(graph: CDGraph, there: set[int]) -> set[int]:
-    """Forward nodes not kept that some backward node needs, directly or through others."""
+    """Return forward nodes not kept that some backward node needs, directly or through others."""
     seen = set(there)
     for b in graph.backward:
         seen |= missing_nodes(graph, graph.c[b].inputs, known=seen)

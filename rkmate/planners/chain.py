@@ -64,7 +64,7 @@ def by_stages(problem: Problem) -> Problem:
 
 
 def revolve(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Table:
-    """The optimal sequence that keeps inputs of blocks only, for every budget in bytes.
+    """Return the optimal sequence that keeps inputs of blocks only, for every budget in bytes.
 
     Rotor, section 5.3: the dynamic program of the automatic-differentiation model for
     heterogeneous chains, made valid by a forward that saves all right before each backward.
@@ -248,7 +248,8 @@ class ChainSearch:
         return fits
 
     def _table(self, problem: Problem, own: Problem, memory: int) -> Table:
-        """The dynamic program's table for so many bytes, and less: one for small budgets, one for all."""
+        """Return the dynamic program's table for so many bytes, and less: one for small budgets, one for
+        all."""
         small = self.settings.fine * _minimum(problem)[0]
         most = small if memory <= small else None
         slots = max(1, self.settings.slots // (1 if most is None else 2))
@@ -256,7 +257,8 @@ class ChainSearch:
 
 
 def smallest_of_chain(problem: Problem) -> Candidate:
-    """The schedule with the smallest peak that the chain has, or the whole step where that is smaller."""
+    """Return the schedule with the smallest peak that the chain has, or the whole step where that is
+    smaller."""
     def make() -> Candidate:
         found = expanded(problem, _minimum(problem)[1])
         return min(found, whole_step(problem), key=lambda c: (c.peak, c.seconds))
@@ -273,7 +275,7 @@ def _least(problem: Problem) -> Least:
 
 
 def with_partial_saves(problem: Problem, settings: PlannerSettings) -> Problem:
-    """The problem whose blocks may keep something for forwards that run again."""
+    """Return the problem whose blocks may keep something for forwards that run again."""
     most = settings.partial_save_levels, settings.partial_saves // max(1, len(problem.chain))
     if not problem.class_graphs or len(problem.chain) > settings.partial_save_blocks or not min(most):
         return problem

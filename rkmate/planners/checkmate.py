@@ -74,7 +74,7 @@ class Checkmate:
 
     def solve(self, budget: int, *, time_limit: float = TIME_LIMIT, gap: float = 0.0,
               known: Schedule | None = None) -> CheckmateSolution:
-        """The fastest schedule within a budget. Raises `SolverError` when HiGHS itself fails.
+        """Return the fastest schedule within a budget. Raises `SolverError` when HiGHS itself fails.
 
         `known`: a schedule within the budget to start from.
         """
@@ -109,14 +109,14 @@ class Checkmate:
             margin = margin * 10 or 1e-7
 
     def relaxed(self, budget: int, *, time_limit: float = TIME_LIMIT) -> Solution:
-        """The linear relaxation within a budget, in the model's units."""
+        """Return the linear relaxation within a budget, in the model's units."""
         self.highs.fix("budget", budget / self.model.byte)
         return self.highs.solve(time_limit, relax=True)
 
 
 def plain_graph(reads: Iterable[Iterable[int]], times: Iterable[float],
                 sizes: Iterable[int]) -> CDGraph:
-    """A DAG of nodes with one value each, all of which may run again (Checkmate, section 4.1).
+    """Return a DAG of nodes with one value each, all of which may run again (Checkmate, section 4.1).
 
     `reads`: for each node, in topological order, the nodes whose values it reads.
     """
@@ -188,7 +188,7 @@ RELAXED_BUDGETS = (0.95, 0.85, 0.7, 0.62, 0.55, 0.45, 0.37, 0.3, 0.2, 0.14)
 
 def round_relaxation(model: CheckmateModel, values: Mapping[str, float],
                      threshold: float) -> tuple[list[int], int]:
-    """The order of C nodes that keeps what the relaxation keeps to at least `threshold`."""
+    """Return the order of C nodes that keeps what the relaxation keeps to at least `threshold`."""
     graph = model.graph
     n = len(graph.c)
     stay = [{j for j, v in stage.items() if values.get(v.name, 0.0) >= threshold}

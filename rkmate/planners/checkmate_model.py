@@ -87,8 +87,8 @@ class CheckmateModel:
             self._loss()
 
     def _gradients(self) -> list[int]:
-        """Bytes at each stage's start that no decision changes: gradients, held values, and what the loss
-        keeps."""
+        """Return bytes at each stage's start that no decision changes: gradients, held values, and what the
+        loss keeps."""
         graph, n = self.graph, len(self.graph.c)
         result = [0] * graph.loss + [self._loss_keeps] * (n + 1 - graph.loss)
         for j, node in enumerate(graph.d):
@@ -114,7 +114,7 @@ class CheckmateModel:
         return j in self.graph.output_grads if made is None else made >= self.graph.loss
 
     def _last_uses(self) -> list[int]:
-        """The last stage in which a value can be read."""
+        """Return the last stage in which a value can be read."""
         result = [-1] * len(self.graph.d)
         for t, nodes in enumerate(self.rerunnable):
             for i in (*nodes, t):
@@ -216,7 +216,7 @@ class CheckmateModel:
             self._used = used
 
     def _overwritten(self, i: int, t: int, runs: Value, after: Mapping[int, Value]) -> list[Term]:
-        """Memory that a run of node i in stage t does not take, because its output takes the storage
+        """Return memory that a run of node i in stage t does not take, because its output takes the storage
         of an input that dies with it."""
         graph = self.graph
         node = graph.c[i]
@@ -240,7 +240,7 @@ class CheckmateModel:
         return saving
 
     def order(self, values: Mapping[str, float]) -> tuple[list[int], int]:
-        """The order of C nodes that a solution stands for, and where the loss stands in it."""
+        """Return the order of C nodes that a solution stands for, and where the loss stands in it."""
         order: list[int] = []
         loss_at = 0
         for t in range(len(self.graph.c)):

@@ -74,7 +74,7 @@ class Entry:
 
 
 def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
-    """The strategies in the order in which they are asked."""
+    """Return the strategies in the order in which they are asked."""
     s = settings
     return (
         Entry(ChainSearch(s, tries=5, count=1, quick=True), "rk-rotor", frozenset({"deep"})),
@@ -261,7 +261,7 @@ class _Search:
         self.pending.clear()
 
     def _above_bound(self, gap: float) -> bool:
-        """Whether nothing was found that is this near to the bound."""
+        """Return whether nothing was found that is this near to the bound."""
         fastest = min((c.seconds for c in (*self.pending, *self.found)), default=math.inf)
         return self.bound is None or fastest > self.bound * (1 + gap)
 

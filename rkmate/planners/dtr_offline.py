@@ -197,8 +197,8 @@ class OfflineDtr:
 
 
 def dtr_order(graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> tuple[list[int], int] | None:
-    """The order of C nodes that the policy makes within `limit` bytes, and where the loss stands;
-    None when something does not fit or when it computes more than `LIMIT` times the step."""
+    """Return the order of C nodes that the policy makes within `limit` bytes, and where the loss stands; None
+    when something does not fit or when it computes more than `LIMIT` times the step."""
     replay = OfflineDtr(graph, limit, pinned)
     return (replay.order, replay.loss_at) if replay.run() else None
 

@@ -115,7 +115,7 @@ def count_lower_sets(dag: Dag, most_states: int = 50_000) -> int | None:
 
 
 def all_lower_sets(dag: Dag) -> list[int]:
-    """Every lower set, by size. See `refuse_too_many` for whether that ends."""
+    """Return every lower set, by size. See `refuse_too_many` for whether that ends."""
     found = {0}
     todo = [0]
     while todo:
@@ -231,7 +231,7 @@ class LowerSetProgram:
         return _Steps(made.time[:k, at], made.kept[:k, at], made.needs[:k, at], made.subset[:k, at])
 
     def minimum_bytes(self) -> int:
-        """The smallest budget with a strategy: bisection, each test keeps the least U per set."""
+        """Return the smallest budget with a strategy: bisection, each test keeps the least U per set."""
         low, high = 0.0, float(self._steps(len(self.sets) - 1).needs[0])  # one block is always a strategy
         while low < high:
             middle = float((low + high) // 2)
@@ -252,7 +252,7 @@ class LowerSetProgram:
         return bool(np.isfinite(kept[-1]))
 
     def solve(self, budget: int, centric: Centric = "time") -> LowerSets | None:
-        """The strategy with the least (`time`) or the greatest (`memory`) overhead whose peak by
+        """Return the strategy with the least (`time`) or the greatest (`memory`) overhead whose peak by
         equation (2) is within `budget` bytes; None when there is none. Section 4.4."""
         if centric not in ("time", "memory"):
             raise ArgumentError(f"centric must be 'time' or 'memory', got {centric!r}")
@@ -399,7 +399,7 @@ class LowerSetPlanner:
 
 
 def _draws_in_order(graph: CDGraph, strategy: Canonical) -> bool:
-    """Whether the first runs of random operations come as in the graph.
+    """Return whether the first runs of random operations come as in the graph.
 
     Without liveness only the paper's order makes sense, block after block; a reordered forward
     would give other random numbers to each operation.
@@ -413,7 +413,7 @@ CHEN_BUDGETS = 24
 
 
 def split_points(dag: Dag) -> list[int]:
-    """Nodes v after which v alone is still read: candidates for checkpoints."""
+    """Return nodes v after which v alone is still read: candidates for checkpoints."""
     last = [after.bit_length() - 1 for after in dag.after]
     ends: list[int] = [0] * len(dag)
     for u, reader in enumerate(last):

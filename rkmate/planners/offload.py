@@ -279,7 +279,7 @@ class Placement:
         return np.isin(self.gaps.d, chosen)
 
     def waits(self) -> tuple[float, Floats]:
-        """Seconds of waiting for copies, all, and per boundary before it is left."""
+        """Return seconds of waiting for copies, all, and per boundary before it is left."""
         gaps, p = self.gaps, self.places
         there = p.leave < p.fetch
         gap = p.gap[there]

@@ -120,8 +120,8 @@ class Offloading:
 
     def search(self, problem: Problem, budget: int, time_limit: float | None,
                known: Sequence[Candidate] | None) -> Outcome:
-        """The fastest schedule within a budget. `time_limit`: seconds, of all that can stop early. `known`:
-        what was found for other budgets; None at the first one."""
+        """Return the fastest schedule within a budget. `time_limit`: seconds, of all that can stop early.
+        `known`: what was found for other budgets; None at the first one."""
         whole = whole_step(problem)
         if whole.peak <= budget:
             return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds, note=ONCE)
@@ -167,7 +167,8 @@ class Offloading:
         search.trade()
 
     def smallest(self, problem: Problem) -> Candidate:
-        """The schedule with the smallest peak that is known, with copies where they make it smaller."""
+        """Return the schedule with the smallest peak that is known, with copies where they make it
+        smaller."""
         plain = self.smallest_plan(without_link(problem))
         found = [plain, *(c for base in (whole_step(problem), plain) if (c := problem.once(
             ("smallest with copies", base.schedule, self.seconds),
@@ -205,7 +206,7 @@ class _Search:
         return min(self._copying, self._until - time.perf_counter())
 
     def part(self, share: float, most: float = math.inf) -> float | None:
-        """A share of the time that is left for everything, so many seconds at most; None: no limit."""
+        """Return a share of the time that is left for everything, so many seconds at most; None: no limit."""
         seconds = min(most, share * (self._until - time.perf_counter()))
         return None if math.isinf(seconds) else max(0.0, seconds)
 
@@ -215,8 +216,8 @@ class _Search:
             (self.inside if c.peak <= self.budget else self.others).append(c)
 
     def send(self, base: Candidate, share: float = 1.0) -> Candidate | None:
-        """A schedule's computations with copies, where that may be faster than what is known; what came of
-        it. `share`: of the time that is left for everything, what it may take."""
+        """Return a schedule's computations with copies, where that may be faster than what is known; what
+        came of it. `share`: of the time that is left for everything, what it may take."""
         graph, start = self.problem.graph, time.perf_counter()
         if self.left <= 0 or self.is_near or base.schedule in self._sent or base.schedule.copied \
                 or base.schedule.seconds(graph) >= self.fastest * (1 - NEAR):
@@ -310,8 +311,8 @@ def _halfway(until: float) -> float:
 
 
 def smallest_with_copies(problem: Problem, base: Candidate, seconds: float) -> Candidate | None:
-    """The smallest peak that copies make of a schedule, however long they take. `seconds`: of looking for it;
-    each try has half of what is left."""
+    """Return the smallest peak that copies make of a schedule, however long they take. `seconds`: of looking
+    for it; each try has half of what is left."""
     until = time.perf_counter() + seconds
     link = problem.graph.link
     assert link is not None
@@ -334,8 +335,9 @@ def smallest_with_copies(problem: Problem, base: Candidate, seconds: float) -> C
 def whole_at_once(graph: CDGraph, whole: Schedule, budget: int, settings: PlannerSettings, *,
                   pinned: Collection[int] = (), reserve_at_loss: int = 0,
                   time_limit: float | None = None) -> Outcome | None:
-    """The whole step with copies, where they do not make it slower to speak of; None where they do, and
-    something else may be faster. `whole`: the step without recomputations; it needs more than the budget."""
+    """Return the whole step with copies, where they do not make it slower to speak of; None where they do,
+    and something else may be faster. `whole`: the step without recomputations; it needs more than the
+    budget."""
     seconds = settings.offload_seconds if time_limit is None else min(time_limit, settings.offload_seconds)
     found = offload(graph, whole, budget, pinned=pinned, reserve_at_loss=reserve_at_loss,
                     until=time.perf_counter() + seconds)

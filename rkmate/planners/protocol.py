@@ -48,12 +48,12 @@ class Problem:
         return self._memory[key]  # type: ignore[return-value]
 
     def simulate(self, schedule: Schedule) -> Simulation:
-        """The judge's word on a schedule."""
+        """Return the judge's word on a schedule."""
         return simulate(self.graph, schedule, pinned=self.pinned,
                         reserve_at_loss=self.reserve_at_loss)
 
     def schedule(self, order: Sequence[int], loss_at: int) -> Schedule:
-        """The schedule that runs an order and frees as early as possible."""
+        """Return the schedule that runs an order and frees as early as possible."""
         return from_order(self.graph, order, loss_at, self.pinned)
 
 
@@ -100,7 +100,7 @@ class Planner(Protocol):
         """The planner's name in the registry."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """The fastest schedule that the planner knows within `budget` bytes.
+        """Return the fastest schedule that the planner knows within `budget` bytes.
 
         `time_limit`: seconds of planning, for planners that can stop early; None: their default.
         """
@@ -121,8 +121,8 @@ class Composed(Planner, Protocol):
         and begin with the fastest of the schedules that are `known` and fit."""
 
     def smallest_budget(self, problem: Problem, above: int) -> int:
-        """The smallest budget that it is known to meet, in bytes, where `above` is too small: asked for
-        it, the planner finds a schedule. It is the problem's and the settings', whatever was asked
+        """Return the smallest budget that it is known to meet, in bytes, where `above` is too small: asked
+        for it, the planner finds a schedule. It is the problem's and the settings', whatever was asked
         before."""
 
 
@@ -146,12 +146,12 @@ def ask(planner: Planner, problem: Problem, budget: int, *, time_limit: float | 
 
 
 def found_in(problem: Problem, outcome: Outcome) -> tuple[Candidate, ...]:
-    """All schedules of an outcome, for other budgets to know."""
+    """Return all schedules of an outcome, for other budgets to know."""
     return (*taken_in(problem, outcome), *outcome.others)
 
 
 def taken_in(problem: Problem, outcome: Outcome) -> tuple[Candidate, ...]:
-    """The schedule that an outcome took; none where it has none."""
+    """Return the schedule that an outcome took; none where it has none."""
     if outcome.schedule is None:
         return ()
     simulation = problem.simulate(outcome.schedule)
@@ -164,7 +164,7 @@ def infeasible(note: str = "") -> Outcome:
 
 
 def expand(problem: Problem, ops: Iterable[Op]) -> tuple[list[int], int]:
-    """The order of C nodes of a sequence of block operations, and where the loss stands in it.
+    """Return the order of C nodes of a sequence of block operations, and where the loss stands in it.
 
     C nodes that belong to no block (constants, computed once and kept) run first. Raises
     `GraphError` when a backward node belongs to no block.
@@ -190,7 +190,8 @@ def hoisted(problem: Problem) -> tuple[int, ...]:
 
 
 def beside_chain(problem: Problem) -> int:
-    """Bytes that are in memory next to the chain: what is hoisted for its blocks, and what the user holds."""
+    """Return bytes that are in memory next to the chain: what is hoisted for its blocks, and what the user
+    holds."""
     graph, outside = problem.graph, frozenset(hoisted(problem))
     constants = {j for i in outside for j in graph.c[i].outputs
                  if any(r not in outside for r in graph.readers[j])}
@@ -211,7 +212,7 @@ def whole_step(problem: Problem) -> Candidate:
 
 
 def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcome:
-    """The fastest candidate whose simulated peak is within the budget.
+    """Return the fastest candidate whose simulated peak is within the budget.
 
     Where a planner's candidates do not depend on the budget, more memory is never slower.
     """

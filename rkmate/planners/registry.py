@@ -63,7 +63,8 @@ def asks(planner: Planner) -> int:
 
 
 def planner(name: str, settings: PlannerSettings | None = None) -> Planner:
-    """A planner by name, under settings where it has any. Raises `ArgumentError` that lists the names."""
+    """Return a planner by name, under settings where it has any. Raises `ArgumentError` that lists the
+    names."""
     if name in RENAMED:
         warn(f"the planner {name!r} is now called {RENAMED[name]!r}; the old name goes with the next version")
         name = RENAMED[name]

@@ -198,14 +198,14 @@ class SaveSetProgram:
         self._writing = 0.0
 
     def forward(self, j: int) -> bool:
-        """Whether a D node is made by a forward node: what the program chooses to keep or make anew.
+        """Return whether a D node is made by a forward node: what the program chooses to keep or make anew.
         Inputs of the model and gradients are not; their bytes are `fixed_bytes`, or nobody's."""
         made = self.graph.producer[j]
         return made is not None and made < self.graph.loss
 
     def fixed_bytes(self, at: int | None) -> int:
-        """Memory besides forward values, at a backward node or (None) at the loss: gradients, what
-        the node allocates."""
+        """Return memory besides forward values, at a backward node or (None) at the loss: gradients, what the
+        node allocates."""
         pinned = self.graph.bytes(self.pinned)
         if at is not None:
             return pinned + self._gradients[at - self.graph.loss]
@@ -221,7 +221,7 @@ class SaveSetProgram:
             for b in graph.backward), default=0)
 
     def solve(self, budget: int, times: Sequence[int], *, time_limit: float) -> SaveSets | None:
-        """The least time for what runs again; None when nothing fits or nothing is found.
+        """Return the least time for what runs again; None when nothing fits or nothing is found.
 
         `times`: backward nodes, in order; the loss is one, too.
         """
@@ -295,7 +295,7 @@ class _Program:
 
 
 def _closures(owner: SaveSetProgram, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Forward D nodes that each span, or a later one, may need: what it reads, and what that takes."""
+    """Return forward D nodes that each span, or a later one, may need: what it reads, and what that takes."""
     graph, made = owner.graph, owner.graph.producer
     found: list[list[int]] = []
     seen: set[int] = set()
@@ -327,7 +327,7 @@ def gradient_bytes(graph: CDGraph, pinned: frozenset[int]) -> list[int]:
 
 
 def add_checkpoint_time(times: Sequence[int], node: int) -> list[int]:
-    """The checkpoint times with one more, in order."""
+    """Return the checkpoint times with one more, in order."""
     result = list(times)
     if node not in result:
         bisect.insort(result, node)
@@ -366,7 +366,7 @@ class SaveSet:
 
 
 def save_set_program(problem: Problem) -> SaveSetProgram:
-    """The program of a problem; it serves every budget."""
+    """Return the program of a problem; it serves every budget."""
     return problem.once("save-set program", lambda: SaveSetProgram(
         problem.graph, problem.pinned, problem.reserve_at_loss))
 
@@ -407,7 +407,7 @@ class _Search:
                 times = more
 
     def _expand(self, kept: SaveSets, times: Sequence[int]) -> tuple[Candidate, int | None]:
-        """The schedule, and the backward node before which, or at which, its peak stands."""
+        """Return the schedule, and the backward node before which, or at which, its peak stands."""
         graph = self.problem.graph
         order = list(range(graph.loss))
         order += again(graph, kept, times, self.problem.pinned)
@@ -427,7 +427,7 @@ class _Search:
 
 
 def again(graph: CDGraph, kept: SaveSets, times: Sequence[int], pinned: Iterable[int]) -> list[int]:
-    """The backward nodes in order, each after the forward nodes that it needs to run again."""
+    """Return the backward nodes in order, each after the forward nodes that it needs to run again."""
     pinned = frozenset(pinned)
     always = kept.sent | pinned      # what is sent away is read as if it had stayed
     there = set(kept.keep[0] | always)

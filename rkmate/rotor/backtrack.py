@@ -50,7 +50,7 @@ class Backtrack:
         self.keep = keep
 
     def ops(self, budget: int) -> list[Op] | None:
-        """A sequence that needs at most `budget` bytes (first cut not included), or None."""
+        """Return a sequence that needs at most `budget` bytes (first cut not included), or None."""
         n = self.layers[0].needs.blocks
         if budget < self.layers[0].small.bytes[0, n]:
             return None
@@ -89,7 +89,7 @@ class Backtrack:
         return result
 
     def _option(self, layer: Layer, s: int, t: int, m: int) -> tuple[int, float]:
-        """The first case: the best option of block s, and the seconds of (s, t) with it."""
+        """Return the first case: the best option of block s, and the seconds of (s, t) with it."""
         needs = layer.needs
         options = needs.options[s]
         if t == s + 1:
@@ -103,7 +103,8 @@ class Backtrack:
         return best, float(direct[best])
 
     def _split(self, layer: Layer, below: Layer, s: int, t: int, m: int) -> tuple[int, float]:
-        """The second case, or (where `below` is another layer) the third: the best cut, the seconds."""
+        """Return the second case, or (where `below` is another layer) the third: the best cut, the
+        seconds."""
         end = t - 1
         if below is not layer:
             assert below.saves is not None

@@ -23,8 +23,8 @@ ROWS = 96
 
 def fill_tables(needs: MemoryRequirements, small: Smallest, saves: Sequence[PartialSaves], slots: int,
                 size: int, *, keep: bool) -> tuple[Layer, ...]:
-    """The tables for `slots` slots of `size` bytes: of the chain itself, then of where its partial saves
-    of each index are in memory."""
+    """Return the tables for `slots` slots of `size` bytes: of the chain itself, then of where its partial
+    saves of each index are in memory."""
     found = [Layer(k.needs, k.small, _Filling(k.needs, (), slots, size, span=SPAN, keep=True).table(), k)
              for k in saves]
     top = _Filling(needs, found, slots, size, span=None, keep=keep).table()
@@ -69,12 +69,12 @@ class _Filling:
         return self.row, self.time
 
     def _rows(self, s: int, low: int, high: int) -> slice:
-        """The rows of sub-problems (s, low) .. (s, high)."""
+        """Return the rows of sub-problems (s, low) .. (s, high)."""
         start = int(self.row[s])
         return slice(start + low, start + high + 1)
 
     def _slots(self, needed: Ints) -> Ints:
-        """Bytes as slots, rounded up."""
+        """Return bytes as slots, rounded up."""
         result: Ints = -(-needed // self.size)
         return result
 
@@ -158,8 +158,8 @@ class _Filling:
 
 
 def repeated(needs: MemoryRequirements) -> tuple[int, Ints]:
-    """A number of blocks d, and how many sub-problems (s, s+1), (s, s+2), ... of each block s are those of
-    block s + d: layers of one kind are solved once. Zeros where nothing repeats."""
+    """Return a number of blocks d, and how many sub-problems (s, s+1), (s, s+2), ... of each block s are
+    those of block s + d: layers of one kind are solved once. Zeros where nothing repeats."""
     n = needs.blocks
     best = 0, np.zeros(n, dtype=np.int64)
     for d in range(1, min(PERIOD, n - 1) + 1):

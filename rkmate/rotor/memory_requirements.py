@@ -83,7 +83,7 @@ class MemoryRequirements:
             np.maximum(backward, saved + outputs + kept + pinned + chain.grads[-1]))
 
     def option(self, s: int, t: int) -> Ints:
-        """Bytes that running block s with each of its options needs in sub-problem (s, t)."""
+        """Return bytes that running block s with each of its options needs in sub-problem (s, t)."""
         o = self.options[s]
         if t == self.blocks:
             first: Ints = np.maximum(o.forward + self.inside[s, t] + self.first[s],
@@ -93,7 +93,7 @@ class MemoryRequirements:
         return need
 
     def option_rows(self, s: int, k: int) -> Ints:
-        """The needs of option k of block s for every t in s+1 .. L."""
+        """Return the needs of option k of block s for every t in s+1 .. L."""
         o = self.options[s]
         need: Ints = np.maximum(o.forward[k] + self.inside[s, s + 1:] + self.base[s + 1:],
                                 o.backward[k])
@@ -101,7 +101,7 @@ class MemoryRequirements:
         return need
 
     def split(self, s: int, t: int) -> Ints:
-        """Bytes that the plain forwards to each cut i in s+1 .. t-1 need in sub-problem (s, t)."""
+        """Return bytes that the plain forwards to each cut i in s+1 .. t-1 need in sub-problem (s, t)."""
         if t == self.blocks:
             need: Ints = self.run_first[s, s:t - 1] + self.inside[s, t]
         else:
@@ -109,7 +109,7 @@ class MemoryRequirements:
         return need
 
     def split_rows(self, s: int, i: int) -> Ints:
-        """The needs of the plain forwards from cut s to cut i for every t in i+1 .. L."""
+        """Return the needs of the plain forwards from cut s to cut i for every t in i+1 .. L."""
         need: Ints = self.run[s, i - 1] + self.inside[s, i + 1:] + self.base[i + 1:]
         need[-1] = self.run_first[s, i - 1] + self.inside[s, -1]
         return need

@@ -39,7 +39,7 @@ class PartialSaves:
         self._run_first = np.maximum.accumulate(np.where(lower, 0, during + base.first), axis=1)
 
     def first(self, s: int, t: int) -> Ints:
-        """Bytes during the saving forwards to each cut i in s+1 .. min(t-1, s+SPAN) of (s, t)."""
+        """Return bytes during the saving forwards to each cut i in s+1 .. min(t-1, s+SPAN) of (s, t)."""
         end = min(t - 1, s + SPAN)
         if t == self._base.blocks:
             need: Ints = self._run_first[s, s:end]
@@ -48,7 +48,7 @@ class PartialSaves:
         return need
 
     def first_rows(self, s: int, i: int) -> Ints:
-        """Bytes during the saving forwards from cut s to cut i for every t in i+1 .. L."""
+        """Return bytes during the saving forwards from cut s to cut i for every t in i+1 .. L."""
         need: Ints = self._run[s, i - 1] + self._base.base[i + 1:]
         need[-1] = self._run_first[s, i - 1]
         return need

@@ -57,7 +57,7 @@ class Table:
         return float(time[row[0] + len(self.chain), slot])
 
     def sequence(self, budget_bytes: int, *, prepared: bool = True) -> list[Op] | None:
-        """The fastest sequence known within a budget; None below `minimum_bytes`.
+        """Return the fastest sequence known within a budget; None below `minimum_bytes`.
 
         Never slower than `seconds` promises: what it returns is the best of a set of sequences, of
         which it takes those that fit, and of what the table promises. With that set for every slot
@@ -72,7 +72,7 @@ class Table:
         return min(inside, key=lambda pair: pair[0].seconds)[1] if inside else None
 
     def promised(self, budget_bytes: int) -> tuple[Cost, list[Op]] | None:
-        """A sequence that is as fast as `seconds` promises; None where the table has none."""
+        """Return a sequence that is as fast as `seconds` promises; None where the table has none."""
         slot = min((budget_bytes - self.chain.input_bytes) // self.slot_bytes, self.slots)
         ops = self._backtrack.ops(slot * self.slot_bytes)
         return None if ops is None else (replay(self.chain, ops), ops)
@@ -106,7 +106,7 @@ def least(chain: Chain, *, keep: bool = True) -> Least:
 
 
 def minimum(chain: Chain, known: Least | None = None) -> tuple[int, list[Op]]:
-    """The smallest memory, in bytes, that a persistent sequence needs, and a sequence within it.
+    """Return the smallest memory, in bytes, that a persistent sequence needs, and a sequence within it.
 
     The first cut is included. The sequence spends what memory sub-problems have to spare, but is
     not necessarily the fastest one at this budget. `known`: what `least` says of this chain.
@@ -165,7 +165,7 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
 
 
 def _top_without_keeping(chain: Chain, needs: MemoryRequirements) -> int:
-    """Memory that allows every cut to be kept while any block runs."""
+    """Return memory that allows every cut to be kept while any block runs."""
     own = max(int(needs.option(s, t).max()) for s in range(len(chain)) for t in (s + 1, len(chain)))
     return own + sum(int(chain.between[s, s + 1]) for s in range(len(chain)))
 

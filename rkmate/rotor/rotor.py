@@ -66,7 +66,7 @@ def rotor(chain: RotorChain, slots: int = 500, slot_bytes: int | None = None) ->
 
 
 def paper_names(ops: Sequence[Op]) -> list[str]:
-    """A sequence in the paper's words: ``Fall3``, ``B3``, ``Fck1`` (the input stays), ``F0_2``."""
+    """Return a sequence in the paper's words: ``Fall3``, ``B3``, ``Fck1`` (the input stays), ``F0_2``."""
     gone = deaths(ops)
     result = []
     for k, op in enumerate(ops):

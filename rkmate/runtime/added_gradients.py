@@ -95,7 +95,7 @@ class Additions:
 
 
 def _is_half_added(grad: torch.Tensor | None) -> bool:
-    """Whether a gradient has a mark, and is anything but zeros; the mark of zeros is taken away."""
+    """Return whether a gradient has a mark, and is anything but zeros; the mark of zeros is taken away."""
     if grad is None or not hasattr(grad, _MARK):
         return False
     if grad.any():

@@ -43,13 +43,13 @@ class Share:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` gathers its parameters in hooks around the forward."""
+    """Return whether `fully_shard` gathers its parameters in hooks around the forward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """The outermost sharded modules inside of a model, the model itself left out."""
+    """Return the outermost sharded modules inside of a model, the model itself left out."""
     found: list[nn.Module] = []
     todo = list(model.children())
     for module in todo:                     # grows while it is walked
@@ -180,7 +180,7 @@ class PlannedCall:
         return self.whole if self._forward is None or self.whole.has_plan else self._forward
 
     def plans(self) -> list[Plan]:
-        """Every plan that is kept, of both."""
+        """Return every plan that is kept, of both."""
         return [p for part in (self.whole, self._forward) if part is not None for p in part._plans.all()]
 
     @property
@@ -220,7 +220,7 @@ class PlannedCall:
         return type(self._model).forward(self._model, *args, **kwargs)
 
     def _inside(self) -> _Planned | None:
-        """The part of this module that this thread is inside of, where it is."""
+        """Return the part of this module that this thread is inside of, where it is."""
         return next((p for p in reversed(_entered()) if p in (self.whole, self._forward)), None)
 
     @contextmanager
@@ -298,7 +298,7 @@ def _refuse_replicas(self: nn.Module) -> Any:
 
 
 def _planned_forward(call: PlannedCall) -> Callable[..., Any]:
-    """A method with the name and signature of the module's own; in a copy of the module, its own."""
+    """Return a method with the name and signature of the module's own; in a copy of the module, its own."""
     model, before = type(call._model), call._own
     own = before if before is not None else model.forward
 

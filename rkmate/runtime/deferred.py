@@ -62,7 +62,7 @@ class DeferredTensor(torch.Tensor):
     """What stands for it, once it was read: with its place in autograd's graph."""
 
     def read(self) -> torch.Tensor:
-        """The plain tensor."""
+        """Return the plain tensor."""
         plain = self._plain
         if plain is None or (self.requires_grad and not plain.requires_grad):
             with torch.inference_mode(False), torch.no_grad():
@@ -108,7 +108,7 @@ class DeferredTensor(torch.Tensor):
 
 
 def deferred_tensor(form: torch.Tensor, device: torch.device, unread: Unread) -> DeferredTensor:
-    """A tensor with the form of another one, and these values when they are read."""
+    """Return a tensor with the form of another one, and these values when they are read."""
     with read_directly():
         made = wrapper_tensor(DeferredTensor, form.size(), form.stride(), 0, dtype=form.dtype, device=device)
     made._unread = unread

@@ -92,13 +92,13 @@ class Environment:
         """Whether operations need nothing of autograd."""
 
     def take(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Values that die where they are taken."""
+        """Return values that die where they are taken."""
         if self._watched and not self._watched.keys().isdisjoint(names):
             self._check_outputs(names)
         return [*map(self._values.pop, names)]
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Values that stay."""
+        """Return values that stay."""
         if self._watched and not self._watched.keys().isdisjoint(names):
             self._check_outputs(names)
         return [*map(self._values.__getitem__, names)]
@@ -215,7 +215,8 @@ class Environment:
                                     "drew or repeated its own: the gradients would be wrong")
 
     def held(self) -> int:
-        """Bytes of the storages that the values stand in, without the caller's; and of buffers of copies."""
+        """Return bytes of the storages that the values stand in, without the caller's; and of buffers of
+        copies."""
         theirs = {t.untyped_storage().data_ptr() for t in self._sources.values()}
         found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self._values.values())}
         buffers = 0 if self._away is None else self._away.buffer_bytes
@@ -266,7 +267,7 @@ class RerunState:
 
 
 def generator_state(device: torch.device) -> RandomState:
-    """The states of the generators that a step on `device` draws from."""
+    """Return the states of the generators that a step on `device` draws from."""
     return RandomState.of(devices.of(device))
 
 

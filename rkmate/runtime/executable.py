@@ -66,8 +66,8 @@ class Original(NamedTuple):
     """The signature of the call."""
 
     def outputs(self, capture: Capture, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The output tensors of the original, on the call's arguments. Raises `BackwardError` where the
-        module is no longer what it was."""
+        """Return the output tensors of the original, on the call's arguments. Raises `BackwardError` where
+        the module is no longer what it was."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             given = dict(self.key.autocast)
@@ -140,7 +140,7 @@ class TensorSlot:
     """The name of a piece; empty for a whole tensor."""
 
     def get(self) -> torch.Tensor:
-        """The tensor that stands there now."""
+        """Return the tensor that stands there now."""
         value = self.registry[self.owner]
         assert value is not None
         return piece_of(value, self.piece) if self.piece else value
@@ -153,7 +153,7 @@ Redo = Callable[[RerunState, Mapping[int, torch.Tensor]], Gradients]
 
 
 def _is_of_a_slice(value: Any) -> bool:
-    """Whether this is a function that computes: it takes names of values, beside the environment."""
+    """Return whether this is a function that computes: it takes names of values, beside the environment."""
     return (isinstance(value, FunctionType) and value.__code__.co_argcount > 1
             and value.__code__.co_varnames[0] == "env")
 
@@ -329,7 +329,7 @@ class PlannedStep:
             return {k: version_of(sources[k]) for k in self._versioned if not sources[k].is_inference()}
 
     def target(self, key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The parameter or input that a gradient is of."""
+        """Return the parameter or input that a gradient is of."""
         return tensors[self.inputs[key]] if key in self.inputs else self._slots[key].get()
 
     def empty_gradient(self, i: int) -> torch.Tensor:
@@ -373,7 +373,7 @@ class PlannedStep:
             env.give((name,), self._as_traced(i, given.pop(i)))
 
     def again(self, state: RerunState, given: dict[int, torch.Tensor]) -> Gradients:
-        """Gradients by a second run of a forward; nothing is written, nothing is drawn anew.
+        """Return gradients by a second run of a forward; nothing is written, nothing is drawn anew.
 
         `given`: by output number, the gradients of exactly the outputs that this plan takes. The
         dictionary is emptied.
@@ -398,7 +398,7 @@ class PlannedStep:
         return Away(self._engine, verify=verify) if self._engine is not None else None
 
     def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of output `i` in the layout that the traced backward expects."""
+        """Return the gradient of output `i` in the layout that the traced backward expects."""
         _, dtype, stride = self._meta[i]  # type: ignore[misc]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
@@ -432,7 +432,7 @@ def _undone(env: Environment, draws: RandomState | None) -> Iterator[None]:
 
 
 def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
-    """Whether one of the results depends on a value."""
+    """Return whether one of the results depends on a value."""
     seen, todo = {node}, [node]
     while todo:
         n = todo.pop()
@@ -445,7 +445,7 @@ def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
 
 
 def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
-    """The registry entry behind a dotted name."""
+    """Return the registry entry behind a dotted name."""
     owner = owner_name(name)
     path, _, leaf = owner.rpartition(".")
     module = model.get_submodule(path)

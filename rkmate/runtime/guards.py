@@ -108,7 +108,7 @@ class ModuleReader:
             self._attributes.follow(assigned)
 
     def read(self) -> ModuleGuards:
-        """The module as it is now."""
+        """Return the module as it is now."""
         walk = self._walk
         if walk is None or not walk.is_now():
             return self._walked()
@@ -335,7 +335,7 @@ class Observations:
         self._seen = {k: v for k, v in self._seen.items() if k in kept}
 
     def of(self, key: Guards, tensors: list[torch.Tensor]) -> tuple[Guards, list[torch.Tensor]]:
-        """The key of a call with these tensors, and the inputs of its plan."""
+        """Return the key of a call with these tensors, and the inputs of its plan."""
         recipes = self._of.get(key) if self._of else None
         if recipes is None:
             return key, tensors

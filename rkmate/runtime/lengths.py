@@ -70,7 +70,7 @@ class Lengths:
 
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The sample at every planned length: cut, or made longer by its own last elements (which are
+        """Return the sample at every planned length: cut, or made longer by its own last elements (which are
         valid indices)."""
         named = {**dict(zip(self.names, args, strict=False)), **kwargs}
         length = _common_length({k: v for k, v in named.items() if self.pad is None or k in self.pad})
@@ -107,7 +107,7 @@ def _length(value: Any) -> int | None:
 
 
 def _common_length(values: Mapping[str, Any]) -> int:
-    """The length of arguments that should have one. Raises `ArgumentError`."""
+    """Return the length of arguments that should have one. Raises `ArgumentError`."""
     found = {k: n for k, v in values.items() if (n := _length(v)) is not None}
     if len(set(found.values())) != 1:
         raise ArgumentError(f"lengths= needs arguments with one length in dimension {DIMENSION}, and there "
@@ -116,7 +116,7 @@ def _common_length(values: Mapping[str, Any]) -> int:
 
 
 def _resized(value: Any, length: int, fill: float | None) -> Any:
-    """A tensor of another length; longer by `fill`, or by its own last elements."""
+    """Return a tensor of another length; longer by `fill`, or by its own last elements."""
     now = _length(value)
     if now is None or now == length:
         return value

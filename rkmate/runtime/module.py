@@ -36,7 +36,7 @@ from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
 
 
 def statistics_of(device: torch.device) -> Statistics | None:
-    """The device's statistics; None for a device that keeps none (the CPU)."""
+    """Return the device's statistics; None for a device that keeps none (the CPU)."""
     return devices.of(device).statistics
 
 
@@ -284,7 +284,7 @@ class PlannedModule(StandIn):
     # -- being the original ---------------------------------------------------------------
 
     def extra_repr(self) -> str:
-        """The plan in one line."""
+        """Return the plan in one line."""
         return repr(self.plan) if self._latest is not None else "no plan yet"
 
     def _made_with(self) -> tuple[Any, ...]:
@@ -300,7 +300,7 @@ class PlannedModule(StandIn):
 
 
 def _with_signature_of(model: nn.Module) -> Any:
-    """The planned forward with the original's signature: libraries look at its argument names."""
+    """Return the planned forward with the original's signature: libraries look at its argument names."""
     def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
         return PlannedModule.forward(self, *args, **kwargs)
 
@@ -325,7 +325,7 @@ def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _traced_here() -> bool:
-    """Whether this thread captures, or exports, now: a module that this one is a part of.
+    """Return whether this thread captures, or exports, now: a module that this one is a part of.
 
     Torch's flag does not say: it is one for all threads.
     """

@@ -67,7 +67,7 @@ class Engines:
         return Engines, (self.offload,)
 
     def of(self, device: torch.device) -> CopyEngine:
-        """The engine of a device. Raises `ArgumentError` where nothing can be sent from there."""
+        """Return the engine of a device. Raises `ArgumentError` where nothing can be sent from there."""
         assert self.offload is not None, "a plan that sends nothing"
         with self._lock:
             found = self._made.get(device)
@@ -127,21 +127,22 @@ class NewSizes:
 
 
 def alike(a: Guards, b: Guards) -> bool:
-    """Whether two signatures differ in the sizes of their arguments at most."""
+    """Return whether two signatures differ in the sizes of their arguments at most."""
     return len(a.inputs) == len(b.inputs) and a._replace(inputs=b.inputs) == b and all(
         len(s[0]) == len(t[0]) and s[1:4] == t[1:4] and isinstance(s[4], tuple) and isinstance(t[4], tuple)
         for s, t in zip(a.inputs, b.inputs, strict=True))
 
 
 def comparable(key: Guards, other: Guards) -> bool:
-    """Whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
+    """Return whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
     return all(a == b or min(a, b) > 1 for s, t in zip(key.inputs, other.inputs, strict=True)
                for a, b in zip(s[0], t[0], strict=True))
 
 
 def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Guards,
            members: Sequence[Member]) -> tuple[Capture | None, Recording | None]:
-    """The capture of a call from those of its family, if that is certain; and the dry run of the call."""
+    """Return the capture of a call from those of its family, if that is certain; and the dry run of the
+    call."""
     if not possible(shapes_of(key), [shapes_of(m.key) for m in members]):
         return None, None
     start = time.perf_counter()
@@ -162,7 +163,7 @@ def compare(model: nn.Module, members: Sequence[Member]) -> None:
 
 
 def shapes_of(key: Guards) -> list[Sequence[int]]:
-    """The shapes of a signature's tensors."""
+    """Return the shapes of a signature's tensors."""
     return [place[0] for place in key.inputs]
 
 
@@ -265,7 +266,8 @@ class PlanCache:
         return len(self._kept)
 
     def recorded(self, ready: Executable, tensors: Sequence[torch.Tensor]) -> RecordedStep | None:
-        """The recording to replay for a call; None where its step runs as it is: the first one of a plan."""
+        """Return the recording to replay for a call; None where its step runs as it is: the first one of a
+        plan."""
         if not self.planning.cuda_graph or not ready.ran:
             ready.ran = True
             return None
@@ -275,12 +277,12 @@ class PlanCache:
         return ready.recorded
 
     def all(self) -> list[Plan]:
-        """Every plan that is kept."""
+        """Return every plan that is kept."""
         with self._lock:
             return [e.plan for s in self._kept.values() for e in list(s.executables.values())] or self._saved
 
     def find(self, key: Guards) -> Specialization | None:
-        """The plans of a signature; it becomes the latest used."""
+        """Return the plans of a signature; it becomes the latest used."""
         with self._lock:
             if self._last is not None and self._last[0] == key:
                 return self._last[1]
@@ -291,12 +293,13 @@ class PlanCache:
             return known
 
     def has_flags(self, flags: FlagGuards) -> bool:
-        """Whether some plan was made for these submodules with their train and gradient flags and hooks."""
+        """Return whether some plan was made for these submodules with their train and gradient flags and
+        hooks."""
         with self._lock:
             return any(k.flags == flags for k in self._kept)
 
     def has_parts(self, flags: FlagGuards) -> bool:
-        """Whether some plan was made for these submodules."""
+        """Return whether some plan was made for these submodules."""
         with self._lock:
             return any(k.flags.parts == flags.parts for k in self._kept)
 
@@ -387,7 +390,7 @@ class PlanCache:
                 "of the forward")
 
     def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
-        """The plan that the next forward follows; made for the loss of the latest one."""
+        """Return the plan that the next forward follows; made for the loss of the latest one."""
         mask = known.mask
         found = known.executables.get(mask)
         if found is None:
@@ -409,8 +412,8 @@ class PlanCache:
 
     def _with_ordinary_outputs(self, known: Specialization, found: Executable,
                                tensors: Sequence[torch.Tensor]) -> Executable:
-        """A plan whose steps compute the outputs that are read all the time; the one before, where that takes
-        more than the budget."""
+        """Return a plan whose steps compute the outputs that are read all the time; the one before, where
+        that takes more than the budget."""
         mask = found.compiled.wanted
         with planning_lock:
             latest = known.executables[mask]
@@ -429,7 +432,7 @@ class PlanCache:
 
     def again(self, known: Specialization, planned: TangentMask, kept: RerunState,
               given: Mapping[int, torch.Tensor]) -> Gradients:
-        """Gradients of a forward that was planned for another loss: it runs a second time.
+        """Return gradients of a forward that was planned for another loss: it runs a second time.
 
         The next forward is planned for the gradients that came.
         """
@@ -471,7 +474,7 @@ class PlanCache:
 
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                     known: Sequence[KnownPlan] = (), *, derived: bool = False) -> Executable:
-        """The plan to follow, a saved one, or a new one, and the code of it. `known`: of other sizes;
+        """Return the plan to follow, a saved one, or a new one, and the code of it. `known`: of other sizes;
         `derived`: from them, and not measured."""
         if plan is None and self.reads.often and traced.settings.deferred_outputs != "never":
             with contextlib.suppress(InfeasibleBudget):

@@ -121,7 +121,7 @@ class RecordedStep:
         env.clear()
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether parameters, buffers and constants stand where they stood."""
+        """Return whether parameters, buffers and constants stand where they stood."""
         return self._addresses == _addresses(self._step, self._step.sources(tensors))
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:

@@ -139,7 +139,7 @@ class Call:
         return [self.with_graph.pop(k, None) for k in self.targets[number]]
 
     def all_with_graph(self, given: Mapping[int, torch.Tensor]) -> list[Any]:
-        """All gradients at once, where they come through outputs that were not planned for."""
+        """Return all gradients at once, where they come through outputs that were not planned for."""
         return list(self._with_graph(given).values())
 
     def _with_graph(self, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
@@ -349,7 +349,7 @@ class OpenCalls:
         self._told: set[int] = set()
 
     def now(self) -> list[Call]:
-        """The calls that are open."""
+        """Return the calls that are open."""
         with self._lock:
             found = [call for r in self._calls if (call := r()) is not None and call.is_open]
             self._calls = [weakref.ref(call) for call in found]
@@ -389,7 +389,7 @@ class OpenCalls:
 
 
 def _of_forward(plan: Plan) -> int:
-    """The peak of a forward alone, in bytes."""
+    """Return the peak of a forward alone, in bytes."""
     graph, steps = plan.graph, plan.schedule.steps
     levels = simulate(graph.cd, plan.schedule, pinned=graph.pinned).timeline
     return max(levels[:steps.index(Loss())], default=0)

@@ -70,12 +70,12 @@ class Same(Part):
         self.objects = objects
 
     def is_of(self, objects: Sequence[Any]) -> bool:
-        """Whether it stands for these objects, in this order."""
+        """Return whether it stands for these objects, in this order."""
         return identical(self.objects, objects)
 
 
 def identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether both are the very same objects, in one order."""
+    """Return whether both are the very same objects, in one order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
@@ -142,7 +142,7 @@ def _parts_of(value: Any, above: frozenset[int]) -> Any:
 
 
 def _says_what_it_equals(value: Any) -> bool:
-    """Whether its class has a hash, and all attributes in slots: some may be caches (of a path)."""
+    """Return whether its class has a hash, and all attributes in slots: some may be caches (of a path)."""
     own: Any = type(value).__hash__
     return not hasattr(value, "__dict__") and own is not object.__hash__
 
@@ -200,7 +200,7 @@ class Attributes:
     boxes: tuple[Box, ...]
 
     def in_boxes(self) -> list[Any]:
-        """The members of all boxes now."""
+        """Return the members of all boxes now."""
         return [t for box in self.boxes for t in box.members()]
 
 
@@ -239,7 +239,7 @@ class Snapshot:
     """Of a key: (path, stand-in for the value) of each."""
 
     def is_now(self, hooks: Sequence[Any]) -> bool:
-        """Whether all is as it was, object by object. Quick: this is asked at every call."""
+        """Return whether all is as it was, object by object. Quick: this is asked at every call."""
         return identical(hooks, self.hooks) and (
             not self.attributes.boxes or identical(self.attributes.in_boxes(), self.members)) and \
             all(map(is_, map(dict.get, self.dicts, self.keys, repeat(MISSING)), self.values))
@@ -247,7 +247,7 @@ class Snapshot:
 
 def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overrides | None = None
              ) -> Snapshot:
-    """The attributes as they are; with `overrides`, as they would be with those values."""
+    """Return the attributes as they are; with `overrides`, as they would be with those values."""
     overrides = overrides or {}
     read: list[tuple[dict[str, Any], str, Any]] = []
     content: list[tuple[str, Any]] = []
@@ -283,7 +283,7 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
 
 
 def before(now: Snapshot, assigned: Sequence[Assigned]) -> Snapshot:
-    """The attributes as they were before some assignments to what is there now."""
+    """Return the attributes as they were before some assignments to what is there now."""
     return snapshot(now.attributes, now.hooks,
                     {(id(a.holder.__dict__), a.name): a.old for a in assigned})
 
@@ -295,7 +295,7 @@ class Equivalents:
         self._first: OrderedDict[Part, Part] = OrderedDict()
 
     def of(self, part: Part) -> Part:
-        """The first of the states that mean the same as this one."""
+        """Return the first of the states that mean the same as this one."""
         return self._first.get(part, part)
 
     def add(self, part: Part, earlier: Part) -> None:
@@ -307,7 +307,8 @@ class Equivalents:
 
 
 def _leaves(content: dict[str, Any], overrides: Overrides) -> Iterator[tuple[str, Any]]:
-    """The plain attributes of an object that a module holds; those that are overridden are there, too."""
+    """Return the plain attributes of an object that a module holds; those that are overridden are there,
+    too."""
     more = (k for d, k in overrides if d == id(content) and k not in content)
     for k in (*content, *more):
         v = overrides.get((id(content), k), content.get(k, MISSING))
@@ -322,7 +323,8 @@ def _members(value: Any) -> Sequence[Any]:
 
 
 def _is_own(forward: Any, m: nn.Module) -> bool:
-    """Whether it is the class's forward, which libraries leave in a module after a wrapper of theirs."""
+    """Return whether it is the class's forward, which libraries leave in a module after a wrapper of
+    theirs."""
     return isinstance(forward, MethodType) and forward.__self__ is m \
         and forward.__func__ is type(m).forward
 
@@ -396,7 +398,7 @@ class Walk:
         """Of the same tensors, for one call; it says no for other reasons, too (autocast)."""
 
     def is_now(self) -> bool:
-        """Whether another one would come by the same."""
+        """Return whether another one would come by the same."""
         boxes = self._snapshot.attributes.boxes
         return identical([*map(type, self._modules)], self._types) \
             and identical([*map(_content, self._modules)], self._dicts) \
@@ -434,12 +436,13 @@ def _quick_forms(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def forwards(types: Sequence[type]) -> list[Any]:
-    """The forwards of classes: libraries replace those, too. Other descriptors make one at each access."""
+    """Return the forwards of classes: libraries replace those, too. Other descriptors make one at each
+    access."""
     return [f for t in types if isinstance(f := getattr(t, "forward", None), FunctionType)]
 
 
 def _content_of(dicts: Iterable[dict[str, Any]]) -> list[Any]:
-    """Names and values in dictionaries, one after another."""
+    """Return names and values in dictionaries, one after another."""
     return [*chain.from_iterable(dicts), *chain.from_iterable(map(dict.values, dicts))]
 
 

@@ -54,7 +54,7 @@ class Copies:
 
 
 def place_of(link: Link) -> str:
-    """A link's other end in words: ``/scratch``, ``host memory``."""
+    """Return a link's other end in words: ``/scratch``, ``host memory``."""
     return "host memory" if link.place == "host" else link.place or "another memory"
 
 
@@ -73,7 +73,7 @@ def copies_of(replayed: Occupancy) -> Copies | None:
 
 
 def _covered(spans: Iterable[tuple[int, float, float]]) -> float:
-    """Seconds in which at least one of the spans, which are in order of their starts, runs."""
+    """Return seconds in which at least one of the spans, which are in order of their starts, runs."""
     total = until = 0.0
     for _, start, end in spans:
         total += max(0.0, end - max(start, until))

@@ -45,8 +45,9 @@ class Group:
 
 
 def folded(labels: Sequence[str]) -> tuple[Group, ...]:
-    """A chain of blocks, by their classes, as groups: at each place the repetition that covers most blocks,
-    of those the shortest. ``A BC BC BC D`` are three groups, the second one of two blocks, three times."""
+    """Return a chain of blocks, by their classes, as groups: at each place the repetition that covers most
+    blocks, of those the shortest. ``A BC BC BC D`` are three groups, the second one of two blocks, three
+    times."""
     groups: list[Group] = []
     at = 0
     while at < len(labels):
@@ -86,7 +87,7 @@ def block_name(plan: PlanData, block: int) -> str:
 
 
 def chain_graph(plan: PlanData, replayed: Occupancy, link: Link = no_links) -> graphviz.Digraph:
-    """The chain of blocks, identical ones in one colour, with what each carries and keeps."""
+    """Return the chain of blocks, identical ones in one colour, with what each carries and keeps."""
     graph = _graph("chain", rankdir="TB")
     colours = styles.class_colours([b.label for b in plan.blocks])
     counts = Counter(b.label for b in plan.blocks)
@@ -161,13 +162,13 @@ def block_memory(plan: PlanData, replayed: Occupancy) -> tuple[dict[int, int], d
 
 
 def plan_recomputed(replayed: Occupancy, block: int) -> float:
-    """Seconds of a block's recomputations."""
+    """Return seconds of a block's recomputations."""
     return sum(t for c, t in replayed.recomputed_seconds.items()
                if replayed.graph.computations[c].block == block)
 
 
 def captured_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
-    """The forward as captured: operations, and in white what simplification takes away."""
+    """Return the forward as captured: operations, and in white what simplification takes away."""
     graph = _graph("captured")
     colours = styles.class_colours([b.label for b in plan.blocks])
     wanted = None if blocks is None else set(blocks)
@@ -186,7 +187,7 @@ def captured_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> graph
 
 
 def simplified_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
-    """The forward after simplification: one node for each computation, one frame for each block."""
+    """Return the forward after simplification: one node for each computation, one frame for each block."""
     graph = _graph("simplified")
     g = plan.graph
     colours = styles.class_colours([b.label for b in plan.blocks])

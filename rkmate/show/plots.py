@@ -39,7 +39,7 @@ def below(axes: Any) -> dict[str, Any]:
 
 
 def figure(width: float, height: float, **subplots: Any) -> tuple[Any, Any]:
-    """A figure of its own (no global state) and its axes. Sizes in inches."""
+    """Return a figure of its own (no global state) and its axes. Sizes in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -62,7 +62,7 @@ def styled() -> Iterator[None]:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The factor and the unit in which a span of time is drawn."""
+    """Return the factor and the unit in which a span of time is drawn."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
 
 
@@ -84,7 +84,7 @@ def save(made: Any, path: str | Path | None) -> None:
 
 
 def check_suffix(path: str | Path) -> Path:
-    """A path that a figure can be written to. Raises `ArgumentError`."""
+    """Return a path that a figure can be written to. Raises `ArgumentError`."""
     path = Path(path)
     if path.suffix not in _SUFFIXES:
         raise ArgumentError(f"path is {str(path)!r}; its suffix should be one of "
@@ -93,7 +93,7 @@ def check_suffix(path: str | Path) -> Path:
 
 
 def svg_text(made: Any) -> str:
-    """A figure as an SVG element."""
+    """Return a figure as an SVG element."""
     buffer = io.StringIO()
     with styled():
         made.savefig(buffer, format="svg", metadata={"Date": None})
@@ -125,15 +125,15 @@ class WithPoints(Protocol):
 
 
 def overhead(plans: Sequence[PlanData], seconds: float) -> float:
-    """The extra time of a step that takes `seconds`, on the scale of the plans."""
+    """Return the extra time of a step that takes `seconds`, on the scale of the plans."""
     base = plans[0].baseline_seconds if plans else 0.0
     return seconds / base - 1 if base else 0.0
 
 
 def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None, title: str,
                 narrow: bool = False, beside: Mapping[str, Sequence[PlanData]] | None = None) -> Any:
-    """The figure; `here` is a plan to mark, `narrow` for a page as wide as a telephone, `beside` other plans
-    of the model, by what they are called. Raises `MissingExtra` without matplotlib."""
+    """Return the figure; `here` is a plan to mark, `narrow` for a page as wide as a telephone, `beside` other
+    plans of the model, by what they are called. Raises `MissingExtra` without matplotlib."""
     with styled():
         made, axes = figure(NARROW, 4.2) if narrow else figure(6.4, 3.6)
         _draw(axes, plans, points, here, beside or {})

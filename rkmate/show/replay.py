@@ -175,7 +175,7 @@ class Occupancy:
         return result
 
     def block_bytes(self, block: int) -> list[int]:
-        """Bytes of a block's forward storages at each moment."""
+        """Return bytes of a block's forward storages at each moment."""
         def mine(j: int) -> bool:
             maker = self.graph.maker[j]
             return maker is not None and maker < self.graph.loss \
@@ -183,7 +183,7 @@ class Occupancy:
         return self._levels((s.storage, s.first, s.last) for s in self.spans if mine(s.storage))
 
     def away_bytes(self) -> list[int]:
-        """Bytes that are away, and not in memory, at each moment: of what comes back."""
+        """Return bytes that are away, and not in memory, at each moment: of what comes back."""
         return self._levels(self.absences)
 
     def _levels(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
@@ -199,7 +199,7 @@ class Occupancy:
 
 
 def replay(plan: PlanData) -> Occupancy:
-    """The schedule of a plan. Raises `ScheduleError` when it does not run."""
+    """Return the schedule of a plan. Raises `ScheduleError` when it does not run."""
     return replay_schedule(plan.graph, plan.schedule)
 
 

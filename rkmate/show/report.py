@@ -229,7 +229,7 @@ def _source(plan: PlanData) -> Iterator[str]:
 
 
 def _figures_of(draw: Callable[[bool], Any], prefix: str) -> str:
-    """A picture drawn twice, broad and narrow; the page's width says which is shown."""
+    """Return a picture drawn twice, broad and narrow; the page's width says which is shown."""
     return "".join(f'<figure class="{kind}">{own_ids(svg_text(draw(narrow)), f"{prefix}-{kind}")}</figure>'
                    for kind, narrow in (("broad", False), ("narrow", True)))
 
@@ -386,7 +386,7 @@ openTarget();
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A whole page."""
+    """Return a whole page."""
     # The policy holds the promise that nothing is loaded: a browser refuses to.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -397,8 +397,8 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> str:
-    """A table; columns in `numbers` are aligned to the right. On a narrow page each row is a card: its first
-    cell is its title, the others follow with the names of their columns."""
+    """Return a table; columns in `numbers` are aligned to the right. On a narrow page each row is a card: its
+    first cell is its title, the others follow with the names of their columns."""
     def row(cells: Sequence[str], tag: str) -> str:
         of = (f' data-of="{escape(h)}"' if tag == "td" else "" for h in head)
         return "<tr>" + "".join(f'<{tag}{" class=n" if k in numbers else ""}{name}>{escape(c)}</{tag}>'

@@ -103,6 +103,7 @@ _ALIASES = {"rkmate": "rockmate"}
 
 
 def look_of(method: str) -> Look:
-    """The look of a method by its name, up to the first space: ``checkpoint_sequential 4`` is one of many."""
+    """Return the look of a method by its name, up to the first space: ``checkpoint_sequential 4`` is one of
+    many."""
     kind = method.partition(" ")[0]
     return LOOKS.get(_ALIASES.get(kind, kind), OTHER)

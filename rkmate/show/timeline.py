@@ -172,7 +172,7 @@ def draw_copies(plan: PlanData, path: Path) -> Path:
 
 
 def copies_figure(plan: PlanData, replayed: Occupancy) -> Any:
-    """The figure of `draw_copies`."""
+    """Return the figure of `draw_copies`."""
     with styled():
         made, (lanes, memory, away) = figure(9.0, 7.0, nrows=3, sharex=True, height_ratios=[1.1, 3.6, 1.4])
         draw_memory(memory, plan, replayed, None)
@@ -195,7 +195,7 @@ def draw_block_schedule(plan: PlanData, block: int, path: Path) -> Path:
 
 
 def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
-    """The figure of `draw_block_schedule`."""
+    """Return the figure of `draw_block_schedule`."""
     g = plan.graph
     columns = [k for k, m in enumerate(replayed.moments) if m.computation is not None
                and g.computations[m.computation].block == block]

@@ -88,7 +88,7 @@ _MOST_GROUPS = 6
 
 
 def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
-    """The figures above the table: (what, value)."""
+    """Return the figures above the table: (what, value)."""
     smallest = "not searched" if plan.minimum_bytes is None else \
         f"{size(plan.minimum_bytes)} ({share(plan.minimum_bytes, plan.baseline_peak_bytes)})"
     result = [
@@ -136,7 +136,7 @@ def block_table(plan: PlanData, replayed: Occupancy) -> tuple[list[tuple[str, ..
 
 
 def table(plan: PlanData) -> str:
-    """The plan as a few figures and one row for each block."""
+    """Return the plan as a few figures and one row for each block."""
     lines = ["rkmate plan"]
     figures = facts(plan)
     width = max(len(what) for what, _ in figures)

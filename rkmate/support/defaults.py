@@ -16,7 +16,7 @@ class Default(Generic[T]):
         self._values = [value]
 
     def now(self) -> T:
-        """The value that holds."""
+        """Return the value that holds."""
         return self._values[-1]
 
     @contextmanager

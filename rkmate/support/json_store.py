@@ -33,8 +33,8 @@ def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """A file's content; None where there is none. Warns about a file that is no JSON, and counts it
-    as none."""
+    """Return a file's content; None where there is none. Warns about a file that is no JSON, and counts it as
+    none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError:

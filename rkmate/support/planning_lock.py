@@ -27,11 +27,11 @@ class PlanningLock(ContextDecorator):
         self._lock.release()
 
     def is_mine(self) -> bool:
-        """Whether the calling thread holds it."""
+        """Return whether the calling thread holds it."""
         return self._owner == threading.get_ident()
 
     def is_others(self) -> bool:
-        """Whether another thread holds it, for now."""
+        """Return whether another thread holds it, for now."""
         return self._owner not in (None, threading.get_ident())
 
 

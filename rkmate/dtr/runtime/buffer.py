@@ -59,7 +59,7 @@ class Buffer(Node):
             self.guard = self.program() if needed and self.program is not None else None
 
     def made(self) -> list[Buffer]:
-        """The children."""
+        """Return the children."""
         return [child for child in self.children if isinstance(child, Buffer)]
 
 
@@ -75,7 +75,7 @@ class Place:
         self.offset = tensor.storage_offset()
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this geometry on ``storage``, outside autograd."""
+        """Return a tensor of this geometry on ``storage``, outside autograd."""
         size, stride, dtype = self.shape
         blank = torch.empty(0, dtype=dtype, device=storage.device)
         return blank.set_(storage, self.offset, size, stride)

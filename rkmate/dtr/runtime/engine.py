@@ -175,7 +175,7 @@ class Engine:
     def _written(
         self, traits: Traits, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
-        """The tensors whose contents the call changes."""
+        """Return the tensors whose contents the call changes."""
         found: list[torch.Tensor] = []
         for place, name in traits.mutated:
             value = args[place] if place < len(args) else kwargs.get(name)
@@ -301,7 +301,7 @@ class Engine:
         self.settled.close()
 
     def take_report(self) -> Report:
-        """The numbers since the last call."""
+        """Return the numbers since the last call."""
         report = self.memory.report
         self.memory.report = Report(peak_bytes=self.memory.held)
         return report

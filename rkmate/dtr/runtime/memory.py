@@ -66,7 +66,7 @@ class Memory:
         return buffer
 
     def succeed(self, old: Buffer, parents: Iterable[Buffer], cost: int) -> Buffer:
-        """The version after an in-place operation on ``old``: it takes over storage and memory."""
+        """Return the version after an in-place operation on ``old``: it takes over storage and memory."""
         buffer = Buffer(self.columns.claim(), old.size, old.device)
         storage = old.storage()
         assert storage is not None
@@ -191,7 +191,7 @@ class Memory:
         return [buffer for buffer in self._untold if buffer.index >= 0]
 
     def fits(self, need: int) -> bool:
-        """Whether ``need`` bytes more fit as things are."""
+        """Return whether ``need`` bytes more fit as things are."""
         return self.held + need <= self.budget
 
     def count(self, need: int) -> None:

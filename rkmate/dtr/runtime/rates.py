@@ -21,7 +21,7 @@ _RATES = Rates(2e12, 5e13, MappingProxyType({}), 4e-6)
 
 
 def expected_nanoseconds(function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """The greater of arithmetic and memory traffic, plus a call."""
+    """Return the greater of arithmetic and memory traffic, plus a call."""
     moved: list[int] = []
     map_tensors([*args, *kwargs.values(), result], lambda t: moved.append(t.numel() * t.element_size()))
     count = flop_registry.get(function.overloadpacket)

@@ -38,7 +38,7 @@ _STATISTICS = {
 
 @cache
 def traits_of(operation: OpOverload) -> Traits:
-    """The traits of ``operation``, read from its schema once."""
+    """Return the traits of ``operation``, read from its schema once."""
     schema = schema_of(operation)
     mutated = tuple(
         (place, argument.name)
@@ -59,7 +59,7 @@ def traits_of(operation: OpOverload) -> Traits:
 
 
 def _variant_into(operation: OpOverload) -> tuple[OpOverload | None, str]:
-    """The overload with the same inputs and one ``out`` argument, where it saves a copy.
+    """Return the overload with the same inputs and one ``out`` argument, where it saves a copy.
 
     Generated variants compute a fresh result and copy it, which saves nothing.
     """

@@ -152,7 +152,7 @@ def _between(widths: list[tuple[int, int]], stages: Sequence[str | None]) -> lis
 
 
 def _out_of_order(cd: CDGraph, of: Sequence[int]) -> tuple[int, int] | None:
-    """A range of cuts to drop when a backward node of an earlier block comes before one of a later
+    """Return a range of cuts to drop when a backward node of an earlier block comes before one of a later
     block in the graph's order."""
     least: int | None = None
     for i in cd.backward:

@@ -64,20 +64,20 @@ class Naming(Protocol):
     """How expressions call what they read."""
 
     def value(self, j: int) -> str:
-        """A D node's tensor."""
+        """Return a D node's tensor."""
 
     def source(self, source: Source) -> str:
-        """A parameter, a buffer, a constant or an input."""
+        """Return a parameter, a buffer, a constant or an input."""
 
     def namespace(self, name: str) -> str:
-        """A namespace of operators."""
+        """Return a namespace of operators."""
 
     def function(self, tiled: OwnFunction) -> str:
-        """The function of a tiled computation."""
+        """Return the function of a tiled computation."""
 
 
 def source_key(source: Source) -> str:
-    """The key under which the run time finds what the caller holds."""
+    """Return the key under which the run time finds what the caller holds."""
     return f"{source.kind}:{source.key}"
 
 
@@ -91,8 +91,8 @@ def operator_namespaces(node: fx.Node) -> set[str]:
 
 def local_names(program: Program, block: Block | None, c: tuple[int, ...],
                 table: NameTable) -> dict[int, str]:
-    """Names of one block's values, by what they are and not by where they stand: the same for identical
-    blocks, so that their functions are the same.
+    """Return names of one block's values, by what they are and not by where they stand: the same for
+    identical blocks, so that their functions are the same.
 
     `c`: the block's C nodes.
     """
@@ -123,7 +123,7 @@ class Expressions:
         self.naming = naming
 
     def value(self, node: fx.Node) -> str:
-        """The expression of a tensor: what holds its storage, or views of that."""
+        """Return the expression of a tensor: what holds its storage, or views of that."""
         where = self.program.storage[node]
         if node not in self.program.views:
             return self.naming.value(where) if isinstance(where, int) else self.naming.source(where)
@@ -132,7 +132,7 @@ class Expressions:
         return self.call(node)
 
     def call(self, node: fx.Node) -> str:
-        """The call of an operation; the everyday views as methods of their tensor."""
+        """Return the call of an operation; the everyday views as methods of their tensor."""
         method = view_method(node)
         if method is not None and not node.kwargs and isinstance(node.args[0], fx.Node):
             rest = ", ".join(self._argument(a) for a in node.args[1:])
@@ -140,12 +140,12 @@ class Expressions:
         return self._call(node.target, node.args, node.kwargs)
 
     def call_alternative(self, node: fx.Node, which: int) -> str:
-        """The call of another kernel of an operation."""
+        """Return the call of another kernel of an operation."""
         other = self.program.alternatives[node][which]
         return self._call(other.target, other.args, {})
 
     def call_in_place(self, node: fx.Node, donor: int) -> str:
-        """The call of an operation that writes its result over the D node `donor`."""
+        """Return the call of an operation that writes its result over the D node `donor`."""
         way = self.program.in_place[node][donor]
         arguments = list(node.args)
         if way.swapped:

@@ -21,7 +21,7 @@ _INDEX = re.compile(r'((?:torch\.device\(|device=)"[a-z]+):\d+(?=")')
 
 
 def block_text(program: Program, block: Block) -> str:
-    """A block in a stable text form: equal for identical blocks.
+    """Return a block in a stable text form: equal for identical blocks.
 
     Operations with their arguments, shapes, dtypes, strides and wiring, under local names; the
     names of the model's own modules are left out. So is which of several devices of a kind they are on: a

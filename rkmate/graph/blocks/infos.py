@@ -58,7 +58,7 @@ class Modules:
 
 
 def module_of(node: torch.fx.Node) -> str:
-    """The path of the module of the user's model that an operation comes from; of a backward
+    """Return the path of the module of the user's model that an operation comes from; of a backward
     operation, that of the forward operation that it was derived from."""
     stack = module_stack(node) or {}
     path = next((str(p) for p, _ in reversed(list(stack.values())) if p), "")

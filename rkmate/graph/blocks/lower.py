@@ -61,17 +61,17 @@ class Program:
     """The operations whose value shares its input's storage."""
 
     def d_of(self, node: fx.Node) -> int | None:
-        """The D node that a value lives in; None for what the caller holds."""
+        """Return the D node that a value lives in; None for what the caller holds."""
         where = self.storage[node]
         return where if isinstance(where, int) else None
 
     def reads(self, c: int) -> Iterator[fx.Node]:
-        """The values that a C node's operation takes."""
+        """Return the values that a C node's operation takes."""
         return iter(self.operation[c].all_input_nodes)
 
 
 def storage_bytes(value: Any) -> int:
-    """Bytes that the allocator hands out for the storage behind a (fake) tensor."""
+    """Return bytes that the allocator hands out for the storage behind a (fake) tensor."""
     if not isinstance(value, torch.Tensor):
         return 0
     size = int(value.untyped_storage().nbytes())
@@ -79,8 +79,8 @@ def storage_bytes(value: Any) -> int:
 
 
 def _storage_of_result(node: fx.Node) -> int:
-    """Bytes behind an operation's result. A functional copy over a part of a tensor has the whole storage of
-    that tensor, which another may have taken the place of since the trace."""
+    """Return bytes behind an operation's result. A functional copy over a part of a tensor has the whole
+    storage of that tensor, which another may have taken the place of since the trace."""
     size = storage_bytes(node.meta[VALUE])
     if node.target is torch.ops.aten.copy.default and isinstance(node.args[0], fx.Node):
         return max(size, storage_bytes(node.args[0].meta[VALUE]))

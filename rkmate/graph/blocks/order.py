@@ -30,7 +30,7 @@ _RULES: tuple[Rule, ...] = (
 
 
 def reordered(parts: Partition, stages: Sequence[Block] = ()) -> Partition:
-    """The partition with each block in the best order found; as it is where the step gains nothing.
+    """Return the partition with each block in the best order found; as it is where the step gains nothing.
 
     `stages`: the same C nodes, cut otherwise; what is of one stage stays together.
     """
@@ -93,7 +93,7 @@ def _step_peak(parts: Partition) -> int:
 
 def better_order(graph: CDGraph, chained: Sequence[Sequence[int]] = (),
                  groups: Sequence[Sequence[int]] = ()) -> list[int]:
-    """An order of a block's C nodes in which training, and the forward alone, need less memory.
+    """Return an order of a block's C nodes in which training, and the forward alone, need less memory.
 
     The graph's own where no other was found to be better. `chained`: C nodes that stay in their order
     among themselves; `groups`: C nodes of which none runs before all of the group before.

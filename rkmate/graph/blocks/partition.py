@@ -107,7 +107,7 @@ def cut_stages(program: Program, names: Sequence[str | None]) -> Stages:
 
 
 def _origins(program: Program) -> list[int | None]:
-    """The forward node that each backward node was derived from: autograd's sequence numbers."""
+    """Return the forward node that each backward node was derived from: autograd's sequence numbers."""
     made: dict[int, int] = {}
     for i in program.cd.forward:
         number = sequence_number(program.operation[i])

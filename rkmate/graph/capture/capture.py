@@ -152,7 +152,7 @@ def flat_module(model: nn.Module, inputs: Structure, before: PythonState) -> _Fl
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             opaque: Opaque = ()) -> Capture:
-    """The joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
+    """Return the joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
 
     `opaque`: submodules that run as they are, each call as one operation. The model is left as it was:
     parameters, buffers, gradients, train flags, random state and Python attributes. Only the attributes of
@@ -215,8 +215,8 @@ def _text(found: Capture) -> str:
 
 
 def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | None) -> Any:
-    """The exported program, in the first way in which that succeeds; the module itself where none does and
-    its forward differentiates, and asks for no values."""
+    """Return the exported program, in the first way in which that succeeds; the module itself where none does
+    and its forward differentiates, and asks for no values."""
     *ways, last = ways_to_export(flat.model)
     failed: list[Exception] = []
     for way in ways:
@@ -245,8 +245,8 @@ def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
 
 def _capture(model: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
-    """The capture of a forward that asks for no values; else, where it asks for those of its inputs alone,
-    the capture for inputs that answer as these do."""
+    """Return the capture of a forward that asks for no values; else, where it asks for those of its inputs
+    alone, the capture for inputs that answer as these do."""
     before = PythonState(model)
     try:
         return _once(model, args, kwargs, None)

@@ -68,7 +68,7 @@ def _size_of(group: Any) -> int | None:
 
 
 def _caller(model: nn.Module, error: Exception) -> str:
-    """The submodule that has called the custom function whose backward an error came through."""
+    """Return the submodule that has called the custom function whose backward an error came through."""
     trace, found = error.__traceback__, ""
     while trace is not None:
         for context in trace.tb_frame.f_locals.values():
@@ -155,13 +155,13 @@ def refuse_in_joint(graph: fx.Graph) -> None:
 
 
 def _function_reached(error: Exception) -> str:
-    """The function of `torch.distributed` that an error came through; empty if there is none."""
+    """Return the function of `torch.distributed` that an error came through; empty if there is none."""
     return next((f"torch.distributed.{f.name}" for f in traceback.extract_tb(error.__traceback__)
                  if f.filename.startswith(_FILES)), "")
 
 
 def _explained(model: nn.Module, operation: str, error: Exception) -> CollectiveError:
-    """The refusal of an operation that a trace has stopped at."""
+    """Return the refusal of an operation that a trace has stopped at."""
     name = at_fault(model, error) or _caller(model, error)
     return CollectiveError(_text(type(model).__name__, _outside(model, name), place_of(error, None),
                                  operation, _parts(model, name)))
@@ -176,7 +176,7 @@ def _text(model: str, name: str, place: str, operation: str, parts: str) -> str:
 
 
 def _parts(model: nn.Module, name: str) -> str:
-    """The largest submodules that hold nothing like the one that communicates, by name."""
+    """Return the largest submodules that hold nothing like the one that communicates, by name."""
     kind = type(model.get_submodule(name))
     names = list(_silent(model, "", kind))
     if hasattr(model, "loss_fn") and "model" in names:
@@ -190,7 +190,8 @@ def _parts(model: nn.Module, name: str) -> str:
 
 
 def _outside(model: nn.Module, name: str) -> str:
-    """The name of a submodule as the user knows it: a model with its loss has the model as a submodule."""
+    """Return the name of a submodule as the user knows it: a model with its loss has the model as a
+    submodule."""
     return name.removeprefix("model.") if hasattr(model, "loss_fn") else name
 
 

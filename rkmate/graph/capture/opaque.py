@@ -79,7 +79,7 @@ class OpaqueCall:
         """Of the results, by shapes and types of the tensors that go in."""
 
     def is_of(self, module: nn.Module, *others: Any) -> bool:
-        """Whether it is a call of this module, with these."""
+        """Return whether it is a call of this module, with these."""
         inputs, names, autocast = others
         return self.module() is module and (
             self.inputs.spec, self.inputs.constants(), self.names, self.autocast) == (
@@ -94,7 +94,7 @@ class OpaqueCall:
         return module
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The forward on these tensors, its results in order."""
+        """Return the forward on these tensors, its results in order."""
         args, kwargs = self.inputs.fill(list(tensors[:self.inputs.count]))
         state = {f"module.{name}": tensors[k] for name, k in self.names}
         versions = [version_of(t) for t in tensors]
@@ -163,7 +163,7 @@ class OpaqueCall:
 
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], given: Sequence[int],
                  wanted: Sequence[int], state: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of the tensors `wanted`, by a second forward; of one that was not used, zeros."""
+        """Return gradients of the tensors `wanted`, by a second forward; of one that was not used, zeros."""
         with ExitStack() as stack, torch.enable_grad():
             device = devices.common(tensors)
             stack.enter_context(unchanged_random_state(device))
@@ -200,7 +200,7 @@ def _made(like: torch.Tensor, make: Callable[..., torch.Tensor]) -> torch.Tensor
 
 
 def _like(t: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A gradient of its own memory, with the strides of its tensor."""
+    """Return a gradient of its own memory, with the strides of its tensor."""
     own = grad.stride() == t.stride() and grad.untyped_storage().nbytes() == grad.nbytes
     return grad if own else torch.empty_like(t).copy_(grad)
 
@@ -333,7 +333,7 @@ def _own_forward(module: nn.Module, own: Any) -> Iterator[None]:
 
 
 def _key_of(module: nn.Module, name: str, *others: Any) -> str:
-    """The key of a call: its module's name, with a number where another call has it."""
+    """Return the key of a call: its module's name, with a number where another call has it."""
     for key in (name if not k else f"{name}#{k}" for k in itertools.count()):
         known = _calls.get(key)
         if known is not None and known.is_of(module, *others):
@@ -446,7 +446,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _around(model: nn.Module, name: str) -> str:
-    """The nearest submodule around one that has a forward; empty where only the model has."""
+    """Return the nearest submodule around one that has a forward; empty where only the model has."""
     while name := name.rpartition(".")[0]:
         if type(model.get_submodule(name)).forward is not nn.Module.forward:
             break

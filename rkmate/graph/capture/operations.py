@@ -20,7 +20,7 @@ _HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.un
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's value shares its input's storage."""
+    """Return whether the node's value shares its input's storage."""
     target = node.target
     if target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ _DRAWN_BEFORE = {aten._scaled_dot_product_efficient_attention_backward.default,
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operation draws from a generator. Attention does where it has dropout."""
+    """Return whether the operation draws from a generator. Attention does where it has dropout."""
     target = node.target
     known = _random_operations.get(id(target))
     if known is None:
@@ -76,7 +76,7 @@ def is_random(node: fx.Node) -> bool:
 
 @functools.cache
 def _place_of(target: OpOverload, name: str) -> int | None:
-    """The position of an argument; None where there is none of this name."""
+    """Return the position of an argument; None where there is none of this name."""
     return next((k for k, a in enumerate(schema_of(target).arguments) if a.name == name), None)
 
 

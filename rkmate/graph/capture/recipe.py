@@ -108,7 +108,7 @@ class Recipes:
 
 
 def filled(value: Any, slots: dict[int, torch.Tensor]) -> Any:
-    """The arguments of a step with tensors in their places."""
+    """Return the arguments of a step with tensors in their places."""
     if isinstance(value, Slot):
         return slots[value.number]
     if isinstance(value, (tuple, list)):
@@ -119,7 +119,7 @@ def filled(value: Any, slots: dict[int, torch.Tensor]) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a call can be repeated with the same arguments, but for tensors."""
+    """Return whether a call can be repeated with the same arguments, but for tensors."""
     if isinstance(value, slice):
         return is_plain((value.start, value.stop, value.step)) and not tensors_of(
             (value.start, value.stop, value.step))
@@ -144,7 +144,7 @@ def mapped(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in what a call returns."""
+    """Return the tensors in what a call returns."""
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
@@ -166,7 +166,7 @@ class Builder:
         """Of each: its step, what was observed, and the slots that the plan may get."""
 
     def new_slot(self) -> int:
-        """A number for a tensor."""
+        """Return a number for a tensor."""
         self._slots += 1
         return self._slots - 1
 
@@ -182,12 +182,12 @@ class Builder:
         self._observations.append((number, what, tuple(given)))
 
     def is_written_after(self, number: int, storage: int) -> bool:
-        """Whether a later step writes to it."""
+        """Return whether a later step writes to it."""
         return any(storage in s.writes for s in self._steps[number + 1:])
 
     def recipe(self, copied: dict[int, bool], size: int) -> Recipe:
-        """All that was observed. `copied`: the slots that the plan gets, and whether as copies; `size`: their
-        bytes."""
+        """Return all that was observed. `copied`: the slots that the plan gets, and whether as copies;
+        `size`: their bytes."""
         done: set[int] = set()
         segments: list[Segment] = []
         for number, _, given in self._observations:

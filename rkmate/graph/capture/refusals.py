@@ -48,7 +48,7 @@ _FUSED = "FusedMovingAvgObsFakeQuantize"
 
 
 def way_out(model: nn.Module, place: str, text: str) -> str:
-    """A sentence that names what to change, with a blank before it.
+    """Return a sentence that names what to change, with a blank before it.
 
     `place`: where the trace has stopped, with the source line. `text`: of the error.
     """
@@ -72,7 +72,7 @@ def _layers_dropped(model: nn.Module, place: str, text: str) -> str:
 
 
 def _dropping(holder: object) -> list[str]:
-    """Names of the probabilities above 0 with which an object leaves layers out."""
+    """Return names of the probabilities above 0 with which an object leaves layers out."""
     values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
     return [k for k, v in values.items() if _DROPS.search(k) and isinstance(v, (int, float)) and v > 0]
 
@@ -193,7 +193,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
+    """Return whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
     was compiled."""
     dynamo = sys.modules.get("torch._dynamo")
     call = compiled_call(module)
@@ -202,12 +202,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def has_generator(model: nn.Module) -> bool:
-    """Whether some submodule keeps a generator of its own."""
+    """Return whether some submodule keeps a generator of its own."""
     return any(isinstance(v, torch.Generator) for m in model.modules() for v in vars(m).values())
 
 
 def is_data_dependent(error: Exception) -> bool:
-    """Whether a trace has failed because a tensor's value decides how it goes on."""
+    """Return whether a trace has failed because a tensor's value decides how it goes on."""
     text = str(error)
     return any(sign in text for sign in (
         "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
@@ -217,7 +217,7 @@ def is_data_dependent(error: Exception) -> bool:
 
 def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
               error: Exception, program: nn.Module | None = None) -> Exception:
-    """The error for a failed trace: it names the operation and the line of the model's source.
+    """Return the error for a failed trace: it names the operation and the line of the model's source.
 
     `program`: what was exported, where that went well; it knows the lines that read a value.
     """
@@ -266,7 +266,7 @@ def _static_form(model: nn.Module, error: Exception) -> str:
 
 
 def _opaque(model: nn.Module, place: str) -> str:
-    """The setting, where the line stands in the forward of a submodule."""
+    """Return the setting, where the line stands in the forward of a submodule."""
     found = re.match(r" at (.+?):(\d+): ", place)
     for module in model.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -277,7 +277,7 @@ def _opaque(model: nn.Module, place: str) -> str:
 
 
 def place_of(error: Exception, program: nn.Module | None) -> str:
-    """The innermost line of the user's source that took part."""
+    """Return the innermost line of the user's source that took part."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
     if frames:
         return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
@@ -292,7 +292,8 @@ def place_of(error: Exception, program: nn.Module | None) -> str:
 
 
 def at_fault(model: nn.Module, error: BaseException) -> str:
-    """The innermost submodule whose code took part in an error, or in its cause; empty where none did."""
+    """Return the innermost submodule whose code took part in an error, or in its cause; empty where none
+    did."""
     names = {id(m): n for n, m in model.named_modules()}
     found = ""
     causes: BaseException | None = error
@@ -307,7 +308,7 @@ def at_fault(model: nn.Module, error: BaseException) -> str:
 
 
 def _through(error: Exception, place: str) -> bool:
-    """Whether an error came through a file, or a folder of files."""
+    """Return whether an error came through a file, or a folder of files."""
     return any(f.filename.startswith(place) for f in traceback.extract_tb(error.__traceback__))
 
 

@@ -50,7 +50,7 @@ class Structure:
     """Number of tensors."""
 
     def fill(self, tensors: list[Any]) -> Any:
-        """The object again, with these tensors in it."""
+        """Return the object again, with these tensors in it."""
         leaves: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Slot):
@@ -69,20 +69,20 @@ class Structure:
                 if not isinstance(leaf, (*PLAIN, torch.Tensor))}
 
     def index_of(self, name: str) -> int | None:
-        """The tensor under a key or attribute of the outermost container; None without one."""
+        """Return the tensor under a key or attribute of the outermost container; None without one."""
         value = pytree.tree_unflatten(list(self.leaves), self.spec)
         found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         return found.index if isinstance(found, _Slot) else None
 
     def under(self, names: Collection[str]) -> set[int]:
-        """The tensors under some keys or attributes of the outermost container."""
+        """Return the tensors under some keys or attributes of the outermost container."""
         value = pytree.tree_unflatten(list(self.leaves), self.spec)
         content = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
         return {s.index for k, v in content.items() if k in names
                 for s in objects_in(v) if isinstance(s, _Slot)}
 
     def names(self) -> dict[str, frozenset[int]]:
-        """The tensors under each key, field or index, with dots between: ``aux.0`` and ``aux``."""
+        """Return the tensors under each key, field or index, with dots between: ``aux.0`` and ``aux``."""
         names: dict[str, frozenset[int]] = {}
 
         def visit(value: Any, path: str, above: frozenset[int]) -> frozenset[int]:
@@ -107,7 +107,7 @@ class Structure:
         return all(isinstance(leaf, (_Slot, *PLAIN)) for leaf in self.leaves)
 
     def constants(self) -> tuple[Any, ...]:
-        """The leaves that are not tensors, in order: what a call is specialised on."""
+        """Return the leaves that are not tensors, in order: what a call is specialised on."""
         return tuple(leaf for leaf in self.leaves if not isinstance(leaf, _Slot))
 
 
@@ -122,7 +122,7 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
 
 
 def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors of `value`, in order, and the structure around them.
+    """Return the tensors of `value`, in order, and the structure around them.
 
     Objects that pytree does not know, and that hold tensors, become skeletons. For a ``result``,
     the same tensor found twice is one slot; in arguments each occurrence has a slot of its own.
@@ -151,7 +151,7 @@ def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structu
 
 def take_call_apart(args: Sequence[Any], kwargs: Mapping[str, Any]
                     ) -> tuple[list[torch.Tensor], pytree.TreeSpec, tuple[Any, ...]]:
-    """The tensors among the arguments of a call, where they stand, and the other leaves."""
+    """Return the tensors among the arguments of a call, where they stand, and the other leaves."""
     flat = (*args, *kwargs.values())
     if _LEAVES.issuperset(map(type, flat)):
         return ([v for v in flat if isinstance(v, torch.Tensor)], _spec_of_leaves(len(args), tuple(kwargs)),
@@ -211,28 +211,29 @@ _AT = "@"
 
 
 def is_made_of_pieces(tensor: torch.Tensor) -> bool:
-    """Whether a trace sees the tensors inside of one, and not itself."""
+    """Return whether a trace sees the tensors inside of one, and not itself."""
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def piece_name(name: str, attribute: str) -> str:
-    """The name of a piece of a tensor, or of a piece."""
+    """Return the name of a piece of a tensor, or of a piece."""
     return f"{name}{_AT}{attribute}"
 
 
 def owner_name(name: str) -> str:
-    """The name of the tensor that a piece belongs to; of a whole tensor its own."""
+    """Return the name of the tensor that a piece belongs to; of a whole tensor its own."""
     return name.partition(_AT)[0]
 
 
 def piece_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The piece of a tensor that a name stands for; the tensor itself where it stands for all of it."""
+    """Return the piece of a tensor that a name stands for; the tensor itself where it stands for all of
+    it."""
     for attribute in name.split(_AT)[1:]:
         tensor = getattr(tensor, attribute)
     return tensor
 
 
 def tensor_called(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The tensor, or the piece of one, of this name. Raises `KeyError`."""
+    """Return the tensor, or the piece of one, of this name. Raises `KeyError`."""
     return piece_of(tensors[owner_name(name)], name)
 

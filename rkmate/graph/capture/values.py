@@ -127,7 +127,7 @@ class Known(Protocol):
     """What is known of a trace's tensors."""
 
     def twin(self, t: Any) -> torch.Tensor | None:
-        """The value; None where it is not known."""
+        """Return the value; None where it is not known."""
         ...
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ class Known(Protocol):
 
 
 def _index(known: Known, index: Any) -> tuple[Any, ...]:
-    """An index with the places of what known masks pick."""
+    """Return an index with the places of what known masks pick."""
     found: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         value = known.twin(part)
@@ -256,15 +256,15 @@ _here = threading.local()
 
 
 def is_stopped_by_values(error: Exception) -> bool:
-    """Whether a trace may have failed because it has no values."""
+    """Return whether a trace may have failed because it has no values."""
     text = str(error)
     return is_data_dependent(error) or isinstance(error, NotImplementedError) or "data pointer" in text \
         or "UnsupportedOperator" in type(error).__name__
 
 
 def may_be_asked(t: torch.Tensor) -> bool:
-    """Whether the values of an argument may decide how a forward goes on: those of other types are other ones
-    in each step."""
+    """Return whether the values of an argument may decide how a forward goes on: those of other types are
+    other ones in each step."""
     return not t.is_floating_point() and not t.is_complex() and t.layout is torch.strided
 
 
@@ -356,7 +356,7 @@ class Values:
             yield
 
     def twin(self, t: Any) -> torch.Tensor | None:
-        """The real value of a traced tensor; None where it depends on others than inputs."""
+        """Return the real value of a traced tensor; None where it depends on others than inputs."""
         known = self._of(t)
         return None if known is None else known.twin
 
@@ -388,7 +388,7 @@ class Values:
         return func(*args, **kwargs)
 
     def _filled(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A tensor of one number, in the shape of one of which nothing else is known."""
+        """Return a tensor of one number, in the shape of one of which nothing else is known."""
         out = func(*args, **kwargs)
         fill = FILLED[func.__name__](*args, **kwargs)
         if isinstance(out, torch.Tensor) and isinstance(fill, (int, float)):
@@ -397,7 +397,7 @@ class Values:
         return out
 
     def _with_ints(self, index: Any) -> Any:
-        """An index whose slices have numbers, not tensors."""
+        """Return an index whose slices have numbers, not tensors."""
         if isinstance(index, tuple):
             return tuple(map(self._with_ints, index))
         if isinstance(index, slice):
@@ -460,7 +460,7 @@ class Values:
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor],
                 error: Exception | None) -> Any:
-        """The twin of a call in its place. `error`: what the trace said."""
+        """Return the twin of a call in its place. `error`: what the trace said."""
         ran = self._run(func, args, kwargs, tensors)
         failed = error or CaptureError(f"{func.__name__} of values of the inputs cannot be repeated")
         if ran is None:

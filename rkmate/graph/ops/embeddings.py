@@ -43,8 +43,8 @@ def add_embedding_rows_over(total: torch.Tensor, grad: torch.Tensor, indices: to
 
 
 def _slots(indices: torch.Tensor, padding_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different indices, smallest first, zeros after them; and for each index its place among them,
-    one past the last for `padding_idx`.
+    """Return the different indices, smallest first, zeros after them; and for each index its place among
+    them, one past the last for `padding_idx`.
 
     In the indices' own order, so that kernels that sort add up in the same order.
     """

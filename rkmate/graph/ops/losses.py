@@ -52,7 +52,7 @@ def cross_entropy_backward(
 
 
 def scale(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """A gradient for an incoming gradient of one, times the one that came."""
+    """Return a gradient for an incoming gradient of one, times the one that came."""
     return x * by
 
 
@@ -63,7 +63,7 @@ def scale_over(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 
 def _in_a_storage_of_its_own(theirs: OpOverload) -> OwnOperator:
-    """A loss of torch's whose result does not hold the storage of what it has summed up."""
+    """Return a loss of torch's whose result does not hold the storage of what it has summed up."""
 
     def alone(*args: Any) -> torch.Tensor:
         result: torch.Tensor = theirs(*args).clone()

@@ -29,7 +29,7 @@ def batch_norm_backward_over(
         grad_out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None,
         save_mean: torch.Tensor, save_invstd: torch.Tensor, eps: float, *,
         out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of input, weight and bias in training mode; `out`, for the first, may be `grad_out`.
+    """Return gradients of input, weight and bias in training mode; `out`, for the first, may be `grad_out`.
 
     The channels are cut. torch's own kernel allocates the first gradient twice.
     """
@@ -54,7 +54,7 @@ def batch_norm_backward(
         grad_out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None,
         save_mean: torch.Tensor, save_invstd: torch.Tensor,
         eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of input, weight and bias in training mode, in memory of their own."""
+    """Return gradients of input, weight and bias in training mode, in memory of their own."""
     return batch_norm_backward_over(grad_out, input, weight, save_mean, save_invstd, eps,
                                     out=torch.empty_like(input))
 
@@ -69,7 +69,7 @@ def _batch_norm_backward(grad_out: torch.Tensor, input: torch.Tensor, weight: to
 
 @functools.cache
 def groups_of(pixels: int) -> int:
-    """The fewest groups that all have the same number of pixels, and not too many of them."""
+    """Return the fewest groups that all have the same number of pixels, and not too many of them."""
     return next(n for n in range(-(-pixels // _GROUP), pixels + 1) if pixels % n == 0)
 
 

@@ -21,7 +21,7 @@ def part_bytes(like: torch.Tensor, total: int) -> int:
 
 
 def stretches(length: int, total: int, part: int) -> Iterator[slice]:
-    """Stretches of a dimension of so many indices and bytes, of about a part's bytes each."""
+    """Return stretches of a dimension of so many indices and bytes, of about a part's bytes each."""
     step = rows_of(length, total, part)
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
@@ -33,11 +33,11 @@ def rows_of(length: int, total: int, part: int) -> int:
 
 
 def bytes_of_part(value: torch.Tensor, dim: int) -> int:
-    """Bytes of what is worked on at a time where a dimension is cut."""
+    """Return bytes of what is worked on at a time where a dimension is cut."""
     step = min(value.shape[dim], rows_of(value.shape[dim], value.nbytes, part_bytes(value, value.nbytes)))
     return step * (value.nbytes // max(1, value.shape[dim]))
 
 
 def bytes_of_copies(inputs: Tensors) -> int:
-    """Bytes of the operands that a kernel copies, as it wants them contiguous."""
+    """Return bytes of the operands that a kernel copies, as it wants them contiguous."""
     return sum(t.nbytes for t in inputs if not t.is_contiguous())

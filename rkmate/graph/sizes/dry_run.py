@@ -219,13 +219,13 @@ class _Recorder(TorchDispatchMode):
         return t.form if self._owns(t) else form_of(t)
 
     def number_of(self, t: torch.Tensor) -> int:
-        """The number of a tensor that was made here."""
+        """Return the number of a tensor that was made here."""
         if not self._owns(t):
             raise _Refused("a tensor of its own")
         return t.number
 
     def _known(self, func: Any) -> tuple[str, bool]:
-        """An operation's name, and whether it returns what it has written to."""
+        """Return an operation's name, and whether it returns what it has written to."""
         found = self._names.get(id(func))
         if found is None:
             writes = schema_of(func).is_mutable and any(
@@ -261,7 +261,7 @@ class _Recorder(TorchDispatchMode):
         return results[0] if spec.is_leaf() else pytree.tree_unflatten(results, spec)
 
     def _value(self, of: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor that depends on no input, which libraries ask for (position ids)."""
+        """Return the value of a tensor that depends on no input, which libraries ask for (position ids)."""
         values: dict[torch.Tensor, Any] = _ByIdentity()
         todo = [of]
         if self._wrote:
@@ -357,7 +357,7 @@ class _Recorder(TorchDispatchMode):
         return found[0] if len(found) == 1 else tuple(found)
 
     def _ask(self, func: Any, args: Any, kwargs: Any) -> Answer:
-        """The forms of an operation's results, by torch's own rules."""
+        """Return the forms of an operation's results, by torch's own rules."""
         def fake(t: Any) -> Any:
             if not isinstance(t, torch.Tensor):
                 return t

@@ -165,7 +165,7 @@ class SideBySide:
         return _Place("number", self._row(tuple(row)))
 
     def _row(self, row: tuple[Any, ...]) -> int:
-        """The place of a number's row; those of floats are apart from those of integers."""
+        """Return the place of a number's row; those of floats are apart from those of integers."""
         written = repr(row)                 # 1.0 is no 1, and 0.0 not -0.0
         if written not in self._row_of:
             self._row_of[written] = len(self._rows)
@@ -208,7 +208,8 @@ class SideBySide:
     # -- at another size ------------------------------------------------------------------
 
     def at(self, numbers: Mapping[tuple[Any, ...], Number], new: Recording) -> Capture:
-        """The capture in which each row is the number that `numbers` says. Raises as `__init__` does."""
+        """Return the capture in which each row is the number that `numbers` says. Raises as `__init__`
+        does."""
         first = self.captures[0]
         if new.result.count != first.result.count:
             raise _Unknown("other results")

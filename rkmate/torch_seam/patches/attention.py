@@ -30,7 +30,7 @@ _ALLOWED: dict[Kernel, Callable[[], bool]] = {
 
 def kernel_of(gpu: GPU, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               mask: torch.Tensor | None, dropout_p: float) -> Kernel:
-    """The kernel that torch takes on a GPU, among those that the process allows."""
+    """Return the kernel that torch takes on a GPU, among those that the process allows."""
     order: tuple[Kernel, ...] = ("flash", "efficient", "math")
     if gpu.capability[0] in (9, 10):
         order = ("cudnn", *order)
@@ -101,7 +101,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask as the kernels take it: added, its rows aligned, for each head."""
+    """Return a mask as the kernels take it: added, its rows aligned, for each head."""
     if mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, torch.tensor(-math.inf, dtype=query.dtype, device=mask.device)) \
             .to(query.dtype)

@@ -94,7 +94,7 @@ def regions_marked() -> Iterator[None]:
 
 
 def region_of(node: fx.Node) -> int | None:
-    """The region that an operation of the forward was called in."""
+    """Return the region that an operation of the forward was called in."""
     number: int | None = annotation(node.meta, _KEY)
     return number
 

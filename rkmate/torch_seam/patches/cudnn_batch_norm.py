@@ -53,7 +53,8 @@ register((OwnOperator(
 
 
 def is_cudnns(*args: Any) -> bool:
-    """Whether eager mode gives a batch norm in training to cuDNN. `args`: as torch's operation takes them."""
+    """Return whether eager mode gives a batch norm in training to cuDNN. `args`: as torch's operation takes
+    them."""
     x, weight, bias, mean, var, _, _, eps = args
     if weight is None or devices.of(x).cpu_kernels:
         return False

@@ -65,7 +65,7 @@ def _stack(x: torch.Tensor, weights: Sequence[torch.Tensor], hx: torch.Tensor, c
 
 
 def is_cudnns(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether eager mode gives a stack to cuDNN. `tensors`: its states and weights."""
+    """Return whether eager mode gives a stack to cuDNN. `tensors`: its states and weights."""
     if devices.of(x).cpu_kernels or any(
             t.dtype != x.dtype or t.device != x.device or not t.numel() for t in (x, *tensors)):
         return False
@@ -103,7 +103,7 @@ def _pieces(of: _Stack) -> tuple[int, ...]:
 
 
 def whole_weights(of: _Stack, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The weights as the one tensor that cuDNN reads: the one that they are parts of, or a copy."""
+    """Return the weights as the one tensor that cuDNN reads: the one that they are parts of, or a copy."""
     places, count = _laid_out(of)
     first = weights[0]
     storage = first.untyped_storage()
@@ -205,7 +205,7 @@ register((
 
 def layers_of_cudnn(op: Any, x: torch.Tensor, hidden: Any, weights: Sequence[torch.Tensor], layers: int,
                     train: bool, bidirectional: bool, batch_first: bool) -> tuple[torch.Tensor, ...]:
-    """A stack without dropout: what `op`, torch's operation for it, returns."""
+    """Return a stack without dropout: what `op`, torch's operation for it, returns."""
     hx, cx = hidden if op is aten.lstm.input else (hidden, None)
     y, hy, cy, _ = torch.ops.rkmate.cudnn_rnn.default(
         x, list(weights), hx, cx, MODES[op], layers, batch_first, train, bidirectional)

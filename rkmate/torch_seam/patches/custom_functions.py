@@ -153,7 +153,7 @@ def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
 
 def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], context: tuple[Any, ...],
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of a forward that is not traced, as those of one operation."""
+    """Return the results of a forward that is not traced, as those of one operation."""
     mode: Any = proxy_tensor.get_proxy_mode()
     places = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor))
     others = tuple(None if i in places else a for i, a in enumerate(args))

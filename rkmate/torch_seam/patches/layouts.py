@@ -98,8 +98,8 @@ def _as_the_kernel(trace: Callable[..., Any], on_cpu: Layout | None, on_gpus: La
 
 def strides_of_view(shape: Sequence[int], stride: Sequence[int],
                     new: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides that ``view`` gives a tensor in a new shape, as torch's `computeStride` does; None where it
-    would have to copy, or there is no element.
+    """Return the strides that ``view`` gives a tensor in a new shape, as torch's `computeStride` does; None
+    where it would have to copy, or there is no element.
 
     Of a dimension of size one, any stride is right, and fake tensors give another one: but whether a tensor
     counts as channels-last hangs on it, and so which kernel runs.
@@ -136,7 +136,7 @@ def _as_views_are(trace: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ambiguous(value: Any) -> bool:
-    """Whether it is an image whose memory format hangs on the stride of a dimension of size one."""
+    """Return whether it is an image whose memory format hangs on the stride of a dimension of size one."""
     return isinstance(value, torch.Tensor) and value.dim() in (4, 5) and 1 in value.shape \
         and devices.of(value).cpu_kernels
 

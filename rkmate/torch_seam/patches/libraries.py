@@ -34,7 +34,7 @@ _ASKING_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad"
 
 
 def is_observer(hook: Any) -> bool:
-    """Whether a forward hook is a library's own, which computes nothing: it records outputs that the
+    """Return whether a forward hook is a library's own, which computes nothing: it records outputs that the
     forward asks for, or makes embeddings require a gradient, without which reentrant checkpointing has none.
 
     A model installs the first in its first forward, so they come and go without a change of meaning.
@@ -44,7 +44,7 @@ def is_observer(hook: Any) -> bool:
 
 
 def weight_made_by(hook: Any) -> str | None:
-    """The attribute that torch's own (old) normalisations and pruning compute before each forward."""
+    """Return the attribute that torch's own (old) normalisations and pruning compute before each forward."""
     if isinstance(hook, (WeightNorm, SpectralNorm)):
         return str(hook.name)
     return str(hook._tensor_name) if isinstance(hook, BasePruningMethod) else None
@@ -118,7 +118,7 @@ def _no() -> bool:
 
 
 def known_value(tensor: torch.Tensor) -> Any:
-    """The value, as nested lists, of a traced tensor that depends on no input; None when it does."""
+    """Return the value, as nested lists, of a traced tensor that depends on no input; None when it does."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return None

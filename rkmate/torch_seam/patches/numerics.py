@@ -137,7 +137,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """The kernel that keeps a mask of bytes, where its rounding is that of eager mode."""
+    """Return the kernel that keeps a mask of bytes, where its rounding is that of eager mode."""
     if not train or p == 0:
         return x.clone()
     if p == 1:
