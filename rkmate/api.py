@@ -169,8 +169,8 @@ def remove(model: _M) -> _M:
 
 
 def applied(model: nn.Module) -> PlannedModule | None:
-    """What shows the plan of a module that `apply` was called with: its ``.plan`` and ``.source``, as of what
-    `wrap` returns. None for other modules."""
+    """Return the module that shows the plan of `model` after `apply`: its ``.plan`` and ``.source``, like
+    those of a module that `wrap` returns. None for other modules."""
     check_model(model)
     call = planned_call_of(model)
     return None if call is None else call.latest
@@ -304,7 +304,7 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:
-    """``"auto"`` as a share of the device; other budgets as they are."""
+    """Return ``"auto"`` as a share of the device, and any other budget unchanged."""
     return device_share(model) if isinstance(budget, str) and budget == "auto" else budget
 
 

@@ -16,7 +16,7 @@ from rkmate.settings import OPTIONS, check_no_settings_of_wrap, chosen
 
 def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
             options: Mapping[str, Any] | None = None, **ignored: Any) -> Callable[..., Any]:
-    """Plans each graph that Dynamo captures, when it is first called with gradients.
+    """Plan each graph that Dynamo captures, when it is first called with gradients.
 
     The budget holds for each graph by itself, and so does what it may send away at once. Dynamo hands the
     parameters over as inputs, so their gradients leave together at the end of the graph's backward.
@@ -44,7 +44,7 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
 
 
 class _Planned:
-    """One captured graph: planned at the first call that records gradients."""
+    """A captured graph, planned at the first call that records gradients."""
 
     def __init__(self, graph: nn.Module, options: Mapping[str, Any]) -> None:
         self._graph = graph

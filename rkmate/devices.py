@@ -18,11 +18,11 @@ _TERA = 1e12
 _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
 """Bytes per second each way of sixteen lanes, by generation."""
 DISK_BYTES_PER_SECOND = 1e9
-"""Of an ordinary disk, each way while it goes both: where it is not measured."""
+"""Rate of an ordinary disk in each direction while it copies in both, if it is not measured."""
 DISK_SECONDS_PER_COPY = 1e-3
-"""What a copy to it, or from it, takes however small it is."""
+"""Seconds of a copy to or from such a disk, however small the copy is."""
 _LABELS = ("NVIDIA", "GeForce", "SXM", "SXM2", "GB", "32", "40", "80", "141")
-"""What is not the kind, in a name."""
+"""Parts of a device name that do not tell the kind."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Rates:
     """Of products of matrices, convolutions and attention, by type: ``float32``, ``bfloat16``, and ``tf32``
     for float32 where that is allowed. Other types: as operations that are no products."""
     seconds_per_call: float
-    """What an operation takes however small it is."""
+    """Seconds of an operation, however small it is."""
     host_bytes_per_second: float = 12e9
     """Between its memory and the host's, each way at once."""
 
     def seconds(self, arithmetic: float, moved: int) -> float:
-        """Of an operation: the greater of its arithmetic, in seconds, and of the bytes that it moves, and a
-        call."""
+        """Return the seconds of an operation: the larger one of its arithmetic (in seconds) and the time to
+        move its bytes, plus the time of a call."""
         return self.seconds_per_call + max(arithmetic, moved / self.bytes_per_second)
 
     def of_products(self, dtype: str, *, tf32: bool = False) -> float:
-        """Floating-point operations a second of products of a type. `tf32`: whether float32 may be cut to
-        19 bits."""
+        """Return the rate of products of a type, in floating-point operations per second. `tf32`: whether
+        float32 may be cut to 19 bits."""
         known = self.product_flops_per_second
         if tf32 and dtype == "float32" and "tf32" in known:
             return known["tf32"]
@@ -64,19 +64,19 @@ class GPU:
     """A GPU that is planned for without being there."""
 
     name: str
-    """As its maker calls it."""
+    """Name of the device, as its maker writes it."""
     memory_bytes: int
-    """What torch reports of it."""
+    """Bytes of memory that torch reports."""
     capability: tuple[int, int]
     """CUDA's compute capability: which kernels there are."""
     rates: Rates = field(repr=False)
-    """As published."""
+    """Published rates."""
     multiprocessors: int = field(repr=False)
     """How many there are: sums over many rows take temporary memory by it."""
     threads: int = field(default=2048, repr=False)
     """How many threads one of them holds."""
     launch_seconds: float = field(default=4e-6, repr=False)
-    """What it takes to start a kernel."""
+    """Seconds to start a kernel."""
     reached: float = field(default=0.7, repr=False)
     """The share of published rates that large operations come to."""
 
@@ -97,9 +97,9 @@ class GPU:
 
 def _gpu(name: str, gib: float, capability: tuple[int, int], multiprocessors: int, gigabytes: float,
          plain: float, half: float, *, tf32: float | None = None, threads: int = 2048, pcie: int = 4) -> GPU:
-    """`gigabytes`: a second. `plain`, `half`, `tf32`: Tflop/s of float32 on the ordinary cores, and of
-    products of float16 and of float32 numbers cut short. `pcie`: which generation is between it and the host,
-    of sixteen lanes."""
+    """Make a `GPU` from published figures. `gigabytes`: of memory bandwidth per second. `plain`, `half`,
+    `tf32`: Tflop/s of float32 on the ordinary cores, of products of float16, and of products of shortened
+    float32. `pcie`: generation of the link to the host, with sixteen lanes."""
     products = {"float32": plain, "float16": half}
     if tf32 is not None:
         products |= {"tf32": tf32, "bfloat16": half}
@@ -123,7 +123,7 @@ H200 = _gpu("NVIDIA H200 SXM 141 GB", 139.7, (9, 0), 132, 4800, 66.9, 989, tf32=
 NAMES: Mapping[str, GPU] = MappingProxyType({
     "t4": T4, "v100": V100, "a10g": A10G, "a100-40": A100_40, "a100": A100, "rtx3090": RTX_3090,
     "rtx4090": RTX_4090, "l4": L4, "l40s": L40S, "h100": H100, "h200": H200})
-"""What the command calls them."""
+"""GPUs by the names that the command uses."""
 
 
 def known(name: str) -> GPU | None:

@@ -57,10 +57,10 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a call makes of its options."""
+    """The merged options of a call."""
 
     settings: Settings
-    """All of them merged."""
+    """The settings, with the options of the call merged into them."""
     progress: bool
     loss_kwargs: Mapping[str, Any] | None = None
     """The value of an old keyword of calls that take a loss."""
@@ -132,7 +132,7 @@ def check_no_settings_of_wrap(settings: Settings, name: str) -> None:
 
 @functools.cache
 def parameters_of(call: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names that a call takes beside `Options`."""
+    """Return the names of the parameters that a call takes in addition to `Options`."""
     return tuple(p.name for p in inspect.signature(call).parameters.values()
                  if p.kind is not p.VAR_KEYWORD and p.name != "self")
 
@@ -161,7 +161,7 @@ class Moved:
     """A keyword that calls took in earlier versions."""
 
     place: str
-    """What to write instead."""
+    """The text to write instead."""
     put: Callable[[Settings, Any], Settings] | None = None
     """Puts its value into settings; None: the call itself knows what to do with it."""
     needs: str = ""

@@ -78,12 +78,13 @@ def elsewhere_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def budget_of(text: str) -> int | str:
-    """``1`` is a byte; ``0.5``, ``50%`` and ``1.5GB`` are text as `rkmate.wrap` takes it."""
+    """Return a budget from text: ``1`` is a byte; ``0.5``, ``50%`` and ``1.5GB`` stay text, which
+    `rkmate.wrap` takes."""
     return int(text) if text.isdecimal() else text
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Planning takes a while: a file that cannot be written is said before."""
+    """Raise `ArgumentError` for a file that cannot be written, before planning starts."""
     for name in ("file", "save", "source", "plot"):
         folder = Path(getattr(args, name, None) or ".").parent
         if not os.access(folder, os.W_OK):

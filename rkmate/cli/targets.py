@@ -70,7 +70,7 @@ class TargetError(ArgumentError):
         while here is not None and here.tb_frame.f_code.co_filename.startswith(_OURS):
             here = here.tb_next
         self.trace = "".join(traceback.format_exception(type(error), error, here))
-        """What Python says, from the first line of the user's code."""
+        """Python's traceback, from the first line of the user's code."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,8 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
 
 
 def interleaved(first: Step, second: Step, rounds: int) -> float:
-    """Median over rounds of the second's time over the first's, taken in turns."""
+    """Return the median, over rounds, of the second step's time relative to the first's; the steps take
+    turns."""
     ratios = []
     for k in range(rounds + 1):
         seconds = []

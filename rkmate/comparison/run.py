@@ -128,7 +128,8 @@ def _planned(solved: Solved, budgets: Sequence[Budget], methods: Sequence[Planne
 
 
 def _turns(methods: Sequence[Planner]) -> list[int]:
-    """Planners that ask others come after those, so that each pays for its own work."""
+    """Return the order in which planners run: a planner that asks others comes after them, so that each pays
+    for its own work."""
     places = list(PLANNERS)
     return sorted(range(len(methods)), key=lambda k: (asks(methods[k]), places.index(methods[k].name)))
 

@@ -28,7 +28,7 @@ _COLUMNS = (("method", 26), ("planning", 9), ("predicted peak", 15), ("measured 
 
 @dataclass(frozen=True)
 class Row:
-    """One method at one budget."""
+    """A method at one budget."""
 
     method: str
     """Name of a planner, or of a method from outside this package."""
@@ -216,7 +216,7 @@ _TOP = 100
 
 @dataclass(frozen=True)
 class Line:
-    """One method."""
+    """A method in the picture."""
 
     name: str
     predicted: tuple[tuple[int, float], ...]
@@ -259,5 +259,5 @@ def plot(lines: Sequence[Line], baseline_peak_bytes: int, title: str, path: str 
 
 
 def _in_axes(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """MiB, and extra time in %."""
+    """Return points in MiB and in percent of extra time."""
     return [(peak / _MIB, 100 * (ratio - 1)) for peak, ratio in points]

@@ -47,7 +47,7 @@ class PinnedPool:
         self.room.give(extents)
 
     def wait_for_readers(self) -> None:
-        """Copies out that are begun from now on may write to all room that was given back."""
+        """Let the copies out that begin from now on wait for all readers of the room that was given back."""
         with self._waiting:
             while self._read:
                 self.out.wait_event(self._read[0])
@@ -73,7 +73,7 @@ def _grow(slabs: list[torch.Tensor], extent: Extent) -> None:
 
 
 def pool_of(device: torch.device) -> PinnedPool:
-    """The one of a device."""
+    """Return the pinned memory of a device; one pool for each device."""
     with _lock:
         found = _pools.get(device)
         if found is None:
@@ -92,8 +92,8 @@ class HostEngine:
     place = "host"
 
     def __init__(self, device: torch.device, most_bytes: int | None = None, *, verify: bool = False) -> None:
-        """`most_bytes`: of the storages that its calls have away at once. `verify`: what comes back must have
-        the checksum of what went, for which the host waits."""
+        """`most_bytes`: of the storages that the engine's calls have away at once. `verify`: whether data
+        that comes back must have its original checksum, for which the host waits."""
         self.most_bytes, self._verify = most_bytes, verify
         self._device = device
         self._pool: PinnedPool | None = pool_of(device)
@@ -189,7 +189,7 @@ def _checksum(content: torch.Tensor) -> int:
 
 def ends_by_events(call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
                    compute: Callable[[], object]) -> tuple[float, float]:
-    """See `Device.ends_of`: two streams wait, beside the one that computes."""
+    """See `Device.ends_of`: two more streams wait, in addition to the one that computes."""
     start, ends = torch.cuda.Event(enable_timing=True), []
     start.record()
     begin()

@@ -59,8 +59,8 @@ _MADV_HUGEPAGE = 14
 
 
 def ask_for_huge_pages(address: int, size: int) -> None:
-    """Let memory that will be written to have huge pages, where whole ones fit into it. A wish: where the
-    system knows none, or has none left, there are small ones."""
+    """Request huge pages for memory that will be written, if whole huge pages fit into it. If the system has
+    none, it uses small pages."""
     page, advise = _system()
     if advise is None:
         return
@@ -109,20 +109,21 @@ _NAME = "rkmate-*-*.away"
 
 @dataclass(frozen=True, eq=False)
 class Abandoned:
-    """What a call had when it was collected in a thread that copies: it has to live until that is over."""
+    """Data of a call that the garbage collector found in a copying thread. It has to live until its copies
+    have ended."""
 
     transfers: list[Transfer]
     extents: list[Extent]
     memory: object
-    """What the threads may still read and write."""
+    """Memory that the threads may still read and write."""
 
 
 class AwayFile:
-    """One folder's file, with its threads; shared by all that send there. It is closed when nobody has it
-    any more, and at the end of the process."""
+    """A folder's file, with its threads, shared by all that send to the folder. It is closed when nothing
+    refers to it any more, and at the end of the process."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `OSError`: nothing can be written there."""
+        """Open the file. Raises `OSError` if nothing can be written to the folder."""
         self.folder = folder
         self._descriptor = _opened(folder)
         self._abandoned: deque[Abandoned] = deque()
@@ -136,7 +137,7 @@ class AwayFile:
         return self._descriptor.aligned
 
     def abandon(self, call: Abandoned) -> None:
-        """Of a call that was collected in one of the threads."""
+        """Keep the data of a call that was collected in one of the threads."""
         for transfer in call.transfers:
             transfer.given_up = True
         self._abandoned.append(call)
@@ -150,13 +151,13 @@ class AwayFile:
                 self.room.give(call.extents)
 
     def leave_to_parent(self) -> None:
-        """In a forked child."""
+        """Leave the file to the parent process; called in a forked child."""
         self.closing.detach()
         self._descriptor.close()
 
 
 def _reserve(descriptor: Descriptor, extent: Extent) -> None:
-    """Room on the disk: a full one says so now. Raises `OSError`."""
+    """Reserve room on the disk, so that a full disk raises now. Raises `OSError`."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -253,7 +254,7 @@ _warned: set[Path] = set()
 
 
 class _Resting(threading.local):
-    """What the thread that forks holds still."""
+    """Files whose threads are stopped while this thread forks."""
 
     files: tuple[AwayFile, ...] = ()
 
@@ -263,7 +264,7 @@ _resting = _Resting()
 
 @uninterrupted
 def _before_fork() -> None:
-    """The disk must not write memory while it is shared with a child."""
+    """Stop the threads: the disk must not write to memory that is shared with a child."""
     _lock.acquire()
     _resting.files += tuple(_files.values())
     for file in _resting.files:
@@ -303,9 +304,9 @@ class FolderEngine:
     buffer_bytes = BUFFER_BYTES
 
     def __init__(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> None:
-        """`most_bytes`: of the storages that its calls have away at once (in the file the end of each takes a
-        whole block of 4 KiB, and its begin another). `verify`: what comes back must have the checksum of what
-        went.
+        """`most_bytes`: of the storages that the engine's calls have away at once (in the file, the end of
+        each takes a whole block of 4 KiB, and its beginning another one). `verify`: whether data that comes
+        back must have its original checksum.
 
         Raises:
             ArgumentError: nothing can be written to the folder.
@@ -339,7 +340,7 @@ class FolderEngine:
 
 
 class _Part(NamedTuple):
-    """What is moved at a time."""
+    """Bytes that are moved together."""
 
     start: int
     """In the storage."""
@@ -440,8 +441,8 @@ class DiskCopies(CallCopies[_OnDisk]):
 
 
 def _parts(extents: list[Extent], size: int, before: int) -> Iterator[_Part]:
-    """A storage of `size` bytes: the `before` bytes before memory that the disk takes as it stands, whole
-    blocks of that, and what is left."""
+    """Yield the parts of a storage of `size` bytes: the `before` bytes that come before aligned memory, then
+    whole blocks, then the rest."""
     done = 0
     for extent in extents:
         offset, end = extent.offset, extent.offset + extent.size

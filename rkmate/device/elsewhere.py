@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class Elsewhere(Cuda):
-    """One GPU, of which only the published figures are here."""
+    """A GPU of another machine, known by its published figures."""
 
     def __init__(self, gpu: GPU, taken: int = 0) -> None:
-        """`taken`: bytes of its memory that parameters, buffers and gradients have."""
+        """`taken`: bytes of the GPU's memory that parameters, buffers and gradients take."""
         super().__init__(torch.device("cuda", 0))
         self.gpu = self.elsewhere = gpu
         self._taken = taken
@@ -55,7 +55,7 @@ class Elsewhere(Cuda):
         self._refuse()
 
     def synchronize(self) -> None:
-        """Nothing runs there."""
+        """Do nothing: nothing runs there."""
 
     def generator(self) -> torch.Generator:
         return torch.default_generator
@@ -74,8 +74,8 @@ class Elsewhere(Cuda):
 
 @contextmanager
 def planning_for(gpu: GPU, places: Collection[torch.device], taken: int = 0) -> Iterator[None]:
-    """Inside, in the whole process, tensors that are where a model is (on the CPU, unless it has none), or on
-    CUDA, count as being on a GPU that is not here. Raises `ArgumentError`."""
+    """Plan for a GPU of another machine inside the context. In the whole process, tensors on the model's
+    device (the CPU by default) or on CUDA then count as being on that GPU. Raises `ArgumentError`."""
     kinds = {place.type for place in places} or {"cpu"}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
         raise ArgumentError(f"device is {gpu.name}, for which a model is planned that is on the CPU, on the "

@@ -70,7 +70,7 @@ def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:
 
 @contextmanager
 def tracking() -> Iterator[None]:
-    """Inside, torch's CPU allocator remembers the size of every block that it allocates.
+    """Let torch's CPU allocator remember the size of every block that it allocates inside the context.
 
     A block allocated inside and freed within a later `measure_peak` call, also inside, is then
     subtracted. Costs about a microsecond for each allocation. May be nested.
@@ -104,7 +104,7 @@ _measuring = threading.Lock()
 
 @contextmanager
 def profiling() -> Iterator[Any]:
-    """A profiler of memory events; its results can be read after it."""
+    """Profile memory events inside the context. Read the yielded profiler after the context."""
     if not _measuring.acquire(blocking=False):
         raise MeterError("memory is being measured already: measurements cannot be nested, and one "
                          "thread at a time can measure")

@@ -41,7 +41,7 @@ class Form:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a new tensor."""
+    """Return the strides of a new tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -35,10 +35,10 @@ from rkmate.torch_seam.versions import GROUPS, is_off, release, why_off
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
                    r"(?: by \[(?P<strides>[\d, ]*)\])?")
 _COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-"""What inductor runs, unless the environment says `CXX`."""
+"""Compiler that inductor runs, unless the environment sets `CXX`."""
 _lock = threading.RLock()
 _known: weakref.WeakValueDictionary[Any, Fused] = weakref.WeakValueDictionary()
-"""Those that some plan holds, or that were made lately."""
+"""Groups that some plan holds, or that were made recently."""
 TOLD = 1 << 20
 """Bytes that are copied for a call without a word, because they lie otherwise than in the trace: the gradient
 of an output that is a view may."""
@@ -114,7 +114,8 @@ def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
 
 
 def _text(function: Callable[..., Any], forms: Sequence[str]) -> tuple[Any, ...]:
-    """What tells a function of tensors of these forms from others, and how it is compiled now."""
+    """Return what distinguishes a function of tensors of these forms from others, including how it would be
+    compiled now."""
     code: types.CodeType = function.__code__
     # Numbers that Python has written take torch's default type.
     return (tuple(forms), torch.get_num_threads(), str(torch.get_default_dtype()),
@@ -152,7 +153,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def version() -> str:
-    """What compiles, as plans carry it."""
+    """Return the name of the compiler, as plans record it."""
     return f"inductor of torch {torch.__version__}"
 
 
@@ -167,7 +168,7 @@ def _read(form: str) -> tuple[torch.dtype, str, list[int], list[int]]:
 
 
 def _as(value: torch.Tensor, form: str) -> torch.Tensor:
-    """A tensor in the strides of a form."""
+    """Return a tensor in the strides of a form, copied if necessary."""
     if _is_as(value, form):
         return value
     _, _, shape, strides = _read(form)

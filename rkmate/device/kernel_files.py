@@ -115,7 +115,7 @@ def _folder() -> Path:
 
 @functools.cache
 def _names() -> dict[str, Any]:
-    """What a generated function may name beside its kernels."""
+    """Return the names that a generated function may use in addition to its kernels."""
     return {"torch": torch, "aten": torch.ops.aten, "math": math, "inf": math.inf, "nan": math.nan,
             "device": torch.device, "empty_strided": torch.empty_strided,
             **compiler.names_in_generated_code()}

@@ -44,7 +44,8 @@ def load(text: str, filename: str) -> dict[str, Any]:
 
 
 def quickest(function: Any) -> Any:
-    """What an operator calls, where it is one: the function itself takes less time than its call."""
+    """Return the function that an operator calls, if it is one function: calling it directly takes less
+    time."""
     if not isinstance(function, OpOverload):
         return function
     record = record_of(function)

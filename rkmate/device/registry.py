@@ -1,4 +1,4 @@
-"""Which device a tensor is on, or a name means."""
+"""Find the device of a tensor, or the device with a name."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _kinds() -> str:
 
 
 def common(tensors: Iterable[torch.Tensor]) -> Device:
-    """The one device that a computation over tensors is planned for: an accelerator, if some are on
-    one (scalars and tables may stay on the CPU), else the CPU.
+    """Return the one device that a computation over tensors is planned for: an accelerator, if some tensors
+    are on one (scalars and tables may stay on the CPU), else the CPU.
 
     Raises:
         ArgumentError: as `of`; or the tensors are on several accelerators.
@@ -68,13 +68,15 @@ def in_use() -> tuple[Device, ...]:
 
 
 def autocast_kinds(devices: Iterable[torch.device]) -> frozenset[str]:
-    """What `torch.autocast` calls devices, those without an implementation too."""
+    """Return the names that `torch.autocast` uses for devices, including devices without an
+    implementation."""
     return frozenset(d.type for d in devices)
 
 
 @contextmanager
 def standing_in(kind: str, device: Device) -> Iterator[None]:
-    """Inside, in the whole process, tensors of this kind of device count as being on `device`."""
+    """Let tensors of this kind of device count as being on `device`, inside the context and in the whole
+    process."""
     before = _KINDS[kind]
     _made.clear()
     _KINDS[kind] = lambda _: device

@@ -21,8 +21,8 @@ class OwnStatistics(Statistics, Protocol):
 
 
 def measured(statistics: OwnStatistics, run: Callable[[], Peak[T]]) -> Peak[T]:
-    """What `run` returns, with the peak and the net that the allocator counts. The device must be
-    idle before it and after it. Resets the allocator's peak."""
+    """Return the result of `run`, with the peak and the net that the allocator counts. The device must be
+    idle before and after it. Resets the allocator's peak."""
     before = statistics.allocated()
     statistics.reset_peak()
     found = run()
@@ -34,7 +34,7 @@ class StatisticsMeter:
 
     def __init__(self, statistics: OwnStatistics,
                  running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        """`running`: entered around the whole run."""
+        """`running`: a context that is entered around the whole run."""
         self._statistics = statistics
         self._peaks: dict[int, int] = {}
         self.running = running

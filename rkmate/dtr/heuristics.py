@@ -45,11 +45,11 @@ class Ratio:
     name: str
 
     def parts(self, node: Node, around: int, clock: int) -> tuple[float, float]:
-        """Numerator and denominator for one storage; ``around`` is its neighbourhood's cost."""
+        """Return numerator and denominator for one storage. ``around``: the cost of its neighbourhood."""
         raise NotImplementedError
 
     def columns(self, columns: Columns, rows: Rows, clock: int) -> tuple[Values, Values]:
-        """Numerators and denominators for ``rows``."""
+        """Return numerators and denominators for ``rows``."""
         raise NotImplementedError
 
     def choose(self, pool: Pool, columns: Columns, clock: int) -> Pick:

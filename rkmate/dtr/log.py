@@ -19,7 +19,7 @@ CONSTANT = "constant"
 
 @dataclass(frozen=True, slots=True)
 class LoggedOperation:
-    """One operation: pure, each result a tensor of its own."""
+    """A logged operation: pure, and each result is a separate tensor."""
 
     name: str
     arguments: tuple[int, ...]
@@ -42,7 +42,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Retain:
-    """One more reference to a tensor; with ``pin``, it must be in memory from here on."""
+    """Add a reference to a tensor; with ``pin``, the tensor must be in memory from here on."""
 
     tensor: int
     pin: bool
@@ -50,14 +50,14 @@ class Retain:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One reference less to a tensor."""
+    """Remove a reference to a tensor."""
 
     tensor: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a log describes."""
+    """The content of a log."""
 
     steps: list[Compute | Retain | Release]
     names: list[str]

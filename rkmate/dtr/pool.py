@@ -135,7 +135,7 @@ class Pick(NamedTuple):
 
     row: int
     tied: bool
-    """Another candidate had the same score, so that the order of the pool decided."""
+    """Whether another candidate had an equal score, so that the order of the pool decided."""
     scanned: int
     """Candidates whose score a scan of the pool in order would have read."""
 

@@ -16,7 +16,7 @@ Status = Literal["ok", "OOM", "thrash"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a replay came to."""
+    """Result of a replay."""
 
     heuristic: str
     budget: int

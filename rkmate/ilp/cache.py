@@ -31,7 +31,7 @@ FORMAT = 1
 
 
 def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:
-    """Hash of all that the options of a block depend on, but for names and times."""
+    """Hash everything that the options of a block depend on, except names and times."""
     try:
         package = version("rkmate")
     except PackageNotFoundError:   # run from a source tree that was never installed
@@ -125,7 +125,8 @@ class OptionCache:
 
 
 def _order(graph: CDGraph, order: Any) -> tuple[int, ...]:
-    """Return a backward order from an entry. Raises `ValueError` when it is none of this graph."""
+    """Return a backward order from an entry. Raises `ValueError` if the order does not belong to this
+    graph."""
     if any(type(i) is not int or not 0 <= i < len(graph.c) for i in order):
         raise ValueError("a node that the graph does not have")
     if [i for i in order if i >= graph.loss] != list(graph.backward):

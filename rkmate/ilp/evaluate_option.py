@@ -41,6 +41,6 @@ def evaluate_option(graph: CDGraph, backward: Sequence[int]) -> Option:
 
 
 def without_waste(graph: CDGraph, backward: Sequence[int]) -> tuple[int, ...]:
-    """`backward` less the recomputations that nothing reads before they are made anew."""
+    """Return `backward` without the recomputations that nothing reads before they are made anew."""
     lean = recompute.without_waste(graph, (*graph.forward, *backward), graph.loss)
     return tuple(lean.order[lean.loss_at:])

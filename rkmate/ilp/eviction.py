@@ -1,4 +1,5 @@
-"""Lower peaks without a solver: while an order needs too much, carry one thing less past its peak.
+"""Lower peaks without a solver: as long as an order needs too much memory, carry one value less past its
+peak.
 
 For blocks that are too large for the integer program, or that it has no time for. Where the greedy
 orders of `heuristic` choose what is saved at the loss, this chooses what is let go in between.
@@ -23,7 +24,7 @@ STARTS = 12
 
 @dataclass
 class _Carried:
-    """What may be saved, and what is let go before which stage."""
+    """Values that may be saved, and values that are freed before a stage."""
 
     stages: BlockStages
     keep: Collection[int]
@@ -57,7 +58,8 @@ class _Carried:
 
 
 def evictions(stages: BlockStages, keep: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """Backward orders of lower and lower peak, from the one that saves `keep` and carries all.
+    """Yield backward orders with lower and lower peaks, beginning with the order that saves `keep` and
+    carries everything.
 
     At each order's peak, the data that costs least time per byte to make again is let go, among
     what the computation at the peak does not touch and only a later stage reads.
@@ -84,7 +86,7 @@ def evictions(stages: BlockStages, keep: Collection[int]) -> Iterator[tuple[int,
 
 
 def candidates(stages: BlockStages) -> Iterator[tuple[int, ...]]:
-    """Backward orders that are worth judging, the cheap ones first."""
+    """Yield backward orders that are worth simulating, the cheap ones first."""
     sets = []
     for keep in greedy_sets(stages):
         sets.append(keep)
@@ -126,7 +128,8 @@ def _peak(stages: BlockStages, order: tuple[int, ...]) -> tuple[int, int | None,
 def _victim(stages: BlockStages, idle: set[int], stage: int, order: tuple[int, ...],
             stage_of: list[int], found: list[set[int]], *,
             is_stage_node: bool) -> tuple[int, int] | None:
-    """(Stage, data): what to let go before which stage; None when there is nothing."""
+    """Return the value to free and the stage before which it is freed, as (stage, value); None if there is
+    none."""
     graph = stages.graph
     first_read: dict[int, int] = {}
     for k in range(len(order) - 1, -1, -1):

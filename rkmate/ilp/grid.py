@@ -26,8 +26,8 @@ HEURISTIC_SHARE = 0.4
 MODEL_ENTRIES = 400_000
 """Programs with more coefficients than this are not built: seconds would not be enough."""
 PATIENCE = 3
-"""After so many solves in a row that ran out of time and found nothing new, the block is too hard
-for the program."""
+"""After this number of solves in a row that ran out of time and found nothing new, the block is too hard for
+the program."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BlockSolution:
 
 @dataclass(frozen=True)
 class OptionSet:
-    """What the option stage knows of one block."""
+    """Result of the option stage for one block."""
 
     options: tuple[Option, ...]
     """Fastest first; none beaten by another in time, saved bytes and both peaks. Never empty: the
@@ -174,8 +174,8 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
 
 
 def lean_options(graph: CDGraph) -> OptionSet:
-    """Options that need no solver and no time: all is kept, or nothing, and what is made again goes at
-    once or stays until its last use."""
+    """Return the options that need no solver and no time: everything is kept, or nothing; recomputed values
+    are freed at once or stay until their last use."""
     stages = split_stages(graph)
     orders = [graph.backward] if not stages.stages else [
         graph.backward, keep_nothing(stages),
@@ -193,8 +193,8 @@ def _gained(solution: BlockSolution, known: Option | None, tolerance: float) -> 
 
 
 def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[int, int]]:
-    """Pairs (M_peak, M_save) in bytes, loosest first: the answer to a loose pair often answers
-    tighter ones as well."""
+    """Return pairs (M_peak, M_save) in bytes, the loosest first: the answer to a loose pair often answers
+    tighter pairs, too."""
     rows, columns = grid
     top = max(peak(save_all), lowest)
     peaks = [lowest + (top - lowest) * k // max(1, rows - 1) for k in range(rows - 1)] + [top]
@@ -206,7 +206,7 @@ def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[
 
 
 def coarse_to_fine(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same pairs, every other one before those between them, and so on."""
+    """Return the pairs in another order: first every other pair, then the pairs between them, and so on."""
     if len(pairs) < 3:
         return pairs
     return coarse_to_fine(pairs[::2]) + pairs[1::2]

@@ -49,7 +49,7 @@ _NO_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver says."""
+    """Result of a solver."""
 
     status: Status
     values: dict[str, float] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Highs:
     """A program inside HiGHS, on one thread, so that several can be solved side by side."""
 
     def __init__(self, program: Rows, stop: threading.Event | None = None) -> None:
-        """`stop`: ends a solve early when somebody sets it, as if its time were over."""
+        """Pass a program to the solver. `stop`: set it to end a solve early, as if its time were over."""
         import highspy
 
         self._highs: Any = highspy.Highs()

@@ -1,4 +1,4 @@
-"""What is known about a block while its grid of budgets is solved: options found, bounds proven.
+"""Results for a block while its grid of budgets is solved: options found, bounds proven.
 
 The optimal time falls as either budget grows. So a bound proven for one pair of budgets holds for
 every tighter pair, and an option answers every pair that it fits into: most of the grid never

@@ -26,7 +26,7 @@ _Set = frozenset[int]
 
 def partial_saves(graphs: Sequence[CDGraph], options: Sequence[Sequence[Option]],
            count: int) -> list[tuple[PartialSave, ...]]:
-    """Per class of blocks its partial saves, as many for all classes, `count` at most.
+    """Return the partial saves of each class of blocks: the same number for all classes, at most `count`.
 
     `graphs`, `options`: of each class. Saves of one index are those that pay at one price of memory.
     """
@@ -121,8 +121,8 @@ def _forward(graph: CDGraph, kept: _Set, wanted: Iterable[int]) -> list[int]:
 
 
 def _backward(graph: CDGraph, backward: Sequence[int], kept: _Set) -> tuple[list[int], set[int]]:
-    """A backward's nodes less the recomputations that nothing reads where `kept` is in memory, and the
-    D nodes that it finds saved, beside those."""
+    """Return a backward's nodes without the recomputations that nothing reads if `kept` is in memory, and the
+    other D nodes that the backward finds saved."""
     lean = without_waste(graph, (*graph.forward, *backward), graph.loss, kept)
     return lean.order[lean.loss_at:], lean.carried
 
@@ -163,7 +163,7 @@ def _order(graph: CDGraph, option: Option, kept: _Set) -> tuple[tuple[int, ...],
 
 
 def _option(graph: CDGraph, there: tuple[int, ...], back: tuple[int, ...], kept: _Set) -> Option:
-    """What it costs to run these nodes in the forward and in the backward."""
+    """Return the option that runs these nodes in the forward and in the backward, with its costs."""
     nodes = sorted({*there, *back})
     new = {i: k for k, i in enumerate(nodes)}
     part = _part(graph, nodes, kept, graph.outputs)

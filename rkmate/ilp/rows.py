@@ -44,7 +44,7 @@ class Rows:
         return len(self._lower) - 1
 
     def at_least(self, least: float, plus: Iterable[int], minus: Iterable[int] = ()) -> None:
-        """The sum of some variables without the others: no less than a number."""
+        """Add a row: the sum of some variables minus the sum of others is at least `least`."""
         for sign, columns in ((1.0, plus), (-1.0, minus)):
             for k in columns:
                 self._index.append(k)

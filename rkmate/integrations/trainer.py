@@ -62,7 +62,7 @@ class _BudgetCallback:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The model is the user's again, however the training ended."""
+        """Remove the budget, however the training ended."""
         if self._model is not None:
             remove(self._model)
             self._model = None
@@ -74,8 +74,9 @@ class _BudgetCallback:
 
     @property
     def measured_bytes(self) -> int | None:
-        """What the first planned step took above what stood before it, new parameter gradients included.
-        None before it is over, and on devices that do not count what they allocate (the CPU)."""
+        """Bytes that the first planned step took on top of the memory before it, including new parameter
+        gradients. None before the step has ended, and on devices that do not count their allocations (the
+        CPU)."""
         return self._first.peak if self._first is not None else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
@@ -92,15 +93,15 @@ class _BudgetCallback:
             call.as_tensors = ("num_items_in_batch",)      # another one in each step
 
     def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """After a batch without an optimizer step: see what was planned."""
+        """Log what was planned, after a batch without an optimizer step."""
         self._look(state, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """After an optimizer step: see what was planned."""
+        """Log what was planned, after an optimizer step."""
         self._look(state, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """The model is the user's again."""
+        """Remove the budget, and log the measured bytes."""
         if self.measured_bytes is not None and state.is_world_process_zero:
             logger.warning("the first planned step took %s bytes, new parameter gradients included",
                            f"{self.measured_bytes:,}")

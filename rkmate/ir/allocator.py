@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 ROUNDING = 512
-"""Blocks are multiples of so many bytes."""
+"""Blocks are multiples of this number of bytes."""
 SMALL = MIB
 """The largest request of the small pool; and in the large one, a rest up to it is not split off."""
 SMALL_SEGMENT = 2 * MIB
@@ -81,8 +81,8 @@ class CachingAllocator:
     """Hands out blocks as torch does, and counts what it takes from the device for that."""
 
     def __init__(self, *, expandable: bool = False, segments: Iterable[Segment] = ()) -> None:
-        """`expandable`: with expandable segments: a pool has one segment, which grows at its end.
-        `segments`: what it holds at the start."""
+        """`expandable`: whether segments are expandable: then a pool has one segment, which grows at its end.
+        `segments`: the allocator's segments at the start."""
         self.expandable = expandable
         self.reserved = 0
         """Of all segments."""
@@ -129,8 +129,9 @@ class CachingAllocator:
         pool.add(block)
 
     def again(self, *, expandable: bool | None = None) -> CachingAllocator:
-        """Another one in the state that this one began in; or in the one that it would have begun in with or
-        without expandable segments, had its blocks been asked for one after the other."""
+        """Return another allocator in this one's initial state. With a value for `expandable`: in the state
+        that this one would have begun in with or without expandable segments, if its blocks had been
+        requested one after another."""
         if expandable is None or expandable == self.expandable:
             return CachingAllocator(expandable=self.expandable, segments=self._began_with)
         result = CachingAllocator(expandable=expandable)
@@ -142,7 +143,7 @@ class CachingAllocator:
         return result
 
     def free_bytes(self) -> int:
-        """Of what is reserved."""
+        """Return the bytes of free blocks in reserved memory."""
         return sum(size for pool in self._pools.values() for size, _ in pool.free)
 
     def _best(self, pool: _Pool, size: int) -> Block | None:

@@ -26,15 +26,16 @@ class ForwardPlain(NamedTuple):
 
     block: int
     save_index: int | None = None
-    """Which of `Block.partial_saves` is in memory already; None: nothing. Here and below."""
+    """Index in `Block.partial_saves` of the save that is in memory already; None: none. So in the operations
+    below."""
 
 
 class ForwardSaving(NamedTuple):
-    """Run a block's forward and keep, beside its outputs, what makes later runs cheaper."""
+    """Run a block's forward, and keep its outputs together with data that makes later runs cheaper."""
 
     block: int
     save_index: int
-    """Which of `Block.partial_saves` stays, until the block's backward."""
+    """Index in `Block.partial_saves` of the save that stays until the block's backward."""
 
 
 class Forward(NamedTuple):
@@ -58,7 +59,7 @@ Op = ForwardPlain | ForwardSaving | Forward | Backward
 
 @dataclass(frozen=True)
 class Option:
-    """One way of running a block: a solution of the block's own problem."""
+    """A way to run a block: a solution of the block's own problem."""
 
     forward: tuple[int, ...]
     """Local C nodes that run in the forward, in order."""
@@ -78,7 +79,7 @@ class Option:
 
 @dataclass(frozen=True)
 class PartialSave:
-    """What may stay of a block from its first forward on, and what that makes of the later runs.
+    """Data that may stay from a block's first forward on, and how later runs use it.
 
     Rockmate, section 3.4, names what is lost without it (its second sub-optimality): forwards that
     run several times save nothing for one another.
@@ -98,7 +99,7 @@ class PartialSave:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the chain."""
+    """A block of the chain."""
 
     forward_seconds: float
     """Time of the plain forward, which saves nothing."""
@@ -109,7 +110,8 @@ class Block:
     """Gradients that are alive during the block's backward, but that it neither reads nor writes
     (those of tensors that pass by the block); they are no part of an option's peaks."""
     partial_saves: tuple[PartialSave, ...] = ()
-    """What may stay of the block; as many for all blocks of a chain, whose saves of one index go together."""
+    """Data that may stay from the block. All blocks of a chain have the same number of saves; those of one
+    index are used together."""
 
     def with_partial_save(self, index: int | None) -> Block:
         """Return the block where one of its partial saves is in memory."""
@@ -205,7 +207,7 @@ class Chain:
         return option.forward_seconds if isinstance(op, Forward) else option.backward_seconds
 
     def nodes(self, op: Op) -> tuple[int, ...] | None:
-        """Local C nodes that an operation runs, in order; None: the block's whole forward."""
+        """Return the local C nodes that an operation runs, in order; None: the block's whole forward."""
         if isinstance(op, ForwardSaving):
             return None
         block = self.blocks[op.block]

@@ -60,9 +60,9 @@ def gradient_memory(graph: CDGraph) -> GradientMemory:
 
 
 def least_memory(graph: CDGraph, pinned: Iterable[int] = ()) -> int:
-    """Return the bytes that every schedule takes at least that runs each backward computation once, in the
-    graph's order, and sends nothing away, whatever operations take besides what they read and make.
-    `pinned`: D nodes that the user holds.
+    """Return a lower bound, in bytes, for all schedules that run each backward computation once, in the
+    graph's order, and send nothing away. Temporaries of operations are not counted. `pinned`: D nodes that
+    the user holds.
 
     While a backward computation runs, there are the gradients that are still read, what it reads of the
     forward, its results and its temporaries. A result takes the place of a gradient that dies there, or of

@@ -22,11 +22,11 @@ class Link:
     out_bytes_per_second: float
     in_bytes_per_second: float
     seconds_per_copy: float = 0.0
-    """What a copy takes however small it is."""
+    """Seconds of a copy, however small it is."""
     buffer_bytes: int = 0
     """Memory of the device that copying takes, from the start of a step to its end."""
     most_bytes: int | None = None
-    """That may be away at once; None: as many as there is room for."""
+    """Bytes that may be away at once; None: no limit except the free space."""
     place: str = ""
     """Where it leads: ``"host"``, or a folder."""
     computing_seconds_per_byte: float = 0.0
@@ -34,20 +34,21 @@ class Link:
     it: pages are found and cleared, caches shared."""
 
     def seconds_out(self, size: int) -> float:
-        """Of one copy out of `size` bytes."""
+        """Return the seconds of one copy out of `size` bytes."""
         return self.seconds_per_copy + size / self.out_bytes_per_second
 
     def seconds_in(self, size: int) -> float:
-        """Of one copy back."""
+        """Return the seconds of one copy back of `size` bytes."""
         return self.seconds_per_copy + size / self.in_bytes_per_second
 
     def content(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the link as a JSON object."""
         return {k: v for k, v in vars(self).items() if v is not None}
 
 
 def read_link(content: Any) -> Link | None:
-    """The opposite of `Link.content`; None of None. Raises `TypeError` or `ValueError` for what is none."""
+    """Inverse of `Link.content`; None for None. Raises `TypeError` or `ValueError` if the content is
+    invalid."""
     if content is None:
         return None
     link = Link(**content)
@@ -77,7 +78,7 @@ class Clocks:
         self._arrives: dict[int, float] = {}
 
     def compute(self, seconds: float) -> None:
-        """A computation that has its inputs."""
+        """Run a computation whose inputs are in memory."""
         self.now += seconds
 
     def copy_out(self, d: int, size: int) -> None:

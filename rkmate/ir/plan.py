@@ -40,7 +40,7 @@ class Origin:
 
 
 def read_origin(content: Mapping[str, Any] | None) -> Origin | None:
-    """The opposite of `Origin.content`; None of None. Raises `KeyError`, `TypeError` or `ValueError`."""
+    """Inverse of `Origin.content`; None for None. Raises `KeyError`, `TypeError` or `ValueError`."""
     if content is None:
         return None
     return Origin(str(content["model"]), int(content["parameters"]), int(content["trained"]),
@@ -58,7 +58,7 @@ Saved = TypeVar("Saved", bound="PlanData")
 
 @dataclass(frozen=True)
 class BlockInfo:
-    """One block of the chain."""
+    """Description of a block of the chain."""
 
     label: str
     """Class of the block: identical blocks have the same label."""
@@ -72,7 +72,7 @@ class BlockInfo:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a block in the schedule."""
+    """A run of a block in the schedule."""
 
     block: int
     phase: str
@@ -110,7 +110,7 @@ class PlanData:
     fingerprint: str
     """Fingerprint of the model's graph: a plan serves every model with the same fingerprint."""
     costs: tuple[Cost, ...]
-    """One cost per C node."""
+    """Costs of the C nodes."""
     graph: GraphSummary = field(repr=False)
     """Summary of the graph that the schedule runs over, for pictures and tables."""
     note: str = ""

@@ -1,5 +1,5 @@
-"""What must run again to have something, what runs again for nothing, and what regions under checkpointing
-run again."""
+"""Find the computations that must run again to have some values, that run again for nothing, and that regions
+under checkpointing run again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LeanOrder(NamedTuple):
 
 def without_waste(graph: CDGraph, order: Sequence[int], loss_at: int,
                   available: Iterable[int] = ()) -> LeanOrder:
-    """An order less the repeated computations none of whose outputs is read before it is made anew.
+    """Return an order without repeated computations none of whose outputs is read before it is made anew.
 
     First runs stay, whatever reads them. `available`: D nodes that are in memory all the time.
     """
@@ -98,7 +98,7 @@ def checkpointed(graph: CDGraph, region: Sequence[int | None], pinned: Iterable[
 
 
 def _inside(graph: CDGraph, region: Sequence[int | None], pinned: frozenset[int]) -> dict[int, int]:
-    """D nodes that the forward makes in a region and reads nowhere else, with that region."""
+    """Return the D nodes that the forward makes in a region and reads nowhere else, with that region."""
     readers: dict[int, set[int | None]] = {}
     for i, node in enumerate(graph.c[:graph.loss]):
         for j in node.inputs:

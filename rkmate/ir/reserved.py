@@ -1,4 +1,4 @@
-"""What torch's caching allocator takes from the device for a training loop that follows a schedule.
+"""Device memory that torch's caching allocator takes for a training loop that follows a schedule.
 
 The loop is replayed through a model of the allocator: its tensors come and go in the schedule's order, and
 beside them batches, gradients and the optimizer's states, which are made when the first step's values have
@@ -18,7 +18,7 @@ from rkmate.ir.simulate import LOSS_SCALARS, buffers_of
 
 @dataclass(frozen=True)
 class Beside:
-    """What a loop has beside its steps: bytes of each tensor."""
+    """Tensors of a loop that are not part of its steps: bytes of each tensor."""
 
     batch: tuple[int, ...] = ()
     """The next one is there before the last one goes."""
@@ -27,14 +27,14 @@ class Beside:
     states: tuple[int, ...] = ()
     """The optimizer's: made after the first step, kept."""
     updates: tuple[int, ...] = ()
-    """What the optimizer takes for a moment, in every update."""
+    """Tensors that the optimizer holds for a moment, in every update."""
 
 
 def reserved_bytes(allocator: CachingAllocator, graph: CDGraph, schedule: Schedule,
                    beside: Beside = Beside(), *, calls: int = 1, reserve_at_loss: int = 0,
                    updates: int = 3) -> int:
-    """Return bytes that the allocator has from the device, at most, in so many updates of the parameters. In
-    the last but one of them, gradients of two steps are added up. Leaves the allocator as it is then.
+    """Return the most bytes that the allocator takes from the device in `updates` updates of the parameters.
+    In the last but one of them, gradients of two steps are added up. Leaves the allocator in the final state.
 
     `calls`, `reserve_at_loss`: as of a plan. Raises `KeyError` for a schedule that the simulator refuses.
     """

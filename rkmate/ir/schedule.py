@@ -101,7 +101,7 @@ class Schedule:
         return frozenset(s.d for s in self.steps if isinstance(s, CopyOut))
 
     def recomputed(self) -> dict[int, int]:
-        """How many times each C node runs again (only those that do)."""
+        """Return how many times each C node runs again (only the nodes that do)."""
         counts: dict[int, int] = {}
         for i in self.order:
             counts[i] = counts.get(i, 0) + 1
@@ -149,7 +149,8 @@ def freed_after(steps: Sequence[Step], k: int) -> set[int]:
 
 
 def save_all(graph: CDGraph) -> Schedule:
-    """Every computation once, in the graph's order: nothing is freed that is needed again."""
+    """Return the schedule that runs every computation once, in the graph's order, and frees nothing that is
+    needed again."""
     return from_order(graph, range(len(graph.c)), graph.loss)
 
 

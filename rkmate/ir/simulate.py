@@ -30,7 +30,7 @@ LOSS_SCALARS = 512
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs."""
+    """Cost of a schedule."""
 
     peak: int
     """Greatest number of bytes alive at once, temporaries included."""
@@ -174,7 +174,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
 
 
 class Residency:
-    """What is away, and what is being copied. Checks each step of it; raises `ScheduleError`."""
+    """Data that is away or being copied. Checks each step; raises `ScheduleError`."""
 
     def __init__(self, graph: CDGraph, pinned: Collection[int]) -> None:
         self.graph = graph

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def analytic_costs(partition: Partition) -> dict[int, Cost]:
-    """C node -> its cost: the greater of arithmetic and memory traffic, plus a call."""
+    """Return the cost of each C node: the larger one of arithmetic and memory traffic, plus a call."""
     alternatives = partition.program.alternatives
     costs: dict[int, Cost] = {}
     for i, node in enumerate(partition.program.operation):
@@ -53,12 +53,12 @@ def bytes_moved(node: fx.Node) -> int:
 
 
 def _rates(node: fx.Node) -> Rates:
-    """Of the device that an operation runs on."""
+    """Return the rates of the device that an operation runs on."""
     return devices.common(_tensors([n.meta[VALUE] for n in (node, *node.all_input_nodes)])).rates
 
 
 def _seconds_of_tiles(tiled: Tiled) -> float:
-    """Of all tiles; each adds to the sums where they stand, and so reads them."""
+    """Return the seconds of all tiles. Each tile adds to the sums in place, and so reads them."""
     each = sum(_seconds(n) for n in tiled.graph.nodes if n.op == "call_function" and not is_view(n)
                and n.target is not operator.getitem)
     inside = next(n for n in tiled.graph.nodes if n.op == "call_function")

@@ -1,4 +1,4 @@
-"""How fast a device's data goes away and comes back: both ways at once, while the device computes.
+"""Measure how fast a device's data goes away and comes back: both ways at once, while the device computes.
 
 It is measured with an engine like the one that will do it (but without checksums, which a step may have or
 not), in a few hundred million bytes and about two or three seconds, and remembered.
@@ -40,9 +40,9 @@ MOST_BYTES = 2**26
 """Each way in a measurement. Of the device's memory measuring takes a quarter more at most, and what
 computing and the engine's buffers take."""
 TENSORS = 4
-"""That are copied at once, each way."""
+"""Number of tensors that are copied at once, in each direction."""
 SECONDS = 0.3
-"""So long a measurement may take."""
+"""Seconds that a measurement may take."""
 SMALL, SMALL_BYTES = 16, 4096
 """Small copies, which tell what one takes however small it is."""
 PACE_RUNS = 20
@@ -54,8 +54,8 @@ WIDTH = 512
 
 
 def measure_link(device: Device, engine: CopyEngine, folder: Path | None = None) -> Link:
-    """Return the link between a device and an engine's place. `folder`: where it is remembered beside this
-    process; None: nowhere.
+    """Return the link between a device and the target of an engine. `folder`: where it is remembered, in
+    addition to this process; None: nowhere.
 
     Raises:
         OffloadError: nothing can be sent there.
@@ -78,7 +78,7 @@ _known: dict[str, Rates] = {}
 
 
 def _measured(device: Device, engine: CopyEngine, most: int) -> Rates:
-    """`most`: bytes each way that may be under way at once."""
+    """Measure the link. `most`: bytes that may be under way at once, in each direction."""
     pace = _Pace(_computing(device))
     begun = min(FIRST_BYTES, most)
     slow = max(1e-9, *_round(device, engine, begun, 1, pace)[:2])
@@ -95,13 +95,14 @@ def _measured(device: Device, engine: CopyEngine, most: int) -> Rates:
 
 
 class _Meanwhile(Protocol):
-    """What the device does while copies are under way, and what they cost it."""
+    """The device's work while copies are under way, and how its slowdown is counted."""
 
     def compute(self) -> None:
-        """A short piece of it."""
+        """Do a short piece of the work."""
 
     def beside(self, run: Callable[[], T]) -> tuple[T, float]:
-        """What something returns that runs such pieces all the time, and the seconds that its copies cost."""
+        """Return the result of a function that runs pieces of the work all the time, and the seconds that its
+        copies cost."""
 
 
 class _Rest:
@@ -119,7 +120,7 @@ class _Rest:
 
 
 class _Pace:
-    """A computation; copies cost how much longer it takes beside them."""
+    """A computation. Copies cost the time by which it takes longer while they run."""
 
     def __init__(self, compute: Callable[[], object]) -> None:
         self._compute = compute
@@ -137,8 +138,8 @@ class _Pace:
         self._compute()
 
     def beside(self, run: Callable[[], T]) -> tuple[T, float]:
-        """What something returns that runs the computation all the time, and the seconds that the computation
-        lost by it."""
+        """Return the result of a function that runs the computation all the time, and the seconds that the
+        computation lost."""
         self._runs = 0
         start = time.perf_counter()
         result = run()
@@ -182,7 +183,7 @@ def _round(device: Device, engine: CopyEngine, size: int, count: int, meanwhile:
 
 
 def _computing(device: Device) -> Callable[[], object]:
-    """A product of matrices."""
+    """Return a function that computes a product of matrices."""
     matrix = torch.ones(WIDTH, WIDTH, device=device.torch_device)
     result = torch.empty_like(matrix)
 
@@ -194,7 +195,7 @@ def _computing(device: Device) -> Callable[[], object]:
 
 
 def _found(key: str, folder: Path | None) -> Rates | None:
-    """What is remembered in this process, or in a folder."""
+    """Return the rates that are remembered in this process or in a folder."""
     found = _known.get(key)
     if found is None and folder is not None:
         found = _rates(read_json(_file(folder, key)))
@@ -220,7 +221,7 @@ def _file(folder: Path, key: str) -> Path:
 
 
 def _rates(content: Any) -> Rates | None:
-    """What a file says; None where that is no link's."""
+    """Return the rates in a file's content; None if the content is not a link's."""
     try:
         out, back, each, slows = map(float, content)
     except (TypeError, ValueError):

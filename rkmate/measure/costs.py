@@ -44,7 +44,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
             memory: CostMemory, settings: MeasureSettings = MeasureSettings(),
             on_progress: Callable[[int, int], None] | None = None,
             limit: Callable[[], int] | None = None, step_bytes: int = 0) -> Costs:
-    """Costs of every C node.
+    """Measure the costs of every C node.
 
     `texts`: each block's text; blocks with the same text are identical and measured once. `sources`
     gives the tensors that the caller holds. What `memory` knows, measured with equal settings, is not
@@ -102,7 +102,8 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
 
 
 def text_of_beginning(hoisted: int, texts: Sequence[str]) -> str:
-    """By what the costs of so many hoisted constants are remembered: which they are depends on all blocks."""
+    """Return the text under which the costs of hoisted constants are remembered: which constants these are
+    depends on all blocks."""
     return f"{hoisted} hoisted before\n" + "\n".join(texts)
 
 
@@ -124,9 +125,9 @@ class _Runner:
         self.metering = True
         """In the first walk over the blocks; the others are for times."""
         self.places: dict[Source, torch.Tensor] = {}
-        """What the C node at hand adds to."""
+        """Gradients that the current C node adds to."""
         self.keys: dict[int, Any] = {}
-        """What a C node's operation is known by (of the other kernels, too, by `_others`)."""
+        """The key under which each C node's operation is timed (other kernels: see `_others`)."""
         self.timings = Timings(device, settings)
         self.caches = Caches(device) if settings.cold else None
         self.overhead: dict[int, int] = {}
@@ -139,7 +140,7 @@ class _Runner:
         """The D node whose place the result of the operation at hand takes."""
 
     def hoisted(self, nodes: Sequence[int]) -> None:
-        """Constants that are computed once at the start, and stay."""
+        """Compute the constants that are computed once at the start, and keep them."""
         for i in nodes:
             self.run_timed(i)
         self.fixed = dict(self.values)
@@ -151,7 +152,7 @@ class _Runner:
         self.timings.start_pass(number - 1)
 
     def cost(self, i: int) -> Cost:
-        """Of a C node, by all runs that it has had."""
+        """Return the cost of a C node, from all of its runs."""
         if i in self.known:
             return self.known[i]
         if i not in self.keys:
@@ -164,7 +165,7 @@ class _Runner:
 
     @property
     def _pace(self) -> float:
-        """What this machine takes for a second that is counted."""
+        """Seconds of this machine for an estimated second."""
         ran = [i for i in self.keys if i < len(self.cd.c)]
         counted = sum(self._counted[i].time for i in ran)
         return sum(self.timings.seconds(self.keys[i]) for i in ran) / counted if counted else 1.0
@@ -190,7 +191,7 @@ class _Runner:
                 del self.values[j]
 
     def _meter(self, block: Block) -> None:
-        """The temporary memory of each operation."""
+        """Measure the temporary memory of each operation."""
         meter = self.device.parts_meter()
         self.metered: dict[int, Any] = {}
         with meter.running():
@@ -207,7 +208,7 @@ class _Runner:
                 self.overhead[part] = max(least, self.peaks[key] - kept)
 
     def _forward(self, block: Block, run: Callable[[int], None], readers: Sequence[int]) -> None:
-        """`readers`: the C nodes that will run, and need their values."""
+        """Run a block's forward. `readers`: C nodes that will run later and need its values."""
         self._run(block, block.c[:block.graph.loss], readers, run)
 
     def _backward(self, block: Block, run: Callable[[int], None]) -> None:
@@ -267,7 +268,7 @@ class _Runner:
         return True
 
     def value(self, node: fx.Node) -> Any:
-        """A tensor, views derived from what holds their storage."""
+        """Return a node's tensor; views are derived from the tensor that holds their storage."""
         where = self.program.storage[node]
         if isinstance(where, Source):
             if node.op in ("placeholder", "get_attr"):
@@ -285,7 +286,8 @@ class _Runner:
         return node.target(*args, **kwargs)
 
     def _is_known(self, i: int) -> bool:
-        """Return whether a C node need not be measured: what it makes is made up then, but for choices."""
+        """Return whether a C node need not be measured: its results are then made up, unless they are
+        choices."""
         if i in self.known and any(map(self._chooses, self.cd.c[i].outputs)) and self._fits(i):
             self._keep(i, self._prepared(i)[0]())
         return i in self.known
@@ -341,7 +343,7 @@ class _Runner:
             self._keep(i, call())
 
     def _before(self, i: int) -> Callable[[], None] | None:
-        """What brings the caches to how a C node finds them."""
+        """Return a function that brings the caches into the state in which a C node finds them."""
         if self.caches is None:
             return None
         return functools.partial(self.caches.empty, [
@@ -382,7 +384,7 @@ class _Runner:
         return range(len(self.cd.c) + i, (count + 1) * len(self.cd.c) + i, len(self.cd.c))
 
     def _make_places(self, i: int) -> None:
-        """Zeros in the place of the gradients that a C node adds to: those of the model stay as they are."""
+        """Make zeros instead of the gradients that a C node adds to: the model's gradients stay unchanged."""
         self.places.clear()
         for node in self.program.operation[i].all_input_nodes if self.cd.c[i].adds else ():
             where = self.program.storage[node]
@@ -394,7 +396,7 @@ class _Runner:
         return functools.partial(quickest(target), *args, **kwargs), signature(target, args, kwargs)
 
     def _storages(self, i: int) -> set[int]:
-        """Where the storages are that a C node reads."""
+        """Return the addresses of the storages that a C node reads."""
         places = [self.program.storage[n] for n in self.program.reads(i)]
         return {(self.values[p] if isinstance(p, int) else self.sources[p]).untyped_storage().data_ptr()
                 for p in places if p in self.values or p in self.sources}

@@ -1,5 +1,5 @@
-"""Values in the place of those that were not computed, or not kept: all that an operation asks of them is a
-form, and a range."""
+"""Values that replace tensors that were not computed or not kept: an operation only needs their form and
+their range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rkmate.ir.cd import DKind
 from rkmate.torch_seam.patches.numerics import LONGEST_AT_ZERO
 
 _DRAWN = 2**18
-"""So many numbers are drawn, and then repeated: drawing takes longer than writing."""
+"""Number of random numbers that are drawn and then repeated, because drawing takes longer than writing."""
 
 
 def chooses(value: torch.Tensor) -> bool:
@@ -46,14 +46,14 @@ def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
 
 
 class Layout(NamedTuple):
-    """What an operation's result may have otherwise than its trace."""
+    """Properties of an operation's result that may differ from its trace."""
 
     dtype: torch.dtype
     strides: tuple[int, ...]
 
 
 def layout_of(value: torch.Tensor) -> Layout:
-    """Of what an operation has made."""
+    """Return the layout of an operation's result."""
     return Layout(value.dtype, value.stride())
 
 

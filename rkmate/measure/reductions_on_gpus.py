@@ -21,8 +21,8 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 
 def reduction_bytes(gpu: GPU, value: torch.Tensor, dims: Sequence[int]) -> int:
-    """Return bytes beside its result that a sum or mean over some dimensions takes on a GPU; all dimensions
-    where none are named."""
+    """Return the bytes that a sum or mean over some dimensions takes on a GPU in addition to its result.
+    Without `dims`: over all dimensions."""
     summed = {d % value.dim() for d in dims} if dims and value.dim() else set(range(value.dim()))
     kept = [d for d in range(value.dim()) if d not in summed and value.shape[d] > 1]
     summed = {d for d in summed if value.shape[d] > 1}
@@ -60,13 +60,14 @@ def reduction_bytes(gpu: GPU, value: torch.Tensor, dims: Sequence[int]) -> int:
 
 
 def _vector(value: torch.Tensor, fastest: int, kept: Sequence[int], summed: set[int]) -> int:
-    """How many neighbouring results one thread makes: all rows have to begin at a multiple of it."""
+    """Return how many neighbouring results one thread makes: all rows have to begin at a multiple of this
+    number."""
     strides = [value.stride(d) for d in (*kept, *summed) if d != fastest]
     return next(n for n in (4, 2, 1) if value.shape[fastest] % n == 0 and all(s % n == 0 for s in strides))
 
 
 def _block(width: int, height: int, most: int) -> tuple[int, int]:
-    """Threads of a block, along and across."""
+    """Return the threads of a block, along and across."""
     wide, high = (_power(n) if n < most else most for n in (width, height))
     x = min(wide, _WARP)
     y = min(high, most // x)

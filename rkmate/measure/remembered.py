@@ -102,10 +102,10 @@ def _numbers(content: Any, count: int) -> Numbers | None:
 
 
 class KnownOperations:
-    """What is known of the C nodes of one graph."""
+    """Known costs of the C nodes of one graph."""
 
     def __init__(self, partition: Partition, known: dict[Hashable, Cost]) -> None:
-        """`known`: by `form_of` an operation; to be read and filled."""
+        """`known`: costs by `form_of` an operation; read and filled."""
         self._operation = partition.program.operation
         self._known = known
 
@@ -122,8 +122,8 @@ class KnownOperations:
 
 
 def form_of(node: fx.Node) -> Hashable:
-    """What an operation's cost depends on, as far as its trace knows: the operator, and the forms of what it
-    reads, views with what they look at."""
+    """Return everything that an operation's cost depends on, as far as its trace knows: the operator, and the
+    forms of its inputs; for views, also of the tensors that they look at."""
     args = node.args
     if node.target in (FORWARD, BACKWARD):       # of an opaque module, what it is, and not its number
         args = (kind_of(str(args[0])), *args[1:])

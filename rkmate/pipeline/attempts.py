@@ -1,4 +1,4 @@
-"""One plan of one variant within one budget, and the same with larger tiles where these are faster."""
+"""Try one variant within one budget: its plan, and its plan with larger tiles if these are faster."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Planned:
     plan: Plan
     prepared: Prepared
     orders: Orders = ()
-    """Of the options that were solved for it; empty where none were."""
+    """Options that were solved for the plan; empty if none were."""
     said: str = ""
-    """What the planner says of its schedule: the first part of the plan's note."""
+    """The planner's words about its schedule: the first part of the plan's note."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one planner made of one budget."""
+    """Result of one planner for one budget."""
 
     plan: Plan | None
     """None unless the status is ok."""
@@ -61,7 +61,7 @@ def fits(prepared: Prepared, method: Planner, limit: int) -> bool:
 @gc_pause()
 def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit: int, *,
               time_limit: float | None = None, known: Sequence[Candidate] | None = None) -> Attempt:
-    """What a planner finds within `limit` bytes; that it finds nothing is a result, too.
+    """Return what a planner finds within `limit` bytes. Finding nothing is a result, too.
 
     `solved`: may be None where the planner is a composed one and the whole step fits. `time_limit`:
     seconds of planning, the settings' unless given. `known`: schedules found for other budgets; None at
@@ -150,8 +150,8 @@ def whole_note(prepared: Prepared, note: str) -> str:
 WORTH = 0.01
 """The share of a step that another search may gain at least, and that one computation's kernels do."""
 LARGER = 1.1
-"""A kernel that takes so many times the bytes of the one before is worth a search of its own. What takes
-about as much is the same tiles by another library, and every search can choose from those."""
+"""Search separately for kernels that take this multiple of the previous kernel's bytes. A kernel of about
+equal size is the same tiles by another library, which every search can choose."""
 
 
 def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
@@ -205,8 +205,8 @@ def _least_bytes(prepared: Prepared, wide: Iterable[int]) -> int:
 
 
 def leaner_left_out(prepared: Prepared, wide: tuple[int, ...], level: int) -> Prepared:
-    """The same graph, some computations of which have but the kernels from `level` on: from so many times
-    larger tiles. `wide`: computations that have such kernels."""
+    """Return a copy of `prepared` in which each computation in `wide` starts at its kernel number `level`, so
+    that its tiles are larger."""
     costs = dict(prepared.costs)
     for i in wide:
         costs[i] = _from(prepared.graph.c[i], level)
@@ -215,7 +215,8 @@ def leaner_left_out(prepared: Prepared, wide: tuple[int, ...], level: int) -> Pr
 
 
 def _levels(node: CNode) -> list[int]:
-    """Which of a computation's alternatives are the first with larger tiles, the leanest first."""
+    """Return the indices of alternatives at which a computation's tiles become larger, the smallest memory
+    first."""
     found, overhead = [], node.overhead
     for n, other in enumerate(node.alternatives):
         if other.overhead > LARGER * overhead:

@@ -17,7 +17,7 @@ from rkmate.torch_seam.nodes import VALUE
 
 
 def name_of(result: Structure, number: int) -> str:
-    """What a model calls an output tensor: ``logits``; else its number."""
+    """Return the model's name of an output tensor, such as ``logits``; without a name, its number."""
     return next((name for name, found in result.names().items() if found == {number}), str(number))
 
 
@@ -28,7 +28,7 @@ def names_of(blocked: Blocked) -> tuple[str, ...]:
 
 
 def note_of(blocked: Blocked) -> str:
-    """What a plan says of them; empty where there are none."""
+    """Return a plan's note about its deferred outputs; empty if there are none."""
     joint = blocked.partition.program.joint
     if not joint.deferred:
         return ""
@@ -39,7 +39,7 @@ def note_of(blocked: Blocked) -> str:
 
 
 def bytes_of(joint: Joint) -> int:
-    """What the deferred outputs take once they are read."""
+    """Return the bytes that the deferred outputs take once they are read."""
     return sum(storage_bytes(d.result.meta[VALUE]) for d in joint.deferred)
 
 

@@ -24,8 +24,8 @@ _P = TypeVar("_P", bound=Plan)
 
 @contextmanager
 def on_gpu(gpu: GPU | None, model: nn.Module) -> Iterator[None]:
-    """Inside, what is planned for a model is planned for a GPU that is not here; None: for the device that
-    the model is on. Nobody else captures or begins a step meanwhile."""
+    """Plan for a GPU of another machine inside the context; None: for the device that the model is on. No
+    other thread captures or begins a step meanwhile."""
     if gpu is None:
         yield
         return
@@ -36,7 +36,7 @@ def on_gpu(gpu: GPU | None, model: nn.Module) -> Iterator[None]:
 
 
 def estimating(settings: Settings, costs: str | None) -> Settings:
-    """Settings for a device that is not here. Raises `ArgumentError` for costs that should be measured."""
+    """Return settings for a device of another machine. Raises `ArgumentError` if costs should be measured."""
     if costs == "measured":
         raise ArgumentError('costs is "measured", and nothing can be measured on a device that is not here: '
                             "leave it out")
@@ -67,7 +67,7 @@ def _with_memory(leaf: Any) -> Any:
 
 
 def told(plan: _P, gpu: GPU | None) -> _P:
-    """Return a plan that says what it was made for, and from what."""
+    """Return a plan whose note says which device it was made for, and from which figures."""
     if gpu is None:
         return plan
     r = gpu.expected

@@ -117,8 +117,8 @@ class WithLoss(StandIn):
 
 
 class ModelAndLoss(nn.Module):
-    """The same with model and loss as its submodules: what is captured, and compared at every call. A
-    stand-in's own attributes and hooks are none of the original's."""
+    """Model and loss as submodules of one module, which is captured, and compared at every call. A stand-in's
+    own attributes and hooks are not part of the original."""
 
     def __init__(self, model: nn.Module, fn: Callable[..., Any], outputs: bool) -> None:
         super().__init__()
@@ -139,11 +139,11 @@ class ModelAndLoss(nn.Module):
 
     @training.setter
     def training(self, value: bool) -> None:
-        """Nothing: the parts have flags of their own."""
+        """Do nothing: the parts have train flags of their own."""
 
     def forward(self, *args: Any, loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None,
                 **kwargs: Any) -> Any:
-        """As `WithLoss.forward`."""
+        """Run the model, and the loss on its outputs; see `WithLoss.forward`."""
         loss_kwargs = {} if loss_kwargs is None else loss_kwargs
         if not torch.compiler.is_dynamo_compiling():
             self._check(args, kwargs, loss_args, loss_kwargs)
@@ -196,13 +196,14 @@ def loss_inside(model: Any, kwargs: Any, loss: Callable[..., Any] | None, loss_a
 
 
 def traceable(model: nn.Module) -> nn.Module:
-    """What of a model is captured: the model, but for one with its loss."""
+    """Return the module to capture: the model itself, or the model together with its loss."""
     whole: nn.Module = model._whole if isinstance(model, WithLoss) else model
     return whole
 
 
 def trains_of(model: nn.Module, captured: Capture, trains: Trains) -> Trains:
-    """Which outputs train: as the settings say; of a model with its loss, that loss unless they do.
+    """Return which outputs train: as the settings say; for a model with its loss, that loss unless the
+    settings name others.
 
     Raises:
         ArgumentError: that loss takes no gradient.
@@ -231,7 +232,7 @@ def _total(found: Any) -> Any:
 
 
 def _misfit(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why arguments do not fit a function; empty where they do, and where it does not tell."""
+    """Return why arguments do not fit a function. Empty if they fit, or if the function has no signature."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -291,15 +292,15 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
 _BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "cross_attentions", "mems",
                 "encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions",
                 "decoder_hidden_states", "decoder_attentions", "cache_params", "router_logits")
-"""Fields of Hugging Face outputs that stand beside what the model is trained by."""
+"""Fields of Hugging Face outputs that are by-products of the value that the model is trained by."""
 _LISTED = 12
 """Outputs that an error lists at most."""
 _INDEX = re.compile(r"""\[(['"]?)([^\]'"]*)\1\]""")
 
 
 def trained_outputs(captured: Capture, trains: Trains) -> tuple[bool, ...]:
-    """Per output tensor, whether the loss leads to it. `trains`: None for what the output's form tells,
-    else as of `chosen_outputs`, with its errors."""
+    """Return, for each output tensor, whether the loss depends on it. `trains`: None to guess from the form
+    of the output; otherwise as for `chosen_outputs`, which may raise."""
     if trains is None:
         return _by_form(captured)
     return chosen_outputs(captured.result, captured.differentiable, trains)
@@ -307,7 +308,7 @@ def trained_outputs(captured: Capture, trains: Trains) -> tuple[bool, ...]:
 
 def chosen_outputs(result: Structure, able: Sequence[bool],
                    trains: Literal["all"] | tuple[str | int, ...]) -> tuple[bool, ...]:
-    """Per output tensor, whether `trains` chooses it.
+    """Return, for each output tensor, whether `trains` chooses it.
 
     `able`: which can take a gradient. `trains`: all of those, or names and numbers; a name stands for
     all of those under it.

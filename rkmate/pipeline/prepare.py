@@ -75,9 +75,9 @@ class Traced:
     """Of the model's class."""
     capture: Capture
     wanted: tuple[bool, ...]
-    """Per output, whether its gradient will come."""
+    """For each output, whether its gradient will come."""
     tensors: Mapping[Source, torch.Tensor]
-    """What the caller holds: costs are measured on it."""
+    """The caller's tensors. Costs are measured on them."""
     device: torch.device
     children: frozenset[str]
     """Names of the children, where the model is an `nn.Sequential`."""
@@ -86,12 +86,12 @@ class Traced:
     seconds: float
     """How long the capture took."""
     origin: Origin
-    """What it was captured from, for people to read."""
+    """A description of what was captured, for people to read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Blocked:
-    """One variant of a graph, cut into blocks."""
+    """A variant of a graph, cut into blocks."""
 
     traced: Traced
     variant: Variant
@@ -149,12 +149,12 @@ class Prepared:
     baseline: Simulation
     """The simulator's verdict on it."""
     infos: tuple[BlockInfo, ...]
-    """The blocks' descriptions, but for the number of their options."""
+    """Descriptions of the blocks, without the number of their options."""
     stage_seconds: Mapping[str, float]
 
     @property
     def capture(self) -> Capture:
-        """What was captured."""
+        """The captured model."""
         return self.blocked.traced.capture
 
     @property
@@ -174,7 +174,8 @@ class Prepared:
 
     @property
     def beside(self) -> int:
-        """Bytes that stand beside the planned step: values of inputs that are computed before it."""
+        """Bytes in memory during the planned step that are not part of it: values of inputs that are computed
+        before the step."""
         recipe = self.capture.recipe
         return 0 if recipe is None else recipe.bytes
 
@@ -185,13 +186,13 @@ class Prepared:
                               room=room, known=self._verdict(schedule))
 
     def peak(self, schedule: Schedule, calls: int) -> int:
-        """Return the simulator's verdict on a step of so many calls that follow a schedule, in bytes."""
+        """Return the simulated peak, in bytes, of a step of `calls` calls that follow a schedule."""
         return self.simulate(schedule).peak if calls == 1 else \
             peak_of_calls(self.graph, schedule, calls, pinned=self.pinned,
                           reserve_at_loss=self.reserve_at_loss)
 
     def after(self, seconds: float) -> Prepared:
-        """The same, where so many seconds of measuring went before."""
+        """Return a copy whose 'measure' stage is longer by `seconds`."""
         return self if not seconds else replace(self, stage_seconds={
             **self.stage_seconds, "measure": self.stage_seconds["measure"] + seconds})
 
@@ -288,7 +289,7 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
 
 
 def _choices(variant: Variant, settings: Settings) -> Choices:
-    """What a variant rewrites, and what the settings want of every variant."""
+    """Return the rewrites that a variant chooses, and those that the settings choose for every variant."""
     return Choices(
         chunked_loss=variant.chunked_loss, tiled_mlps=variant.tiled_mlps, grouped_loss=variant.grouped_loss,
         channels_last=variant.channels_last,
@@ -353,14 +354,14 @@ def measured_costs(blocked: Blocked, memory: CostMemory, settings: MeasureSettin
 
 def prepare(traced: Traced, variant: Variant | None = None, *, blocked: Blocked | None = None,
             limit: Callable[[Blocked], int] | None = None) -> Prepared:
-    """One variant of a captured model, in blocks and with costs. `blocked`: where it is in blocks already;
-    `limit`: the bytes that measuring may take."""
+    """Cut a variant of a captured model into blocks, and find its costs. `blocked`: the blocks, if they are
+    known already; `limit`: bytes that measuring may take."""
     return with_operation_costs(blocked or block(traced, variant), limit=limit)
 
 
 def _reserve_at_loss(graph: CDGraph) -> int:
-    """Log-softmax, the gradient that enters it and the one that leaves it: three times the outputs; and
-    some for the scalars that a loss of any kind holds."""
+    """Return the bytes to reserve for a loss outside of the model: three times the outputs (log-softmax, the
+    gradient that enters it and the gradient that leaves it), and some more for the scalars of any loss."""
     return 512 + 3 * sum(graph.d[j].size for j in graph.output_grads if graph.d[j].size > 64)
 
 
@@ -411,7 +412,7 @@ def _memory_of(folder: Path) -> CostMemory:
 
 
 def cost_memory() -> CostMemory:
-    """What is known of costs: in memory, and in the cache folder."""
+    """Return the known costs: in memory, and in the cache folder."""
     return _memory_of(cache_folder())
 
 
@@ -437,8 +438,8 @@ is known before it has run."""
 
 def measured_within(measure: Callable[[Callable[[], int] | None], Costs], limit: Callable[[], int] | None,
                     device: torch.device, name: str) -> Costs:
-    """What `measure` returns, which is told how many bytes it may take; once more with less, where the device
-    has not that much. `name`: of the model.
+    """Return the result of `measure`, which gets the number of bytes that it may take. If the device has less
+    free memory, measure once more with a smaller number. `name`: of the model.
 
     Raises:
         DeviceMemoryError: too little is free even for single operations.
@@ -484,7 +485,7 @@ def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def shape_of(tensor: torch.Tensor) -> str:
-    """``float32[8, 128]``."""
+    """Return a tensor's type and shape as text: ``float32[8, 128]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -496,8 +497,8 @@ def _version() -> str:
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names that the forward gives them; by number where its signature is not its own, as
-    some decorators leave it."""
+    """Return arguments by the names in the forward's signature; by number if some decorator has hidden the
+    signature."""
     try:
         signature = inspect.signature(model.forward)
         bound = signature.bind(*args, **kwargs).arguments
@@ -554,12 +555,12 @@ def compile_all(operations: Iterable[fx.Node], progress: Progress) -> None:
 
 
 def compiled_by(settings: Settings) -> str:
-    """What a plan was compiled by; empty where nothing is."""
+    """Return the name of the compiler that a plan's kernels come from; empty if nothing is compiled."""
     return compiler_version() if settings.compile else ""
 
 
 def check_version(plan_compiled: str) -> None:
-    """Warn where a plan was compiled by something else than what compiles now."""
+    """Warn if a plan's kernels were compiled by another compiler than the current one."""
     if plan_compiled and plan_compiled != compiler_version():
         warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by "
              f"{compiler_version()}: they may take other time and temporary memory than the plan says. Make "
@@ -567,7 +568,8 @@ def check_version(plan_compiled: str) -> None:
 
 
 def fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:
-    """Per group of the graph, the names of its operations, and how many times it is there."""
+    """Return, for each compiled group of the graph, the names of its operations, and how many times it
+    occurs."""
     counts = Counter(n.target for n in operations if isinstance(n.target, Cluster))
     return tuple((", ".join(cluster.operations), times) for cluster, times in counts.items())
 

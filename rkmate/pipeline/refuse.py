@@ -42,8 +42,8 @@ def bytes_of_any(prepared: Prepared) -> int:
 
 
 def seconds_of_any(prepared: Prepared, limit: int) -> float:
-    """Return seconds that every schedule within so many bytes takes that runs each backward computation once,
-    in order, by the fastest kernels (`rkmate.planners.save_set`)."""
+    """Return a lower bound, in seconds, for all schedules within `limit` bytes that run each backward
+    computation once, in order, by the fastest kernels (`rkmate.planners.save_set`)."""
     program = _program(prepared)
     kept = None if limit < program.least_bytes else program.solve(limit, (), time_limit=SECONDS)
     again = 0.0 if kept is None else kept.bound
@@ -77,7 +77,7 @@ def _reference(prepared: Prepared) -> int:
 
 
 def note_of(prepared: Prepared) -> str:
-    """What a plan says about the checkpointing of the model; empty where there is none."""
+    """Return a plan's note about the checkpointing of the model; empty if there is none."""
     found = prepared.as_checkpointed
     if found is None:
         return ""
@@ -158,7 +158,8 @@ def lean_problem(prepared: Prepared) -> Problem:
 
 
 def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:
-    """That a budget is too small, where it is known without the options of blocks; None where it is not."""
+    """Return the refusal of a budget that is known to be too small without block options; None if that is not
+    known."""
     if not is_quick(prepared.blocked, method) or limit >= bytes_of_any(prepared):
         return None
     least = smallest_budget(method, lean_problem(wholly_measured(prepared, limit)), limit)
@@ -197,13 +198,14 @@ def smallest_of(solved: Solved, method: Planner, above: int) -> int | None:
 
 
 def _wholly(solved: Solved, limit: int) -> Solved:
-    """The same with nothing counted that has no room to be measured."""
+    """Solve again with measured costs for the operations that were only estimated because they did not fit
+    into the limit."""
     prepared = wholly_measured(solved.prepared, limit)
     return solved if prepared is solved.prepared else solve(prepared)
 
 
 def _measured(refused: Refused, method: Planner) -> Refused:
-    """The same with costs, and so with the smallest budget that is met."""
+    """Return the refusal with measured costs, and therefore with the smallest budget that can be met."""
     if refused.measured:
         return refused
     blocked, limit = refused.prepared.blocked, refused.limit
@@ -212,7 +214,8 @@ def _measured(refused: Refused, method: Planner) -> Refused:
 
 
 def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
-    """What a user hears where a planner has no schedule. `whole`: the peak of the model's own step."""
+    """Return the error for a budget for which a planner has no schedule. `whole`: the peak of the model's own
+    step."""
     name, limit, solved = method.name, refused.limit, refused.solved
     if refused.timeout and not isinstance(method, Composed):
         return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
@@ -236,8 +239,8 @@ def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
 
 
 def error_of_all(refused: list[Refused], method: Planner) -> Exception:
-    """The error of the variant that comes furthest down. Those that cannot are not looked at closely.
-    `refused`: of the first variant, then of the others."""
+    """Return the error of the variant that names the smallest budget. Variants that cannot name a smaller one
+    are not examined. `refused`: the first variant's refusal, then the others'."""
     whole = refused[0].prepared.baseline_peak
     found: list[Exception] = []
     for one in sorted(refused, key=lambda r: bytes_of_any(r.prepared)):
@@ -327,7 +330,8 @@ def _most(lean: Prepared, counted: Costs, budget: Budget) -> int | None:
 
 
 def _error(refused: list[Prepared], method: Planner, budget: Budget) -> InfeasibleBudget:
-    """`refused`: of the first variant, then of the others."""
+    """Return the error for a budget that was refused before measuring. `refused`: the first variant, then the
+    others."""
     whole = _likely(refused[0].blocked)
     limit = limit_of(whole, budget)
     bounds = [_bound(lean) for lean in refused]

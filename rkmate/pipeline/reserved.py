@@ -52,7 +52,7 @@ class DeviceRoom:
     most: int
     """Bytes that the allocator may have of it."""
     allocator: CachingAllocator
-    """As it is before the loop; others that begin so are replayed."""
+    """The allocator before the loop. Other loops that begin in this state are replayed from it."""
     beside: Beside
 
     def reserved(self, planned: Made, allocator: CachingAllocator | None = None) -> int:

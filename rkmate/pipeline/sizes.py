@@ -45,7 +45,7 @@ UNUSED = 0.03
 TRIED = 3
 """Known schedules that are judged, the nearest in size first."""
 ROUND = 512
-"""Temporary memory that was scaled is rounded up to so many bytes."""
+"""Scaled temporary memory is rounded up to a multiple of this number of bytes."""
 _REASON = "as for another size of these inputs", "keeps its bits, where there is room for it"
 """Why a variant is taken that the known plan runs over."""
 _NOTE = "a schedule of another size of the inputs, judged at this one"
@@ -103,7 +103,7 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
 
 def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planner,
                 known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
-    """The same on one variant of the graph."""
+    """Plan one variant of the graph at another size; None if the known plans give no plan for it."""
     start = time.perf_counter()
     blocked = block(traced, variant)
     cd = blocked.partition.program.cd
@@ -158,7 +158,7 @@ def _is_cut_alike(known: Plan, new: Prepared) -> bool:
 
 
 def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
-    """Costs of each computation at the sizes of `new`, of plans whose graphs are alike.
+    """Return the costs of each computation at the sizes of `new`, scaled from plans with similar graphs.
 
     Time is on the line through the two sizes next to it, by bytes read and written. Temporary memory is
     that of the next larger known size, or grows with what grows most among what is read and written.
@@ -180,8 +180,8 @@ def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
 
 
 def bounded_costs(costs: Sequence[Cost], program: Program) -> list[Cost]:
-    """Scaled costs, with the temporary memory that parts and other kernels take at most: at another size
-    there may be more of them, or fewer, or others."""
+    """Return scaled costs with the largest temporary memory of parts and other kernels: another size may have
+    more of them, fewer, or others."""
     result: list[Cost] = []
     for node, cost in zip(program.operation, costs, strict=True):
         others = program.alternatives.get(node, ())
@@ -250,14 +250,14 @@ def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: s
 
 
 def _seconds(prepared: Prepared, schedule: Schedule, limit: int) -> float:
-    """Of a schedule with the kernels that there is room for."""
+    """Return the seconds of a schedule with the kernels that fit into the budget."""
     chosen = prepared.with_kernels(schedule, limit)
     # Kernels change no other time: only what waits for copies needs the simulator once more.
     return prepared.simulate(chosen).seconds if chosen.copied else chosen.seconds(prepared.graph)
 
 
 def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:
-    """What the chain's dynamic program makes of the known options at these sizes."""
+    """Return the schedule that the chain's dynamic program makes from the known options at these sizes."""
     graphs = prepared.class_graphs
     if len(graphs) != len(orders):
         return None
@@ -284,8 +284,8 @@ class _Unknown(Exception):
 
 def plan_that_fits(traced: Traced, budget: Budget, planner: str, known: Sequence[KnownPlan], *,
                    measured: bool) -> Planned | None:
-    """`plan_at_other_size`, within what the device has free where the budget is a share of it. None where one
-    has to be searched for."""
+    """Return `plan_at_other_size`, within the device's free memory if the budget is a share of it. None if a
+    plan has to be searched for."""
     found = plan_at_other_size(traced, budget, planner, known, measured=measured)
     if found is None or budget.device is None or budget.bytes is None:
         return found

@@ -76,7 +76,7 @@ def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
 
 
 def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:
-    """Per class, the options of its blocks."""
+    """Return the options of the blocks of each class."""
     graphs = prepared.class_graphs
     with prepared.blocked.traced.progress.stage("solving blocks", len(graphs)) as tick:
         return tuple(solve_options(graphs, prepared.settings.options,
@@ -184,7 +184,7 @@ def _shape(value: Any) -> str:
 
 
 def runs_of_operations(ops: Iterable[Op], options: Sequence[Sequence[Option]]) -> Iterator[Run]:
-    """One run an operation. `options`: those of each block."""
+    """Yield one run for each operation. `options`: of each block."""
     for op in ops:
         chosen = op.option if isinstance(op, Forward | Backward) else None
         yield Run(op.block, "backward" if isinstance(op, Backward) else "forward", chosen,

@@ -29,12 +29,12 @@ Concerned = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to rewrite a captured graph before it is planned, or several at once."""
+    """A way to rewrite a captured graph before it is planned, or several ways at once."""
 
     name: str
-    """As plans carry it; the names of several are joined by ``+``."""
+    """Name in plans; the names of several ways are joined by ``+``."""
     trades: str = ""
-    """What differs from the original's step; empty: nothing but time and memory."""
+    """Difference from the original's step; empty: only time and memory."""
     setting: str = ""
     """The field of `Settings` that says when it is tried: ``"auto"``, where the step does not fit whole,
     ``"always"``, at every budget, or ``"never"``. Empty: always there."""
@@ -53,7 +53,7 @@ class Variant:
     takes_longer: bool = False
     """Whether it computes more than the plain graph: it is tried where nothing else meets the budget."""
     note: str = ""
-    """What its plans say, with ``{names}`` of the weights that it concerns."""
+    """Text for the notes of its plans, with ``{names}`` for the weights that it changes."""
     combines: tuple[str, ...] = ()
     """Names of the variants before it in the table with which it can be combined."""
     within: str = ""
@@ -72,19 +72,19 @@ class Variant:
         return any(not row.asked_for for row in self.rows)
 
     def when(self, settings: Settings) -> When:
-        """When the settings want it."""
+        """Return when the settings want this variant."""
         wanted = ["auto" if row.within and said == "always" else said
                   for row in self.rows for said in [_said(settings, row)]]
         return "never" if "never" in wanted else "auto" if "auto" in wanted or not wanted else "always"
 
     def notes(self, concerned: Concerned) -> str:
-        """What its plans say."""
+        """Return the variant's part of a plan's note."""
         return "; ".join(row.note.format(names=_listed(concerned[row.name]))
                          for row in self.rows if row.note and concerned.get(row.name))
 
     def warning(self, reason: str, instead: str, concerned: Concerned) -> str:
-        """What the user hears where it was taken. `reason`: why; `instead`: what the settings that forbid it
-        lead to."""
+        """Return the warning for a plan of this variant. `reason`: why it was taken; `instead`: what the
+        settings that forbid it would do."""
         rows = [row for row in self.rows if not row.asked_for]
         never = ", ".join(dict.fromkeys(f'{row.setting}="never"' for row in rows))
         part = together(rows)
@@ -124,14 +124,14 @@ CHANNELS_LAST = Variant(
     note="the convolutions with {names} have their channels last",
     combines=("chunked-loss", "grouped-loss", "tiled-mlps"))
 _WHEN: dict[str, When] = {"keep": "never", "with_compile": "never", "channels_last": "always"}
-"""What the names of layouts say of a variant. Where groups are compiled, ``"with_compile"`` has become
-another name by then (`rkmate.pipeline.prepare.with_compiler`)."""
+"""Meaning of the values of `Settings.layouts` for a variant. If groups are compiled, ``"with_compile"`` has
+been replaced by then (`rkmate.pipeline.prepare.with_compiler`)."""
 VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 
 
 def _said(settings: Settings, row: Variant) -> When:
-    """What the setting of a row says of it."""
+    """Return what the setting of a row says about it."""
     said = getattr(settings, row.setting)
     found: When = _WHEN.get(said, said)
     return found
@@ -177,7 +177,7 @@ def named(name: str) -> Variant:
 
 
 def seconds_once(graph: CDGraph) -> float:
-    """Each computation once, by its fastest kernel: no schedule takes less."""
+    """Return the seconds of running each computation once, by its fastest kernel. No schedule takes less."""
     return sum(fastest(node) for node in graph.c)
 
 

@@ -60,33 +60,33 @@ class Dag:
         return tuple(result)
 
     def boundary(self, lower: int) -> int:
-        """Members of a lower set that something outside reads."""
+        """Return the members of a lower set that nodes outside of it read."""
         return sum(1 << v for v in members(lower) if self.after[v] & ~lower)
 
     def readers(self, nodes: int) -> int:
-        """delta+: all nodes that read one of `nodes`."""
+        """Return delta+: all nodes that read one of `nodes`."""
         result = 0
         for v in members(nodes):
             result |= self.after[v]
         return result
 
     def read(self, nodes: int) -> int:
-        """delta-: all nodes that one of `nodes` reads."""
+        """Return delta-: all nodes that one of `nodes` reads."""
         result = 0
         for v in members(nodes):
             result |= self.before[v]
         return result
 
     def time(self, nodes: int) -> float:
-        """T(S), in seconds."""
+        """Return T(S), in seconds."""
         return sum(self.times[v] for v in members(nodes))
 
     def bytes(self, nodes: int) -> int:
-        """M(S), in bytes."""
+        """Return M(S), in bytes."""
         return sum(self.sizes[v] for v in members(nodes))
 
     def training_graph(self, backward_times: Iterable[float] | None = None) -> CDGraph:
-        """Forward and backward of this graph, as equation (2) of the paper counts them.
+        """Return forward and backward of this graph, as equation (2) of the paper counts them.
 
         The gradient of v is made by one node, which reads the gradients of what reads v and the
         forward values that these were computed from (terms iii and iv); for a sink, v itself.
@@ -138,7 +138,7 @@ class TrainedForward:
     """
 
     dag: Dag
-    """What depends on trained values."""
+    """Graph of the values that depend on trained values."""
     nodes: tuple[int, ...]
     """For each node of `dag`, its C node."""
     whole: Dag
@@ -176,7 +176,7 @@ class Canonical:
 
 
 def cached(dag: Dag, sets: Sequence[int]) -> int:
-    """U_k: the nodes kept in the forward, the union of all boundaries."""
+    """Return U_k: the nodes kept in the forward, the union of all boundaries."""
     result = 0
     for lower in sets:
         result |= dag.boundary(lower)
@@ -256,7 +256,7 @@ def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] 
 
 
 def plain_peak(dag: Dag, sets: Sequence[int], *, liveness: bool = True) -> int:
-    """Simulated peak, in bytes, of a strategy on a plain graph and its backward
+    """Return the simulated peak, in bytes, of a strategy on a plain graph and its backward
     (`Dag.training_graph`), with liveness analysis or without. Equation (2) is an upper bound."""
     graph = dag.training_graph()
     strategy = canonical(graph, dag, sets, origin=range(len(dag) - 1, -1, -1))

@@ -73,7 +73,7 @@ def revolve(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Ta
 
 
 def rotor(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Table:
-    """Rotor's optimal sequence for every budget: each block keeps all or nothing."""
+    """Return Rotor's optimal sequence for every budget: each block keeps everything or nothing."""
     return solve(one_option(chain), slots, slot_bytes)
 
 
@@ -115,7 +115,8 @@ class ChainProgram:
 
 
 def segments(blocks: int, count: int) -> list[range]:
-    """`count` ranges of `blocks` blocks: all of the same length, the last one takes the rest."""
+    """Return `count` ranges of `blocks` blocks: all of the same length, except the last one, which takes the
+    rest."""
     if not 1 <= count <= blocks:
         raise ArgumentError(f"count must be 1 to {blocks} segments for {blocks} blocks, "
                             f"got {count}")
@@ -124,7 +125,7 @@ def segments(blocks: int, count: int) -> list[range]:
 
 
 def sequential(parts: list[range]) -> list[Op]:
-    """Block operations (option 0) that recompute all segments but the last once."""
+    """Return block operations (option 0) that recompute all segments except the last one, once."""
     result: list[Op] = [ForwardPlain(b) for part in parts[:-1] for b in part]
     for part in reversed(parts):
         result += [Forward(b, 0) for b in part]
@@ -150,12 +151,12 @@ class Sequential:
 
 
 def save_all(chain: Chain) -> list[Op]:
-    """Every block once, with its fastest option."""
+    """Return the sequence that runs every block once, with its fastest option."""
     return fastest(chain)
 
 
 def recompute_all(chain: Chain) -> list[Op]:
-    """No cut is kept: each block's backward starts again from the model's input.
+    """Return the sequence that keeps no cut: each block's backward starts again from the model's input.
 
     Of a block's options it takes the one that needs the least memory between its forward and its
     backward, which follow each other at once. Time grows with the square of the number of blocks.
@@ -248,8 +249,8 @@ class ChainSearch:
         return fits
 
     def _table(self, problem: Problem, own: Problem, memory: int) -> Table:
-        """Return the dynamic program's table for so many bytes, and less: one for small budgets, one for
-        all."""
+        """Return the dynamic program's table for `memory` bytes and less. There are two: one for small
+        budgets, one for all."""
         small = self.settings.fine * _minimum(problem)[0]
         most = small if memory <= small else None
         slots = max(1, self.settings.slots // (1 if most is None else 2))

@@ -129,12 +129,12 @@ def plain_graph(reads: Iterable[Iterable[int]], times: Iterable[float],
 
 
 def recompute_of(graph: CDGraph) -> Recompute:
-    """When forward nodes of a graph of this size may run again."""
+    """Return when forward nodes of a graph of this size may run again."""
     return "any" if len(graph.c) <= SMALL else "after-loss"
 
 
 def program_of(problem: Problem) -> Checkmate:
-    """The one program of a captured model; it serves every budget."""
+    """Return the program of a captured model; one program serves every budget."""
     return problem.once("checkmate program", lambda: Checkmate(
         problem.graph, recompute_of(problem.graph), problem.pinned, problem.reserve_at_loss))
 

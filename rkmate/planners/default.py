@@ -38,7 +38,7 @@ Case = Literal["first", "further", "deep", "below first", "below further"]
 reaches."""
 DETERMINED: frozenset[Case] = frozenset({"first", "further"})
 LEAST_SECONDS = 0.1
-"""What a strategy gets of a share that others have used up."""
+"""Seconds that a strategy gets of a share that others have used up."""
 KNOWN = 4
 """How many schedules of other budgets are finished anew; of deep graphs, one."""
 SMALLEST_TRIES = 24
@@ -51,7 +51,7 @@ _WORDS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
 
 @dataclass(frozen=True)
 class Entry:
-    """One strategy: when it is asked, and for how long."""
+    """A strategy: when it is asked, and for how long."""
 
     strategy: Planner
     origin: str
@@ -65,7 +65,7 @@ class Entry:
     gap: float | None = None
     """Asked only while the best schedule is more than this above the bound, relative to it; None: always."""
     most_nodes: float = math.inf
-    """Asked for graphs of up to so many computations."""
+    """Asked for graphs with at most this number of computations."""
     after_cut: bool = False
     """Asked only where the strategy that gives the bound was cut short, and once what was found before it
     is finished."""
@@ -98,7 +98,7 @@ class Default:
     settings: PlannerSettings | None = None
     """None: the default settings."""
     save_set: Planner = SaveSet()
-    """What solves the program over the whole graph."""
+    """Planner that solves the program over the whole graph."""
     name: str = "rockmate"
 
     @property
@@ -130,7 +130,7 @@ class Default:
 
     def _any(self, problem: Problem, budget: int, time_limit: float | None,
              known: Sequence[Candidate] | None) -> Outcome:
-        """With copies where the problem has a link."""
+        """Plan with copies if the problem has a link, else without."""
         if problem.graph.link is None:
             return self._plan(problem, budget, time_limit, known)
         return self._offloading().search(problem, budget, time_limit, known)
@@ -145,7 +145,7 @@ class Default:
 
     def _plan(self, problem: Problem, budget: int, time_limit: float | None,
               known: Sequence[Candidate] | None) -> Outcome:
-        """`known`: of other budgets; None at the first one."""
+        """Plan without copies. `known`: schedules of other budgets; None at the first budget."""
         whole = whole_step(problem)
         if whole.peak <= budget:
             return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds,
@@ -206,7 +206,7 @@ class Default:
 
 
 class _Search:
-    """What is known while the table is gone through, for one budget."""
+    """State of the search for one budget."""
 
     def __init__(self, problem: Problem, budget: int, time_limit: float) -> None:
         self.problem = problem

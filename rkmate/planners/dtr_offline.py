@@ -26,7 +26,7 @@ LIMIT = 8.0
 
 
 class OfflineDtr:
-    """One run of the policy."""
+    """A run of the policy."""
 
     def __init__(self, graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> None:
         self.graph = graph
@@ -155,7 +155,7 @@ class OfflineDtr:
         return self.graph.c[made].time + sum(self._cost[r] for r in roots)
 
     def _neighbours(self, j: int) -> list[int]:
-        """Evicted forward values next to one: what it is made from, and what is made from it."""
+        """Return the evicted forward values next to one: its inputs, and the values that are made from it."""
         graph = self.graph
         made = graph.producer[j]
         near = list(graph.c[made].inputs) if made is not None else []

@@ -155,7 +155,7 @@ class Places:
     """For some gaps, in order: boundaries."""
 
     gap: Ints
-    """Which of the gaps."""
+    """Index of each gap."""
     first: Bools
     """Whether it is the first one that its D node is away in: there it is copied."""
     begin: Ints
@@ -227,11 +227,11 @@ class Placement:
         return Places(gap, first, begin, leave, fetch, ends, starts)
 
     def profile(self) -> Ints:
-        """Most bytes during each moment."""
+        """Return the most bytes during each moment."""
         return self.gaps.memory + self._away(self.places)
 
     def _away(self, p: Places) -> Ints:
-        """Minus the bytes that are away in each moment."""
+        """Return minus the bytes that are away in each moment."""
         there = p.leave < p.fetch
         change = np.zeros(len(self.gaps.memory) + 1, dtype=np.int64)
         size = self.gaps.size[p.gap[there]]
@@ -246,8 +246,8 @@ class Placement:
         return int(self.gaps.size[p.gap[p.first]].sum())
 
     def estimates(self) -> tuple[Ints, Ints, Floats, Floats]:
-        """For every gap, chosen or not: where it would leave and be fetched, when its copy out would have
-        ended, and when its copy back has to begin, if it were added to those that are chosen."""
+        """Return, for every gap, chosen or not, as if it were added to the chosen ones: where it would leave
+        and be fetched, when its copy out would have ended, and when its copy back has to begin."""
         gaps, p = self.gaps, self.places
         sent = np.flatnonzero(p.first)
         sent = sent[np.argsort(p.begin[sent], kind="stable")]
@@ -268,13 +268,13 @@ class Placement:
         return leave, fetch, ends, starts
 
     def copied_before(self) -> Bools:
-        """For every gap, whether an earlier one of its D node is chosen."""
+        """Return, for every gap, whether an earlier gap of its D node is chosen."""
         before = np.cumsum(self.chosen) - self.chosen
         start = np.searchsorted(self.gaps.d, self.gaps.d)
         return before > before[start]
 
     def sent(self) -> Bools:
-        """For every gap, whether its D node is copied out."""
+        """Return, for every gap, whether its D node is copied out."""
         chosen = np.unique(self.gaps.d[self.chosen])
         return np.isin(self.gaps.d, chosen)
 

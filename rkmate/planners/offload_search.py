@@ -95,7 +95,8 @@ ONCE = "nothing needs to be recomputed"
 NOTE = "what does not fit is copied away meanwhile"
 
 Plan = Callable[[Problem, int, float | None, Sequence[Candidate] | None], Outcome]
-"""What plans without copies: a problem, a budget, a limit in seconds, what is known of other budgets."""
+"""Function that plans without copies: takes a problem, a budget, a limit in seconds, and known candidates of
+other budgets."""
 
 
 def without_link(problem: Problem) -> Problem:
@@ -105,13 +106,13 @@ def without_link(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class Offloading:
-    """What plans recomputation and copies, on what plans recomputation alone."""
+    """Planner of recomputation and copies, based on a planner of recomputation alone."""
 
     plan: Plan
     smallest_plan: Callable[[Problem], Candidate]
     """The schedule with the smallest peak that is known, without copies."""
     save_set: Callable[[Problem, int, float | None], Outcome]
-    """What else is asked of the problem, for some seconds: its bound holds for schedules with copies."""
+    """Another planner, asked for some seconds: its bound holds for schedules with copies."""
     seconds: float
     """How long copies may be looked for, next to what these take; and how long for those that make the
     smallest peak of a schedule."""
@@ -177,7 +178,7 @@ class Offloading:
 
 
 class _Search:
-    """What is known of one budget."""
+    """State of the search for one budget."""
 
     def __init__(self, problem: Problem, budget: int, seconds: float, time_limit: float | None,
                  near: float) -> None:
@@ -206,12 +207,12 @@ class _Search:
         return min(self._copying, self._until - time.perf_counter())
 
     def part(self, share: float, most: float = math.inf) -> float | None:
-        """Return a share of the time that is left for everything, so many seconds at most; None: no limit."""
+        """Return a share of the time that is left for everything, at most `most` seconds; None: no limit."""
         seconds = min(most, share * (self._until - time.perf_counter()))
         return None if math.isinf(seconds) else max(0.0, seconds)
 
     def take(self, candidates: Iterable[Candidate]) -> None:
-        """Schedules as they are."""
+        """Add schedules unchanged."""
         for c in candidates:
             (self.inside if c.peak <= self.budget else self.others).append(c)
 
@@ -233,7 +234,7 @@ class _Search:
         return c
 
     def trade(self) -> None:
-        """Better schedules near the fastest ones."""
+        """Search for better schedules near the fastest ones."""
         self._until = time.perf_counter() + self.left
         bases: dict[Schedule, Candidate] = {}
         for c in sorted(self.inside, key=lambda c: (c.seconds, c.peak)):
@@ -248,7 +249,7 @@ class _Search:
         return self.is_near or self.left <= 0
 
     def _drop_many(self, base: Candidate) -> None:
-        """Without the dearest of its recomputations; how many, is looked for."""
+        """Drop the most expensive of a schedule's recomputations; try several numbers of them."""
         graph, pinned = self.problem.graph, self.problem.pinned
         runs = runs_by_price(graph, base.schedule)
         step = number = len(runs) / 2
@@ -265,7 +266,7 @@ class _Search:
             step /= 2
 
     def _trade_one(self) -> bool:
-        """One recomputation less, or one copy less, of the fastest schedule. Whether that was faster."""
+        """Drop one recomputation, or one copy, of the fastest schedule. Returns whether that was faster."""
         graph, pinned = self.problem.graph, self.problem.pinned
         c = min(self.inside, key=lambda c: (c.seconds, c.peak), default=None)
         if c is None:
@@ -294,7 +295,8 @@ class _Search:
 
 
 def _candidate(found: Offloaded, note: str) -> Candidate:
-    """With the note of the schedule that it comes from, where that still says how it recomputes."""
+    """Return a candidate with the note of the schedule that it comes from, if that note still describes its
+    recomputations."""
     how = note.removesuffix(NOTE).removesuffix("; ") if found.schedule.recomputed() else ONCE
     words = [part for part in (how, NOTE if found.schedule.copied else "") if part]
     return Candidate(found.schedule, found.simulation.peak, found.simulation.seconds, "; ".join(words))
@@ -306,7 +308,7 @@ def _sent(problem: Problem, schedule: Schedule, budget: int, until: float) -> Of
 
 
 def _halfway(until: float) -> float:
-    """Between now and a time."""
+    """Return the time halfway between now and `until`."""
     return (time.perf_counter() + until) / 2
 
 

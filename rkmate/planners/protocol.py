@@ -1,4 +1,5 @@
-"""What every planner takes and returns, how its result is judged, and how planners are asked."""
+"""The protocol of planners: what they take and return, how their results are judged, and how they are
+asked."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Problem:
     reserve_at_loss: int = 0
     """Bytes that the loss, computed outside of the graph, allocates for itself."""
     stages: Stages | None = field(default=None, repr=False)
-    """Another chain of the same graph: the children of an `nn.Sequential`; None for other models."""
+    """Another chain of the graph: the children of an `nn.Sequential`; None for other models."""
     classes: tuple[int, ...] = ()
     """For each block the number of its class: identical blocks have the same. Empty: unknown."""
     class_graphs: tuple[CDGraph, ...] = field(default=(), repr=False)
@@ -41,8 +42,9 @@ class Problem:
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, computed once per problem: a pure function of the problem, or a table of such
-        that is filled as time allows. It says nothing of the budgets that were asked before."""
+        """Return the result of `make`, computed once per problem. `make` is a pure function of the problem,
+        or makes a table of such results that is filled as time allows. The result does not depend on the
+        budgets that were asked before."""
         if key not in self._memory:
             self._memory[key] = make()
         return self._memory[key]  # type: ignore[return-value]
@@ -72,7 +74,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a planner found for one budget."""
+    """Result of a planner for one budget."""
 
     schedule: Schedule | None
     """Simulates within the budget; None when `status` is not ok."""
@@ -83,17 +85,17 @@ class Outcome:
     bound: float | None = None
     """Lower bound, in seconds, of what any schedule of the planner's kind takes; None: unknown."""
     note: str = ""
-    """What a user should know: the choice made, a gap, a limit that was hit."""
+    """Text for the user: the choice made, a gap, a limit that was hit."""
     ops: tuple[Op, ...] = ()
     """The block operations that the schedule is made of; empty when it is not made of such."""
     smallest: int | None = None
     """Bytes of the smallest budget that the planner is known to meet; None: unknown."""
     others: tuple[Candidate, ...] = field(default=(), repr=False)
-    """What else was found on the way: it may serve other budgets."""
+    """Other schedules that were found; they may serve other budgets."""
 
 
 class Planner(Protocol):
-    """One method: a problem and a budget in, a schedule out."""
+    """A method that turns a problem and a budget into a schedule."""
 
     @property
     def name(self) -> str:
@@ -128,7 +130,7 @@ class Composed(Planner, Protocol):
 
 def ask(planner: Planner, problem: Problem, budget: int, *, time_limit: float | None = None,
         known: Sequence[Candidate] | None = None) -> Outcome:
-    """What a planner finds within a budget.
+    """Return a planner's outcome within a budget.
 
     `known`: what was found for other budgets of the same problem, None at the first one. One that fits
     and is faster is taken, so that more memory is never slower.
@@ -159,7 +161,7 @@ def taken_in(problem: Problem, outcome: Outcome) -> tuple[Candidate, ...]:
 
 
 def infeasible(note: str = "") -> Outcome:
-    """No schedule within the budget."""
+    """Return an outcome without a schedule."""
     return Outcome(None, "infeasible", float("inf"), note=note)
 
 
@@ -184,7 +186,7 @@ def expand(problem: Problem, ops: Iterable[Op]) -> tuple[list[int], int]:
 
 
 def hoisted(problem: Problem) -> tuple[int, ...]:
-    """C nodes that belong to no block: constants, computed once and kept."""
+    """Return the C nodes that belong to no block: constants, computed once and kept."""
     inside = {c for block in problem.block_c for c in block}
     return tuple(c for c in range(len(problem.graph.c)) if c not in inside)
 
@@ -206,7 +208,7 @@ def judged(problem: Problem, order: Sequence[int], loss_at: int, note: str = "")
 
 
 def whole_step(problem: Problem) -> Candidate:
-    """Every computation once, in the graph's order."""
+    """Return the candidate that runs every computation once, in the graph's order."""
     graph = problem.graph
     return problem.once("whole step", lambda: judged(problem, range(len(graph.c)), graph.loss))
 

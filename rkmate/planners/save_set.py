@@ -1,4 +1,5 @@
-"""What to save at the loss, and what to run again on the way back: an integer program on the whole graph.
+"""Choose what to save at the loss, and what to run again in the backward, by an integer program on the whole
+graph.
 
 *The program* says what to save at a few checkpoint times, and gives a lower bound. A checkpoint time is the
 loss, or a backward node. For each, K says which forward values are in memory when it comes; between two of
@@ -55,7 +56,7 @@ class Copies:
 
     def __init__(self, program: Rows, graph: CDGraph, link: Link, sendable: Sequence[bool],
                  needed: Sequence[Sequence[int]], second: float, byte: float) -> None:
-        """`needed`: forward values that each span between checkpoint times, or a later one, may need.
+        """`needed`: forward values that each span between checkpoint times, or a later span, may need.
         `second`, `byte`: the units of the program."""
         self.program, self.graph, self.link, self.second = program, graph, link, second
         self.byte = byte
@@ -75,7 +76,8 @@ class Copies:
         return () if column is None else (column,)
 
     def write(self, keep: Columns, again: Sequence[Columns], times: Sequence[int]) -> None:
-        """The rows. `keep`: at the loss. `again`: per span, the forward nodes that run in it."""
+        """Add the rows of copies. `keep`: values kept at the loss. `again`: for each span, the forward nodes
+        that run in it."""
         program, graph, made = self.program, self.graph, self.graph.producer
         runs = {j: [v for span in again if (v := span.get(made[j])) is not None]  # type: ignore[arg-type]
                 for j in self.sent}
@@ -95,7 +97,7 @@ class Copies:
         self._backward(again, times)
 
     def _forward(self) -> None:
-        """Copies out of what is made from some place of the forward on end by the loss."""
+        """Require that the copies out of values made after some place of the forward end by the loss."""
         graph = self.graph
         ended = np.cumsum([c.time for c in graph.c])
         total = float(ended[graph.loss - 1]) if graph.loss else 0.0
@@ -136,8 +138,8 @@ class Copies:
                 *((self.returns[j], -self._in(j)) for _, j in by_reader[:stop])), later)
 
     def _wait(self, left: float, terms: Iterable[tuple[int, float]], slowing: Sequence[Columns]) -> None:
-        """A row: copies that take longer than computing are waited for. `left`: seconds of computing
-        meanwhile, next to what is in the terms, and what copying slows it by."""
+        """Add a row: the step waits for copies that take longer than computing. `left`: seconds of computing
+        meanwhile, without those of the terms and without the slowdown by copying."""
         weights: dict[int, float] = {}
         slower = [(v, self._slows(j)) for part in slowing for j, v in part.items() if self._slows(j)]
         for v, weight in (*terms, *slower):
@@ -145,7 +147,7 @@ class Copies:
         self.program.weighted(-left / self.second, weights.items())
 
     def buffers(self) -> tuple[tuple[int, float], ...]:
-        """What copying takes of the memory at each checkpoint time."""
+        """Return the terms for the memory that copying takes at each checkpoint time."""
         size = self.link.buffer_bytes
         return ((self.any, -size / self.byte),) if size else ()
 
@@ -214,7 +216,7 @@ class SaveSetProgram:
 
     @cached_property
     def least_bytes(self) -> int:
-        """What some backward node needs by itself: nothing fits in less."""
+        """Bytes that some backward node needs by itself: nothing fits in less."""
         graph = self.graph
         return max((self.fixed_bytes(b) + graph.bytes(
             j for j in graph.c[b].inputs if self.forward(j) and j not in self.pinned)
@@ -311,7 +313,8 @@ def _closures(owner: SaveSetProgram, spans: Sequence[tuple[int, int]]) -> list[l
 
 
 def gradient_bytes(graph: CDGraph, pinned: frozenset[int]) -> list[int]:
-    """For each backward node: gradients alive while it runs, its outputs and temporaries included.
+    """Return, for each backward node, the bytes of gradients alive while it runs, including its outputs and
+    temporaries.
 
     What an output takes over from an input that dies here is not counted; a forward value that no
     later node reads may be one.

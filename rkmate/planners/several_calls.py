@@ -62,8 +62,8 @@ def ask_for_calls(planner: Planner, problem: Problem, calls: int, budget: int, *
 
 
 def smallest_steps(planner: Planner, problem: Problem, calls: int) -> tuple[Candidate, ...]:
-    """Return schedules of which one has the smallest peak of so many calls that is known. A function of the
-    problem and the planner, whatever was asked before; empty where the planner has no schedule."""
+    """Return schedules of which one has the smallest known peak of `calls` calls. Depends only on the problem
+    and the planner, whatever was asked before; empty if the planner has no schedule."""
     def make() -> tuple[Candidate, ...]:
         found: list[Candidate] = []
         whole = whole_step(problem).peak
@@ -82,7 +82,7 @@ def _judged(problem: Problem, part: Problem, outcome: Outcome, calls: int) -> li
 
 
 class _Search:
-    """What is asked for one budget."""
+    """State of the search for one budget."""
 
     def __init__(self, planner: Planner, problem: Problem, calls: int, budget: int,
                  time_limit: float | None) -> None:

@@ -20,7 +20,7 @@ from rkmate.rotor.smallest import Smallest
 
 @dataclass(frozen=True)
 class Layer:
-    """What is known of all sub-problems: of the chain itself, or where its partial saves of one index are
+    """Data about all sub-problems: of the chain itself, or of the chain with its partial saves of one index
     in memory."""
 
     needs: MemoryRequirements
@@ -30,7 +30,7 @@ class Layer:
     saves: PartialSaves | None = None
 
     def cost(self, s: Ints | int, t: Ints | int, memory: Ints, slot_bytes: int) -> Floats:
-        """Upper bounds of the time of sub-problems (s, t) with some bytes each."""
+        """Return upper bounds of the time of sub-problems (s, t) with some bytes each."""
         feasible = memory >= self.small.bytes[s, t]
         result: Floats = np.where(feasible, self.small.seconds[s, t], np.inf)
         row, time = self.table

@@ -32,15 +32,15 @@ class BlockOptions:
     backward: Ints
     """Bytes during the backward, all included."""
     backward_last: Ints
-    """The same when the loss comes right between forward and backward (last block)."""
+    """Bytes during the backward if the loss comes right between forward and backward (last block)."""
 
 
 class MemoryRequirements:
     """Byte needs of every choice of a chain."""
 
     def __init__(self, chain: Chain, kept: Ints | None = None) -> None:
-        """`kept`: bytes per block that are in memory until the block's backward, whatever is chosen;
-        those of the sub-problem's blocks belong to its memory."""
+        """`kept`: bytes per block that are in memory until the block's backward, whatever is chosen; the
+        bytes of the sub-problem's own blocks belong to its memory."""
         n = len(chain)
         self.blocks = n
         kept = np.zeros(n, dtype=np.int64) if kept is None else kept
@@ -61,7 +61,7 @@ class MemoryRequirements:
         self.run = np.maximum.accumulate(np.where(lower, 0, during), axis=1)
         """``run[s, i-1]``: bytes during plain forwards of blocks s .. i-1, cut s left out."""
         self.run_first = np.maximum.accumulate(np.where(lower, 0, during + self.first), axis=1)
-        """The same in the first forward, everything included."""
+        """Bytes during the first plain forwards, everything included."""
         self.duration = [b.forward_seconds for b in chain.blocks]
         """Seconds of each block's plain forward."""
         self.elapsed = np.concatenate(([0.0], np.cumsum(self.duration)))

@@ -55,5 +55,5 @@ class PartialSaves:
 
 
 def partial_saves_of(chain: Chain, base: MemoryRequirements) -> tuple[PartialSaves, ...]:
-    """Those of every index; `base`: the requirements of the chain itself."""
+    """Return the partial saves of every index. `base`: the requirements of the chain itself."""
     return tuple(PartialSaves(chain, k, base) for k in range(len(chain.blocks[0].partial_saves)))

@@ -23,7 +23,7 @@ BUDGETS = 128
 than `LONG` blocks, in proportion to the square of their length, as each takes longer."""
 LONG = 24
 Least = tuple[MemoryRequirements, Smallest]
-"""What each choice of a chain needs, and the smallest memory of every sub-problem."""
+"""Memory needs of each choice of a chain, and the smallest memory of every sub-problem."""
 
 
 class Table:
@@ -49,7 +49,8 @@ class Table:
         self._pool: list[tuple[Cost, list[Op]]] | None = None
 
     def seconds(self, budget_bytes: int) -> float:
-        """What the table promises for a budget: `sequence` is at least as fast. inf: nothing."""
+        """Return the time that the table promises for a budget; `sequence` is at least as fast. Infinite: no
+        sequence."""
         slot = min((budget_bytes - self.chain.input_bytes) // self.slot_bytes, self.slots)
         if slot < 0:
             return np.inf
@@ -78,7 +79,7 @@ class Table:
         return None if ops is None else (replay(self.chain, ops), ops)
 
     def candidates(self) -> list[tuple[Cost, list[Op]]]:
-        """Sequences for budgets between the smallest and the largest, with their costs."""
+        """Return sequences for budgets between the smallest and the largest, with their costs."""
         if self._pool is None:
             low = self.minimum_bytes - self.chain.input_bytes
             fast = fastest(self.chain) if self._keep else None
@@ -100,7 +101,7 @@ class Table:
 
 
 def least(chain: Chain, *, keep: bool = True) -> Least:
-    """What `minimum` and `solve` both begin from. `keep`: as in `rkmate.rotor.smallest.smallest`."""
+    """Return what both `minimum` and `solve` begin from. `keep`: as in `rkmate.rotor.smallest.smallest`."""
     needs = MemoryRequirements(chain)
     return needs, smallest(chain, needs, keep=keep)
 
@@ -119,7 +120,8 @@ def minimum(chain: Chain, known: Least | None = None) -> tuple[int, list[Op]]:
 
 
 def fastest(chain: Chain) -> list[Op]:
-    """Every block once, with its fastest option: the upper end of the trade."""
+    """Return the sequence that runs every block once, with its fastest option: the upper end of the
+    trade-off."""
     best = [min(range(len(b.options)), key=lambda k: (
         b.options[k].forward_seconds + b.options[k].backward_seconds, b.options[k].saved_bytes))
         for b in chain.blocks]
@@ -171,7 +173,8 @@ def _top_without_keeping(chain: Chain, needs: MemoryRequirements) -> int:
 
 
 def _slots_needed(chain: Chain, needs: MemoryRequirements, size: int, top: int, *, keep: bool) -> int:
-    """Slots above which nothing is gained, each size rounded up to slots of `size` bytes."""
+    """Return the number of slots above which nothing is gained, each size rounded up to slots of `size`
+    bytes."""
     if not keep:
         return -(-top // size) + len(chain)
     used = result = 0

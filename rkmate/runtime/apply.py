@@ -61,7 +61,7 @@ def sharded_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> list[Share]:
-    """How the layers of a model share a budget.
+    """Return how the layers of a model share a budget.
 
     Raises:
         ArgumentError: several calls before a backward were asked for, which is what layers are planned as.
@@ -115,7 +115,7 @@ class _Planned(PlannedModule):
     _FIELDS = PlannedModule._FIELDS | {"_run", "first_step"}
     _run: Callable[..., Any]
     first_step: FirstStep | None
-    """What measured the first planned step."""
+    """Measurement of the first planned step."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Any], planning: Planning, verify: bool,
                  on_new_shape: NewShape) -> None:
@@ -133,11 +133,12 @@ class _Planned(PlannedModule):
 
 
 class PlannedCall:
-    """What stands in the place of a compiled call: a copy and a pickle of the module leave it out."""
+    """A planned call in a module's slot for a compiled call. Copies and pickles of the module leave it
+    out."""
 
     __slots__ = ("_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "whole")
     is_planned = True
-    """What tells it from a compiled call."""
+    """Distinguishes this call from a compiled call."""
 
     def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> None:
         self._model = model
@@ -150,7 +151,7 @@ class PlannedCall:
         """Keyword arguments that come as another number in each call: a plan gets them as tensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's call."""
+        """Call the module."""
         part = self._inside()
         if part is self._forward is not None:
             return self._own_forward(*args, **kwargs)
@@ -159,7 +160,7 @@ class PlannedCall:
         return self.whole.forward(*args, **self._with_tensors(kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, called by itself, or with hooks around it that are no part of a plan."""
+        """Call the module's forward alone, or with hooks around it that are not part of a plan."""
         if self._inside() is not None:
             return self._own_forward(*args, **kwargs)
         with self._entered(self.alone):
@@ -185,7 +186,8 @@ class PlannedCall:
 
     @property
     def first_step(self) -> FirstStep | None:
-        """What measured the first planned step; None before it, and where nothing is measured."""
+        """Measurement of the first planned step; None before that step, and on devices that are not
+        measured."""
         return self.whole.first_step or (self._forward.first_step if self._forward is not None else None)
 
     def take_away(self) -> None:
@@ -197,7 +199,7 @@ class PlannedCall:
         replace_call(self._model, None)
 
     def left_without(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What a module's dictionary holds without the plan."""
+        """Return a module's dictionary without the plan."""
         left = {k: v for k, v in content.items() if k not in _PUT and v is not self} | self._others
         forward = content.get("forward", self._own)
         if isinstance(forward, MethodType) and getattr(forward.__func__, "is_planned", False):
@@ -225,7 +227,7 @@ class PlannedCall:
 
     @contextmanager
     def _entered(self, part: _Planned) -> Iterator[None]:
-        """In this thread, calls of this module run what it is without a plan."""
+        """Let calls of this module in this thread run without a plan, inside the context."""
         _entered().append(part)
         try:
             yield
@@ -252,7 +254,8 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
 
 def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning, verify: bool,
                           on_new_shape: NewShape) -> None:
-    """The same for each sharded layer of a model, with a share of the budget; none for the model itself."""
+    """Put a plan into each sharded layer of a model, with a share of the budget, and none into the model
+    itself."""
     found = shares(model, layers, _sharing(planning))
     for layer in layers:
         _refuse_compiled(layer)             # before any is changed
@@ -262,7 +265,8 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
 
 
 def _sharing(planning: Planning) -> Planning:
-    """With what copies data away for all parts that share a budget: together they keep to its limit."""
+    """Return the planning with one set of engines for all parts that share a budget: together they keep to
+    its limit."""
     return planning if planning.engines is not None else \
         replace(planning, engines=Engines(planning.settings.offload))
 
@@ -274,7 +278,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
-    """What `put_plan_into` has put into a module; None where it is as it was."""
+    """Return the planned call of a module; None if the module has no plan."""
     call = model.__dict__.get(COMPILED_CALL)
     return call if isinstance(call, PlannedCall) else None
 
@@ -287,7 +291,7 @@ def take_plan_from(model: nn.Module) -> None:
 
 
 def _state_without_plan(self: nn.Module) -> Any:
-    """What copies and pickles are made from: the module as it is without a plan."""
+    """Return the state for copies and pickles: the module without its plan."""
     state, call = type(self).__getstate__(self), planned_call_of(self)
     return call.left_without(state) if isinstance(state, dict) and call is not None else state
 

@@ -49,7 +49,7 @@ _REMEMBERED = 4
 
 
 class FlagGuards(NamedTuple):
-    """Which modules there are, and what is switched on in them."""
+    """The modules, and the flags that are set in them."""
 
     parts: Same
     """The submodules with their names and classes."""
@@ -58,7 +58,7 @@ class FlagGuards(NamedTuple):
 
 
 class ModuleGuards(NamedTuple):
-    """What a plan is specialised on of the module."""
+    """The properties of the module that a plan is specialised on."""
 
     flags: FlagGuards
     attributes: Part
@@ -70,7 +70,7 @@ class ModuleGuards(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """What a plan is specialised on: the key under which it is found."""
+    """The key under which a plan is found: everything that it is specialised on."""
 
     flags: FlagGuards
     attributes: Part
@@ -83,11 +83,11 @@ class Guards(NamedTuple):
     autocast: tuple[Any, ...]
     """Of each device type where it is on: the type, and the dtype."""
     kernels: tuple[bool, ...]
-    """Which of torch's kernels it may choose: those of attention (`sdpa_kernel`), and cuDNN's."""
+    """Kernels that torch may choose: of attention (`sdpa_kernel`), and of cuDNN."""
     places: Part
     default_dtype: torch.dtype
     values: tuple[str, ...] = ()
-    """What the forward observes of its inputs' values, where it looks at them."""
+    """What the forward observes of its inputs' values, if it looks at them."""
 
 
 class ModuleReader:
@@ -102,8 +102,8 @@ class ModuleReader:
         self.read()
 
     def follow(self, assigned: Sequence[Assigned]) -> None:
-        """A forward has assigned these attributes, and would do so again: the state that they leave the
-        module in means the same plan as the state before."""
+        """Note that a forward has assigned these attributes, and would do so again: the state after the
+        assignments means the same plan as the state before."""
         if assigned:
             self._attributes.follow(assigned)
 
@@ -187,13 +187,13 @@ class _AttributeReader:
         self.means = self.latest.part
 
     def read(self, hooks: list[Any]) -> Part:
-        """What stands for the values in a key."""
+        """Return the part of a key that stands for the values."""
         if not self.latest.is_now(hooks):
             self._take(snapshot(self.latest.attributes, hooks))
         return self.means
 
     def follow(self, assigned: Sequence[Assigned]) -> None:
-        """The values as they are now mean the same as those before the assignments."""
+        """Note that the current values mean the same as those before the assignments."""
         now = snapshot(self.latest.attributes, self.latest.hooks)
         earlier = self._equivalents.of(before(now, assigned).part)
         if earlier == self.means:
@@ -208,7 +208,7 @@ class _AttributeReader:
 
 def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, Any]
               ) -> tuple[Guards, list[torch.Tensor]]:
-    """What a plan for a call is specialised on; and the tensors among the arguments."""
+    """Return the key of a plan for a call, and the tensors among the call's arguments."""
     tensors, structure, constants = take_call_apart(args, kwargs)
     shapes = tuple((t.shape, t.dtype, t.device, t.requires_grad,
                     t.stride() if t.layout is torch.strided and not t.is_nested else t.layout)
@@ -249,7 +249,7 @@ _WORDS = {
 
 
 def differing(key: Guards, others: Iterable[Guards]) -> str:
-    """In what a call differs from the nearest of those that were planned."""
+    """Return how a call differs from the nearest planned call."""
     nearest = min((_differences(key, k) for k in others), key=len)
     return "; ".join(nearest)
 
@@ -279,7 +279,7 @@ def _attributes(key: Guards, other: Guards) -> list[str]:
 
 
 def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
-    """Attributes that have had another value in each of the latest keys that are alike otherwise.
+    """Return the attributes that had another value in each of the latest keys that are otherwise equal.
 
     `others`: the latest last. Empty while the values are few.
     """
@@ -302,7 +302,7 @@ def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
 MANY = 8
 """Plans of calls that differ in nothing else, until it is said that each takes one."""
 _NEW = ("new",)
-"""What no recipe has observed yet."""
+"""Observations before any recipe has observed something."""
 
 
 class Observations:
@@ -313,7 +313,8 @@ class Observations:
         self._seen: dict[Guards, set[tuple[str, ...]]] = {}
 
     def add(self, key: Guards, recipe: Recipe | None) -> Guards:
-        """A call of this signature was captured; its key, with what the forward observed."""
+        """Record that a call of this signature was captured. Returns its key, with the forward's
+        observations."""
         key = key._replace(values=())
         if recipe is None:
             return key

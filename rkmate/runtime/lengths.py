@@ -36,8 +36,8 @@ class Lengths:
 
     def fitted(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Any] | None]:
-        """A call's arguments at the next planned length, and what cuts its output back; None where it has a
-        planned length, or one above all of them."""
+        """Return a call's arguments at the next planned length, and a function that cuts its output back;
+        None if the call has a planned length, or a length above all of them."""
         if self.pad is None:
             return args, kwargs, None
         named = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -83,7 +83,7 @@ class Lengths:
 
 
 def checked_lengths(model: nn.Module, lengths: Any, pad: Any) -> Lengths | None:
-    """What a user gave as `lengths` and `pad`. Raises `ArgumentError`."""
+    """Check the arguments `lengths` and `pad` of a public call. Raises `ArgumentError`."""
     if lengths is None:
         if pad is not None:
             raise ArgumentError("pad says how inputs are brought to the next of some lengths: give lengths, "

@@ -41,7 +41,7 @@ def statistics_of(device: torch.device) -> Statistics | None:
 
 
 def before_first_step(device: torch.device) -> None:
-    """Libraries take what they keep before the step that is watched: it is no part of it."""
+    """Let libraries take the memory that they keep, before the step that is measured."""
     devices.of(device).warm_up()
 
 
@@ -54,8 +54,8 @@ class FirstStep:
 
     def __init__(self, statistics: Statistics, predicted: int, budget: int,
                  params: Iterable[torch.Tensor]) -> None:
-        """`predicted`, `budget`: bytes above the level at the start, parameter gradients left out.
-        `params`: those whose gradients the step makes."""
+        """`predicted`, `budget`: bytes above the level at the start, without parameter gradients. `params`:
+        parameters whose gradients the step makes."""
         self._predicted = predicted
         self._budget = budget
         self._new_gradients = sum(p.numel() * p.element_size() for p in params
@@ -66,7 +66,7 @@ class FirstStep:
         """Bytes that the step took above what stood before it, new gradients included; once it is done."""
 
     def finish(self) -> None:
-        """The backward is over: warn when the step took more than its budget."""
+        """End the measurement after the backward; warn if the step took more than its budget."""
         self.done = True
         self.peak = peak = self._watch.peak() - self._watch.start
         allowed = self._budget + self._new_gradients
@@ -108,10 +108,10 @@ class PlannedModule(StandIn):
     _on_new_shape: NewShape
     _lengths: Lengths | None
     _planned_forward: MethodType
-    """What `forward` is, as long as no library puts another in its place."""
+    """The value of `forward`, as long as no library replaces it."""
 
     def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> None:
-        """The first call is planned for, unless `plan_for` comes before it."""
+        """Prepare the module. Its first call is planned when it comes, unless `plan_for` is called before."""
         self._stand_in_for(model)
         self._set_up(planning, (), verify, on_new_shape)
 
@@ -163,7 +163,7 @@ class PlannedModule(StandIn):
     # -- running --------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's forward; under the plan when gradients are wanted."""
+        """Run the original's forward; under its plan if gradients are recorded."""
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(self, args, kwargs)
         if planning_lock.is_mine() or (torch.compiler.is_compiling() and _traced_here()):
@@ -217,7 +217,7 @@ class PlannedModule(StandIn):
         return result if cut is None else cut(result)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The original's forward, once more, where its backward has to leave a graph."""
+        """Run the original's forward once more, because its backward has to leave a graph."""
         self._tell("graph", "a backward with create_graph=True runs the original's forward once more, and "
                             "differentiates that: this takes the original's memory, outside of the budget. A "
                             "gradient that is computed inside of the module is planned ('Gradient penalties' "
@@ -225,11 +225,11 @@ class PlannedModule(StandIn):
         return self._run_original(args, kwargs)
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is planned, as it is without a plan."""
+        """Run the original without a plan."""
         return self._original(*args, **kwargs)
 
     def _first_step(self, ready: Executable) -> FirstStep | None:
-        """Watches a plan's first step, where that is wanted and the device can tell."""
+        """Return a measurement of a plan's first step, if it is wanted and the device can measure it."""
         statistics = statistics_of(ready.compiled.device) if self._verify else None
         if statistics is None or ready.measured:
             return None
@@ -272,7 +272,8 @@ class PlannedModule(StandIn):
         return known
 
     def _has_something_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Without it the original keeps nothing for a backward."""
+        """Return whether anything requires a gradient; otherwise the original keeps nothing for a
+        backward."""
         return any(p.requires_grad for p in self._original.parameters()) or \
             any(t.requires_grad for t in tensors_in((args, kwargs)))
 
@@ -288,7 +289,8 @@ class PlannedModule(StandIn):
         return repr(self.plan) if self._latest is not None else "no plan yet"
 
     def _made_with(self) -> tuple[Any, ...]:
-        """A copy follows the same plans: the first call of each signature finds its own."""
+        """Return values for a copy: it follows the same plans, and the first call of each signature finds its
+        own."""
         return (self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape,
                 self._lengths)
 
@@ -318,7 +320,7 @@ def _with_signature_of(model: nn.Module) -> Any:
 
 
 def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A compiled function breaks its graph around a planned module, which runs as planned."""
+    """Run a planned module inside a compiled function, which breaks its graph around the module."""
     from rkmate.runtime.uncompiled import run_uncompiled
 
     return run_uncompiled(PlannedModule.forward, module, *args, **kwargs)

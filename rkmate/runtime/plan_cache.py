@@ -54,8 +54,8 @@ from rkmate.support.warn import warn
 
 
 class Engines:
-    """One engine for each device, made when it is first needed, closed when nobody has this any more. All
-    calls of an engine together keep to what may be away."""
+    """The engines of all devices: each is made when it is first needed, and closed when nothing refers to
+    this object any more. All calls of an engine together keep to the limit of bytes that may be away."""
 
     def __init__(self, offload: Offload | None) -> None:
         self.offload = offload
@@ -63,7 +63,7 @@ class Engines:
         self._made: dict[torch.device, CopyEngine] = {}
 
     def __reduce__(self) -> Any:
-        """A copy has engines of its own."""
+        """Give a copy engines of its own."""
         return Engines, (self.offload,)
 
     def of(self, device: torch.device) -> CopyEngine:
@@ -174,7 +174,7 @@ def shapes_of(key: Guards) -> list[Sequence[int]]:
 
 
 _NODE_BYTES = 3 << 10
-"""What a node of a captured graph takes, with its fake tensor; rounded up."""
+"""Bytes of a node of a captured graph with its fake tensor, rounded up."""
 
 TangentMask = tuple[bool, ...]
 """Per output, whether a gradient comes for it."""
@@ -193,19 +193,19 @@ class Planning:
     cuda_graph: bool = False
     """Whether steps are recorded and replayed."""
     engines: Engines | None = None
-    """What copies data away, where other modules share it; None: the module's own."""
+    """Engines that copy data away, if other modules share them; None: the module's own."""
 
 
 @dataclass
 class Executable:
-    """One plan, and what runs it."""
+    """A plan, and the code that runs it."""
 
     plan: Plan
     compiled: PlannedStep
     measured: bool = False
     """Whether a step has been measured against the prediction."""
     known: KnownPlan | None = None
-    """What plans of other sizes may take from it."""
+    """Data that plans of other sizes may use."""
     graph_nodes: int = 0
     """Of the graph that it runs over."""
     recorded: RecordedStep | None = None
@@ -216,12 +216,12 @@ class Executable:
 
 @dataclass
 class Specialization:
-    """One signature: its trace, and an executable per tangent mask."""
+    """A signature: its trace, and an executable for each tangent mask."""
 
     traced: Traced
     executables: dict[TangentMask, Executable] = field(default_factory=dict)
     mask: TangentMask = ()
-    """What the next forward is planned for."""
+    """The tangent mask that the next forward is planned for."""
     member: Member | None = None
     """Where it was captured in full: what other sizes are derived from."""
 
@@ -234,7 +234,7 @@ class Specialization:
 
     @property
     def capture(self) -> Capture:
-        """What was captured."""
+        """The captured model."""
         return self.traced.capture
 
 
@@ -246,7 +246,7 @@ class PlanCache:
     """
 
     def __init__(self, model: nn.Module, planning: Planning, saved: Sequence[Plan] = ()) -> None:
-        """`saved`: plans to follow where they fit, instead of searching for one."""
+        """`saved`: plans to follow if they fit, instead of searching for one."""
         self.model = traceable(model)
         self.planning = planning
         self._saved = list(saved)
@@ -304,7 +304,7 @@ class PlanCache:
             return any(k.flags.parts == flags.parts for k in self._kept)
 
     def differing(self, key: Guards) -> str:
-        """In what a call differs from the nearest that a plan was made for."""
+        """Return how a call differs from the nearest planned call."""
         with self._lock:
             return differing(key, self._kept)
 
@@ -354,13 +354,14 @@ class PlanCache:
             return known
 
     def _keep_pages(self, device: torch.device) -> None:
-        """From now on, steps on this device find pages of earlier ones; planning measures such steps."""
+        """Keep pages from now on, so that steps on this device find pages of earlier steps; planning measures
+        such steps."""
         if self._pages is None and devices.of(device).host and self.planning.settings.keep_pages:
             self._pages = keep_planned_pages()
             weakref.finalize(self, self._pages.release).atexit = False
 
     def _of_other_sizes(self, key: Guards) -> list[Specialization]:
-        """What is kept of signatures that differ in sizes alone; the latest used last."""
+        """Return the kept signatures that differ only in sizes, the latest used last."""
         with self._lock:
             return [s for k, s in self._kept.items() if alike(k, key)]
 
@@ -465,8 +466,8 @@ class PlanCache:
             return made
 
     def _at_least(self, traced: Traced, refused: InfeasibleBudget) -> tuple[Executable, InfeasibleBudget]:
-        """What follows the smallest budget that an error names, or where that was counted alone, that another
-        one names once it is measured; and the error."""
+        """Plan at the minimum budget that the error reports. If that minimum was only estimated, planning
+        fails once more with the measured one. Returns the plan and the error that it follows."""
         try:
             return self._executable(traced, Budget(bytes=refused.minimum_bytes)), refused
         except InfeasibleBudget as measured:

@@ -28,8 +28,8 @@ _OPTION = "cuda_graph=True"
 
 
 def check_device(devices: Sequence[torch.device], *, sends: bool) -> None:
-    """Raises `ArgumentError` where a step cannot be recorded because of where it runs, or because it `sends`
-    data away meanwhile."""
+    """Raise `ArgumentError` if a step cannot be recorded because of its devices, or because it `sends` data
+    away meanwhile."""
     if sends:
         raise ArgumentError(f"{_OPTION} replays what a device was asked to do, and copies to another place "
                             "are not among that: leave offload= out")
@@ -40,7 +40,7 @@ def check_device(devices: Sequence[torch.device], *, sends: bool) -> None:
 
 
 def check_plan(plan: Plan, step: PlannedStep) -> None:
-    """Raises `ArgumentError` where a plan's step cannot be recorded."""
+    """Raise `ArgumentError` if a plan's step cannot be recorded."""
     if plan.gradients == "in_place":
         raise ArgumentError(f'{_OPTION} hands out gradients: it cannot go with gradients="in_place"')
     if plan.calls > 1:
@@ -61,7 +61,7 @@ class _Recording(Environment):
     """Repeated draws come from generators that are made equal before each replay."""
 
     def draws_from(self, recorder: Recorder, generators: Iterator[torch.Generator]) -> None:
-        """`generators`: in the order of the draws."""
+        """Draw from `generators`, which are in the order of the draws."""
         self._recorder, self._generators = recorder, generators
 
     @contextmanager
@@ -73,10 +73,10 @@ class _Recording(Environment):
 
 
 class RecordedStep:
-    """One plan's step, recorded for the tensors that the module has now."""
+    """A plan's step, recorded for the tensors that the module has now."""
 
     def __init__(self, step: PlannedStep, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises `ArgumentError` when something in it cannot be recorded."""
+        """Record the step. Raises `ArgumentError` if a part of it cannot be recorded."""
         self._step = step
         sources = step.sources(tensors)
         elsewhere = sorted(k for k, t in sources.items() if t.device != step.device)
@@ -125,7 +125,7 @@ class RecordedStep:
         return self._addresses == _addresses(self._step, self._step.sources(tensors))
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The forward; the backward follows through autograd."""
+        """Replay the forward; the backward follows through autograd."""
         step = self._step
         targets = [step.target(k, tensors) for k in self._grads]
         flat = list(_Replayed.apply(self, tensors, *targets))
@@ -134,7 +134,7 @@ class RecordedStep:
         return step.result.fill(flat)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor | None]]:
-        """Replays the forward: its number, and copies of the outputs."""
+        """Replay the forward. Returns its number, and copies of the outputs."""
         sources = self._step.sources(tensors)
         for key, static in self._inputs.items():
             static.copy_(sources[key])
@@ -146,7 +146,7 @@ class RecordedStep:
 
     def backward(self, number: int, given: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
                  ) -> list[torch.Tensor]:
-        """Replays the backward of the forward of that number. Raises `BackwardError`."""
+        """Replay the backward of the forward with this number. Raises `BackwardError`."""
         if number != self._open:
             raise BackwardError(f"with {_OPTION} the backward of a forward comes before the next forward, "
                                 "and once: what this one left has been written over")

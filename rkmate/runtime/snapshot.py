@@ -53,7 +53,7 @@ class Part:
                                  and self.content == other.content)
 
     def or_new(self, content: tuple[Any, ...]) -> Part:
-        """This part where it has that content, else a new one."""
+        """Return this part if it has that content, else a new part."""
         return self if self.content == content else Part(content)
 
 
@@ -80,8 +80,8 @@ def identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def by_value(value: Any) -> Any:
-    """A scalar, or a tuple of them, by its value; a partial function by what it calls, and with what;
-    anything else by being this very object."""
+    """Return the key of a value: a scalar, or a tuple of scalars, by value; a partial function by its
+    function and arguments; any other object by identity."""
     if isinstance(value, SCALARS):
         return type(value), value
     if isinstance(value, tuple):
@@ -95,7 +95,8 @@ def by_value(value: Any) -> Any:
 
 
 def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
-    """An argument by all that it holds: containers, arrays, and the attributes of objects.
+    """Return the key of an argument by everything that it holds: containers, arrays, and the attributes of
+    objects.
 
     `above`: ids of what holds it, as it may hold itself. Raises `ArgumentError` for what can neither be taken
     apart nor be compared.
@@ -122,7 +123,7 @@ def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
 
 
 def _parts_of(value: Any, above: frozenset[int]) -> Any:
-    """What is in a container or an array; None for what is neither."""
+    """Return the content of a container or an array; None for any other object."""
     if isinstance(value, (list, tuple, deque)):
         return tuple(by_content(v, above) for v in value)
     if isinstance(value, Mapping):
@@ -158,10 +159,10 @@ def _says_what_it_equals(value: Any) -> bool:
 
 
 _OPEN = (dict, list, set, ModuleType)
-"""What can change without a trace of it; too much to compare at every call."""
+"""Types that can change without a trace of it, and that are too large to compare at every call."""
 _SKIPPED = {"training", "_is_full_backward_hook", "_is_hf_initialized"}
 _WRITTEN_BY_SAVING = {"architectures", "dtype"}
-"""What `save_pretrained` of transformers writes into a configuration: it describes the file."""
+"""Attributes that `save_pretrained` of transformers writes into a configuration: they describe the file."""
 _LISTS = {"merged_adapters", "_active_adapter"}
 """Lists of names that decide what a forward computes: of peft's layers."""
 _FOLLOWED = 16
@@ -188,13 +189,13 @@ class Box(NamedTuple):
     path: str
 
     def members(self) -> Sequence[Any]:
-        """What is in it now; its keys, too."""
+        """The current members, including keys."""
         return _members(self.holder.__dict__.get(self.name))
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """Which attributes of a model are compared."""
+    """The attributes of a model that are compared."""
 
     plain: tuple[Attribute, ...]
     boxes: tuple[Box, ...]
@@ -205,7 +206,8 @@ class Attributes:
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """Those that are there now, and `forward`: what a library's forward adds later is of no plan."""
+    """Return the attributes that exist now, and `forward`. Attributes that a library's forward adds later do
+    not belong to a plan."""
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     plain: list[Attribute] = []
     boxes: list[Box] = []
@@ -225,7 +227,7 @@ def attributes_of(model: nn.Module) -> Attributes:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What stands in a model's plain attributes at one moment."""
+    """The values of a model's plain attributes at one moment."""
 
     attributes: Attributes
     dicts: Sequence[dict[str, Any]]
@@ -299,7 +301,7 @@ class Equivalents:
         return self._first.get(part, part)
 
     def add(self, part: Part, earlier: Part) -> None:
-        """From now on `part` means what `earlier` means; the oldest such entry may be forgotten."""
+        """Note that `part` means from now on what `earlier` means. The oldest such entry may be forgotten."""
         if part != earlier:
             self._first[part] = earlier
             while len(self._first) > _FOLLOWED:
@@ -371,13 +373,13 @@ _COUNTED = dict_version is not None and counts_assignments()
 
 
 class Walk:
-    """What a walk over a module has come by."""
+    """The objects that a walk over a module has passed."""
 
     __slots__ = ("_around", "_attributes", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_kinds",
                  "_modules", "_objects", "_quick", "_snapshot", "_tensors", "_types", "_versions")
 
     def __init__(self, modules: Sequence[nn.Module], attributes: Snapshot) -> None:
-        """`modules`: the module and those in it. `attributes`: theirs, as they are now."""
+        """`modules`: the module and all modules in it. `attributes`: their current attributes."""
         self._modules, self._snapshot = modules, attributes
         self._types = [*map(type, modules)]
         self._kinds = [*dict.fromkeys(self._types)]
@@ -417,7 +419,7 @@ class Walk:
         return [t for some in self._tensors for t in some if t is not None]
 
     def _forms_now(self) -> tuple[list[Any], list[Any]] | None:
-        """Of parameters and buffers; None where some are no ordinary tensors."""
+        """Return the forms of parameters and buffers; None if some are not ordinary tensors."""
         tensors = self._tensors_now()
         if any(t.layout is not torch.strided for t in tensors):
             return None
@@ -425,8 +427,8 @@ class Walk:
 
 
 def _quick_forms(tensors: Sequence[torch.Tensor]) -> Any:
-    """Compares types, dtypes, devices, sizes, strides, and whether a gradient is taken; None where torch
-    cannot (nested tensors)."""
+    """Return a check of types, dtypes, devices, sizes, strides, and whether a gradient is recorded; None if
+    torch has none (nested tensors)."""
     try:
         sizes: Any = [[*t.shape] for t in tensors]
         strides: Any = [[*t.stride()] for t in tensors]

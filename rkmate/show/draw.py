@@ -25,7 +25,7 @@ from rkmate.show.replay import Occupancy, replay
 from rkmate.support.warn import warn
 
 Picture = Literal["chain", "forward", "simplified", "block", "schedule", "copies"]
-"""What `Plan.draw` draws."""
+"""The pictures that `Plan.draw` draws."""
 WHAT: tuple[Picture, ...] = ("chain", "forward", "simplified", "block", "schedule", "copies")
 _TEXT = (".dot", ".gv")
 _SUFFIXES = (".svg", ".png", ".pdf", *_TEXT)
@@ -94,8 +94,8 @@ def block_number(plan: PlanData, block: int | str | None) -> int:
 
 
 def pages_of(plan: PlanData, replayed: Occupancy | None) -> list[int]:
-    """Per block, the block whose page it shares: the first of its class that is run in the same way.
-    Without a replay, the first of its class."""
+    """Return, for each block, the block whose page it shares: the first of its class that runs in the same
+    way. Without a replay, the first of its class."""
     first: dict[object, int] = {}
     result = []
     runs = plan.schedule.recomputed()

@@ -33,7 +33,7 @@ BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "al
 
 
 def below(axes: Any) -> dict[str, Any]:
-    """Where the legend of a narrow picture stands: under the axis of x and what is written there."""
+    """Return the place of a narrow picture's legend: under the axis of x and its label."""
     height = axes.get_position().height * axes.figure.get_figheight()
     return {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.5 / height), "alignment": "left"}
 
@@ -51,7 +51,7 @@ def figure(width: float, height: float, **subplots: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Inside, matplotlib draws in this package's style."""
+    """Draw in this package's style inside the context."""
     try:
         import matplotlib
     except ImportError as error:
@@ -108,7 +108,7 @@ _STEEP = 6
 
 @dataclass(frozen=True)
 class Point:
-    """What another method costs, measured."""
+    """Measured cost of another method."""
 
     name: str
     peak_bytes: int
@@ -132,8 +132,8 @@ def overhead(plans: Sequence[PlanData], seconds: float) -> float:
 
 def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None, title: str,
                 narrow: bool = False, beside: Mapping[str, Sequence[PlanData]] | None = None) -> Any:
-    """Return the figure; `here` is a plan to mark, `narrow` for a page as wide as a telephone, `beside` other
-    plans of the model, by what they are called. Raises `MissingExtra` without matplotlib."""
+    """Draw time against memory. `here`: a plan to mark; `narrow`: for a page as wide as a phone; `beside`:
+    other plans of the model, by name. Returns the figure. Raises `MissingExtra` without matplotlib."""
     with styled():
         made, axes = figure(NARROW, 4.2) if narrow else figure(6.4, 3.6)
         _draw(axes, plans, points, here, beside or {})

@@ -42,7 +42,7 @@ _OF_NOBODY: tuple[Kind, ...] = ("buffers", "loss")
 
 @dataclass(frozen=True)
 class Tensor:
-    """One storage in memory at a moment."""
+    """A storage in memory at a moment."""
 
     name: str
     shape: str
@@ -56,7 +56,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Moment:
-    """One step of the schedule."""
+    """A step of the schedule."""
 
     start: float
     """Seconds since the step's begin; what it waits for copies is over."""
@@ -102,7 +102,7 @@ class Occupancy:
     graph: GraphSummary
     schedule: Schedule
     simulation: Simulation
-    """What the simulator says of it: the copies' times, among others."""
+    """Result of the simulator, including the times of copies."""
     moments: tuple[Moment, ...]
     loss_at: int
     """Index of the loss among the moments."""
@@ -144,7 +144,7 @@ class Occupancy:
 
     @cached_property
     def peak_tensors(self) -> tuple[Tensor, ...]:
-        """What stands at the peak, greatest first; temporaries last of equals."""
+        """Tensors in memory at the peak, the largest first; of equal sizes, temporaries last."""
         found = [self._tensor(j, kind) for j, kind in self.alive_at_peak
                  if self.graph.storages[j].size]
         moment = self.moments[self.peak_at]
@@ -212,7 +212,7 @@ def replay_baseline(plan: PlanData) -> Occupancy:
 
 
 def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Occupancy:
-    """Occupancy one schedule. Raises `ScheduleError` when it does not run."""
+    """Return the occupancy of a schedule. Raises `ScheduleError` if the schedule does not run."""
     result = simulate(graph.cd, schedule, pinned=graph.pinned, reserve_at_loss=graph.reserve_at_loss)
     walk = _Walk(graph, schedule)
     for k, step in enumerate(schedule.steps):
@@ -355,12 +355,13 @@ WHOLE = "the model itself"
 
 
 def label(path: str, operation: str) -> str:
-    """``encoder.layer.3.attention: softmax``; an operation of the model itself stands alone."""
+    """Return a label, ``encoder.layer.3.attention: softmax``; only the operation if it belongs to the model
+    itself."""
     return f"{path}: {operation}" if path and operation else path or operation
 
 
 def label_lines(path: str, operation: str) -> tuple[str, ...]:
-    """`label` in two lines, for the nodes of a graph."""
+    """Return `label` in two lines, for the nodes of a graph."""
     return (f"{path}:", operation) if path else (operation,)
 
 
@@ -372,5 +373,5 @@ def short_path(path: str, within: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """At most `length` characters; the end stays, where module paths differ."""
+    """Shorten a text to `length` characters. The end stays, because there module paths differ."""
     return text if len(text) <= length else f"...{text[3 - length:]}"

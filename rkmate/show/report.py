@@ -408,7 +408,7 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[
 
 
 def summary_html(plan: PlanData) -> str:
-    """What a notebook shows for a plan."""
+    """Return the HTML that a notebook shows for a plan."""
     (head, *rows), numbers = block_table(plan, replay(plan))
     figures = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in facts(plan))
     return (f"<div><b>rkmate plan</b><table>{figures}</table>"
@@ -420,7 +420,7 @@ _COPY = re.compile(r"^    env\.(copy_out|leave|copy_in|arrive)\(")
 
 
 def source_html(text: str) -> str:
-    """Generated source, its kinds of statements marked."""
+    """Return generated source as HTML, with its kinds of statements marked."""
     lines = []
     docstring = False
     for line in text.splitlines():

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Default(Generic[T]):
-    """What holds where nobody sets anything, in all threads."""
+    """A value that holds in all threads if nobody sets another one."""
 
     def __init__(self, value: T) -> None:
         self._values = [value]
@@ -21,7 +21,7 @@ class Default(Generic[T]):
 
     @contextmanager
     def within(self, value: T) -> Iterator[None]:
-        """Inside, another value holds."""
+        """Set another value inside the context."""
         self._values.append(value)
         try:
             yield

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_pause(*, lasting: bool = False) -> Iterator[None]:
-    """Inside, reference cycles are not looked for. Decorates functions, too. `lasting`: what is made inside
-    lives long."""
+    """Stop Python's garbage collector inside the context, or inside a decorated function. `lasting`: objects
+    that are made inside live long."""
     was_on = gc.isenabled()
     gc.disable()
     try:

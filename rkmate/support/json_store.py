@@ -11,8 +11,8 @@ from rkmate.support.warn import warn
 
 
 def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
-    """Write a file, replacing what was there. On any failure what was there stays, and nothing is left
-    beside it.
+    """Write a file, replacing the one that was there. If that fails, the old file stays, and no other file is
+    left.
 
     Raises:
         OSError: the file cannot be written: a full disk, no folder, no permission.

@@ -1,4 +1,4 @@
-"""One thread captures and measures at a time, and no step begins beside it."""
+"""A lock: only one thread at a time captures and measures, and no step begins meanwhile."""
 
 from __future__ import annotations
 

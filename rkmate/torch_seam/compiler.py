@@ -80,7 +80,7 @@ def settings_key() -> str:
 
 
 def names_in_generated_code() -> dict[str, Any]:
-    """Return what the Python around compiled kernels may name beside the kernels."""
+    """Return the names that the Python around compiled kernels may use, in addition to the kernels."""
     return {"assert_size_stride": _guards.assert_size_stride,
             "reinterpret_tensor": _guards._reinterpret_tensor,
             "empty_strided_cpu": _guards._empty_strided_cpu}

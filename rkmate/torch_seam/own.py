@@ -42,7 +42,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class OwnOperator:
-    """One overload of one of the package's operators."""
+    """An overload of one of the package's operators."""
 
     schema: str
     """Name, arguments and results, without namespace."""
@@ -57,9 +57,10 @@ class OwnOperator:
     """Whether generated code calls the kernel itself: the dispatcher would choose that, too."""
     in_place: Over | None = None
     temporaries: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], int] | None = None
-    """Bytes beside the results on the CPU, at most, by the tensors that are read and made."""
+    """Computes the most bytes that the operator takes on the CPU in addition to its results, from the tensors
+    that it reads and makes."""
     stands_for: OpOverload | None = None
-    """The operator of torch's that it takes the place of, whose rule of temporary memory holds for it."""
+    """The operator of torch that this one replaces. Its rule of temporary memory holds for this one, too."""
     rows_like: OpOverload | None = None
     """The operator of torch's by whose row rule it is cut into tiles."""
     linear: bool = False

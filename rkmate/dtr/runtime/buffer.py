@@ -13,7 +13,7 @@ from rkmate.torch_seam.schema import OpOverload
 
 
 class Buffer(Node):
-    """One version of the contents of a storage.
+    """A version of the contents of a storage.
 
     The program's tensors keep their storage object for ever; evicting it empties that object, and
     rematerializing fills it again, so that views, tensors saved by autograd and the program's own
@@ -25,7 +25,7 @@ class Buffer(Node):
     def __init__(self, index: int, size: int, device: torch.device) -> None:
         super().__init__(index, size)
         self.operation: Operation | None = None
-        """What computes it; None when nothing can."""
+        """The operation that computes the buffer; None if nothing can."""
         self.place = 0
         """Position in the operation's ``outputs``."""
         self.program: weakref.ref[torch.UntypedStorage] | None = None
@@ -36,13 +36,13 @@ class Buffer(Node):
         """The program's storage, while nothing can compute it and something not in memory is made
         from it: what the program lets go of then stays until it is not needed."""
         self.counted = True
-        """Its bytes count against the budget; a parameter's gradient's do not."""
+        """Whether the buffer's bytes count against the budget; those of a parameter's gradient do not."""
         self.name = ""
-        """Its name in the log."""
+        """Name in the log."""
         self.device = device
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Where the contents are, or will be; None for an evicted one that the program dropped."""
+        """The storage of the contents, now or later; None for an evicted buffer that the program dropped."""
         if self.program is not None:
             return self.program()
         return self.private
@@ -82,7 +82,7 @@ class Place:
 
 
 class Operation:
-    """One call, kept so that it can run again: its function, its arguments as places, and what it made."""
+    """A call, kept so that it can run again: its function, its arguments as places, and its results."""
 
     __slots__ = (
         "function",
@@ -119,7 +119,7 @@ class Operation:
         self.extra_bytes = 0
         """Temporary memory beyond inputs and outputs, as measured."""
         self.hoped_bytes = 0
-        """The same where it could only be estimated."""
+        """Temporary memory beyond inputs and outputs, if it could only be estimated."""
         self.gradients = torch.is_grad_enabled()
         """The program's gradient mode, which some kernels read."""
         self.alive = 0
@@ -132,7 +132,7 @@ class Operation:
 
 
 def map_places(value: Any, change: Callable[[Place], torch.Tensor]) -> Any:
-    """``value`` with ``change`` applied to its places; lists and tuples are entered."""
+    """Return ``value`` with ``change`` applied to its places; lists and tuples are entered."""
     if isinstance(value, Place):
         return change(value)
     if isinstance(value, (list, tuple)):

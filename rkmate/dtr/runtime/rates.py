@@ -1,4 +1,5 @@
-"""What an operation takes on a device that works while the host goes on, without asking it.
+"""Estimate the time of an operation on a device that works while the host continues, without asking the
+device.
 
 The host's clock says there how long the call took, not the operation; to wait for the device at each
 operation would leave it idle. So the time is that of the bytes and the arithmetic at the rates of a GPU.

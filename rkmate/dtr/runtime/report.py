@@ -1,4 +1,4 @@
-"""What happened between two points of a run."""
+"""Figures of a run between two points."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class Report:
     """Greatest number of bytes held for the program at one time, temporary memory included."""
 
     def copy(self) -> Report:
-        """The same numbers in a new object."""
+        """Return a copy of the report."""
         return Report(**{field.name: getattr(self, field.name) for field in fields(self)})

@@ -74,7 +74,7 @@ _FITS: dict[Kernel, Callable[..., bool]] = {
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
                scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
-    """As torch's own `scaled_dot_product_attention`, with the kernel of the GPU that is planned for."""
+    """Compute `scaled_dot_product_attention` with the kernel of the GPU that is planned for."""
     gpu = devices.of(query).elsewhere
     kernel = "math" if gpu is None else kernel_of(gpu, query, key, value, attn_mask, dropout_p)
     if kernel == "math":
@@ -113,7 +113,8 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 @contextmanager
 def attention_of_the_device() -> Iterator[None]:
-    """While a module is captured for a GPU that is not here; no change for a device that is."""
+    """Capture attention for a GPU of another machine inside the context; no change for a GPU of this
+    machine."""
     if devices.of("cpu").elsewhere is None:
         yield
         return

@@ -35,7 +35,8 @@ from rkmate.torch_seam.trace import is_tangent
 
 @contextmanager
 def backward_without_autocast() -> Iterator[None]:
-    """While a module is captured: what the forward has in float32 stays so in its gradients."""
+    """Trace the backward outside of autocast: values that the forward has in float32 keep that type in their
+    gradients."""
     with config.patch(backward_pass_autocast="off"):
         yield
 
@@ -46,7 +47,8 @@ def backward_without_autocast() -> Iterator[None]:
 
 
 def tag_what_needs_the_loss(graph: fx.Graph) -> None:
-    """What depends on a gradient is of the backward, also where a nested graph has lost the tag."""
+    """Tag everything that depends on a gradient as part of the backward, even if a nested graph has lost the
+    tag."""
     for node in graph.nodes:
         if node.op == "call_function" and any(
                 is_backward(n) or is_tangent(n)
@@ -67,7 +69,8 @@ _numbers = itertools.count()
 
 @contextmanager
 def region() -> Iterator[None]:
-    """Operations that are traced inside belong to one region, a new one unless there is one around it."""
+    """Let operations that are traced inside the context belong to one region: a new one, unless a region is
+    open."""
     if annotation(torch.fx.traceback.current_meta, _KEY) is not None:
         yield
         return
@@ -112,8 +115,8 @@ class OwnBackwardError(CaptureError):
 
 @contextmanager
 def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
-    """Inside, `note` is called where a gradient is asked for. One that would be added to ``.grad`` is refused
-    with an `OwnBackwardError`."""
+    """Call `note` when a gradient is requested inside the context. A gradient that would be added to
+    ``.grad`` raises `OwnBackwardError`."""
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def noted(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
@@ -162,13 +165,13 @@ class ClosedOverError(CaptureError):
 
 
 def lost_tensors_refused() -> AbstractContextManager[Any]:
-    """While a model's forward is traced; raises `ClosedOverError`."""
+    """Raise `ClosedOverError` for lost tensors while a model's forward is traced."""
     return _Guard()
 
 
 class _Guard(TorchFunctionMode):
-    """Raises `ClosedOverError` where an operation takes such a tensor that requires a gradient, which the
-    trace would lose without a word, or writes to one, which tracing alone would do.
+    """Raises `ClosedOverError` if an operation takes a closed-over tensor that requires a gradient, which the
+    trace would lose silently, or writes to a closed-over tensor, which only the trace would do.
 
     What the tracer puts in the place of parameters, buffers and arguments is of other classes.
     """
@@ -199,7 +202,7 @@ class _Guard(TorchFunctionMode):
 
 
 def _leaves(values: tuple[Any, ...]) -> Iterable[Any]:
-    """What an operation takes; most take tensors and numbers alone."""
+    """Return the inputs of an operation; most operations take only tensors and numbers."""
     return values if all(isinstance(v, _SINGLE) for v in values) else pytree.tree_leaves(values)
 
 

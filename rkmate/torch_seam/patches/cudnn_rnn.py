@@ -26,7 +26,7 @@ MODES = {aten.rnn_relu.input: 0, aten.rnn_tanh.input: 1, aten.lstm.input: 2, ate
 
 
 class _Stack(NamedTuple):
-    """A kind of stack, but for its batch and its length."""
+    """A kind of stack, without its batch and its length."""
 
     shapes: tuple[tuple[int, ...], ...]
     """Of the weights."""
@@ -74,7 +74,7 @@ def is_cudnns(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def as_autocast_gives_them(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a stack reads, as autocast hands it to cuDNN: in float16, whatever type it was asked for."""
+    """Return a stack's inputs as autocast passes them to cuDNN: in float16, whatever type was requested."""
     if not torch.is_autocast_enabled(devices.of(tensors[0]).autocast_kind):
         return list(tensors)
     return [t if t.dtype is torch.float64 else t.to(torch.float16) for t in tensors]
@@ -82,7 +82,8 @@ def as_autocast_gives_them(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 @functools.lru_cache(maxsize=64)
 def _laid_out(of: _Stack) -> tuple[tuple[int, ...], int]:
-    """Where cuDNN wants each weight in the one tensor, in elements, and how many that has."""
+    """Return the position of each weight in cuDNN's single tensor, in elements, and the tensor's number of
+    elements."""
     weights = [torch.zeros(s, dtype=of.dtype, device=of.device) for s in of.shapes]
     whole = torch._cudnn_rnn_flatten_weight(
         weights, of.per_layer, of.shapes[0][1], of.mode, of.hidden, of.projected, of.layers, of.batch_first,
@@ -92,8 +93,8 @@ def _laid_out(of: _Stack) -> tuple[tuple[int, ...], int]:
 
 @functools.lru_cache(maxsize=64)
 def _pieces(of: _Stack) -> tuple[int, ...]:
-    """What stands in the one tensor, in order: the number of a weight, or less than zero: so many elements
-    that nothing reads."""
+    """Return the content of cuDNN's single tensor, in order: the number of a weight, or a negative number -n
+    for n elements that nothing reads."""
     places, count = _laid_out(of)
     found, at = [], 0
     for k in sorted(range(len(places)), key=places.__getitem__):
@@ -145,7 +146,7 @@ def _run_backward(x: torch.Tensor, weights: Sequence[torch.Tensor], hx: torch.Te
 
 @functools.lru_cache(maxsize=256)
 def reserve_bytes(of: _Stack, batch: int, length: int) -> int:
-    """What cuDNN keeps for the backward: known once it has run, on zeros."""
+    """Return the bytes that cuDNN keeps for the backward. They are known after a run on zeros."""
     with without_modes(), torch.no_grad():
         zero = torch.zeros((), dtype=of.dtype, device=of.device)
         states = of.layers * of.directions, batch

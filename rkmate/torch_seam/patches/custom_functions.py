@@ -36,7 +36,7 @@ from rkmate.torch_seam.trace import several_ranks
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a custom function."""
+    """A call of a custom function."""
 
     function: type[torch.autograd.Function]
     args: tuple[Any, ...]
@@ -46,7 +46,7 @@ class _Call:
     kwargs: dict[str, Any]
 
     def again(self, *tensors: torch.Tensor) -> Any:
-        """The call, with these tensors."""
+        """Make the call again with these tensors."""
         args = list(self.args)
         for place, tensor in zip(self.places, tensors, strict=True):
             args[place] = tensor
@@ -62,7 +62,7 @@ class _Recorded(HigherOrderOperator):
         self.call = call
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """Never runs: `run_as_they_are` replaces it."""
+        """Raise: `run_as_they_are` replaces every such call."""
         raise AssertionError("a custom function was left in an exported program")
 
 
@@ -127,7 +127,8 @@ def _run_through(run: Callable[..., Any], preserve_random_state: bool, *args: An
 
 
 def _recording(cls: type[torch.autograd.Function], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function's forward, which records the call if `apply` calls it; not if the model does so itself."""
+    """Return the function's forward, which records the call if `apply` calls it, but not if the model calls
+    it itself."""
     takes_context = cls.setup_context is torch.autograd.Function.setup_context
 
     def recording(*args: Any, **kwargs: Any) -> Any:

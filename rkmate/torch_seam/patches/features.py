@@ -31,7 +31,7 @@ GUARDS = "quick guards"
 
 
 class _Model(nn.Module):
-    """One layer and one buffer, whose gradient has a product and an activation."""
+    """A layer and a buffer, whose gradient has a product and an activation."""
 
     def __init__(self) -> None:
         super().__init__()

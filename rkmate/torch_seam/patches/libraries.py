@@ -51,8 +51,8 @@ def weight_made_by(hook: Any) -> str | None:
 
 
 def routed_by_loops(model: nn.Module) -> str:
-    """Where in a model of transformers experts are looped over, each with the tokens that chose it: ``model``
-    or a submodule's name; empty where none are, or where the library has no other way."""
+    """Return where a model of transformers loops over experts, each with the tokens that chose it: ``model``,
+    or a submodule's name; empty if it does not, or if the library has no other way."""
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         asks = getattr(module, "_can_set_experts_implementation", None)
@@ -63,8 +63,8 @@ def routed_by_loops(model: nn.Module) -> str:
 
 @contextmanager
 def without_value_checks() -> Iterator[None]:
-    """While a module is captured: distributions do not check their arguments' values, as a trace has
-    none."""
+    """Let distributions skip the checks of their arguments' values while a module is captured, because a
+    trace has no values."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -74,7 +74,7 @@ def without_value_checks() -> Iterator[None]:
 
 
 def paths(model: nn.Module) -> list[Callable[[], AbstractContextManager[None]]]:
-    """Ways to export a module, eager's own path first; the last is what its library wants.
+    """Return ways to export a module: eager's own path first; the path that the library prefers last.
 
     A path that asks for values (a mask, say) cannot be traced, and the next one is taken.
     """
@@ -89,7 +89,7 @@ def paths(model: nn.Module) -> list[Callable[[], AbstractContextManager[None]]]:
 
 @contextmanager
 def as_in_eager_mode(asking: Sequence[ModuleType] = ()) -> Iterator[None]:
-    """While a module is exported: libraries that are loaded decide as they would in eager mode.
+    """Let loaded libraries decide as in eager mode while a module is exported.
 
     `asking`: modules of source that ask whether they are compiled, and hear no.
     """
