@@ -103,12 +103,12 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
 def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None, *,
           budget: int | float | str | None = None, plan: Plan | None = None,
           **options: Unpack[Options]) -> _M:
-    """Make a module train inside a memory budget, in place: it stays what it is for everything else.
+    """Make a module train inside a memory budget, in place. The module object stays the same.
 
-    Its class, attributes, state dictionary, ``save_pretrained``, ``generate`` and adapters are its own; its
-    calls follow a plan where gradients are recorded. A call is planned as a whole: with the module's
-    hooks, and with what a library has put in the place of its forward. Copies and pickles of the module
-    are without a plan: apply one to them, too.
+    Its class, attributes, state dictionary, ``save_pretrained``, ``generate`` and adapters do not change; its
+    calls follow a plan if gradients are recorded. A call is planned as a whole, with the module's hooks, and
+    with a forward that a library has set on the module. Copies and pickles of the module have no plan: call
+    `apply` on them, too.
 
     Args:
         model: the module to train. `remove` undoes what this does; applying again replaces it. The layers

@@ -79,7 +79,7 @@ def chosen(options: Mapping[str, Any], call: Callable[..., Any], *, own: tuple[s
     Args:
         options: as the user gave them.
         call: the public function or method that got them.
-        own: the names that it takes beside `Options`; those of its parameters unless given.
+        own: the names that it takes in addition to `Options`; its parameters by default.
         name: how messages call it; the function's name, or its class, unless given.
 
     Raises:

@@ -82,8 +82,8 @@ class StandIn(nn.Module):
             self._original.training = value
         elif name in self.__dict__ or hasattr(type(self), name) or (
                 isinstance(value, MethodType) and value.__self__ is self):
-            # What concerns the wrapper itself: `forward` when a library puts another in its place, the
-            # one before, which the library keeps beside it, `__class__`, hooks.
+            # Attributes of the wrapper itself: a `forward` that a library sets, the previous one, which the
+            # library keeps, `__class__`, hooks.
             object.__setattr__(self, name, value)
         else:
             setattr(self._original, name, value)

@@ -1,8 +1,8 @@
 """Copies between a GPU's memory and the host's.
 
-Two streams beside the one that computes, one a direction, and events between the three: the host waits for
-nothing. Host memory is pinned (else a copy would wait for the host), taken in slabs, once, and kept for the
-next step.
+Each direction has a stream, in addition to the one that computes, and events order the three: the host waits
+for nothing. Host memory is pinned (otherwise a copy would wait for the host), allocated once, in slabs, and
+kept for the next step.
 """
 
 from __future__ import annotations

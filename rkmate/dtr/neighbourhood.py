@@ -144,7 +144,7 @@ class EvictedRegions:
         row = node.index
         down, up = self._down[row], self._up[row]
         if node.pinned:
-            # The program let go of it: it has no regions of its own.
+            # The program dropped it: it has no regions of its own.
             down, up = self._walk(node, down=True), self._walk(node, down=False)
         for edge in up.edge:
             self._absorb(self._down[edge], node, down)

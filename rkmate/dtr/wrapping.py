@@ -138,8 +138,8 @@ class _Batch:
             if g is not None and r.requires_grad
         ]
         self.results = []
-        # A gradient that stands is added to as it would be without the wrapper: another one beside it
-        # would come on top of the budget.
+        # An existing gradient is added to, as without the wrapper: a second one would come on top of the
+        # budget.
         places = range(len(self.inner) - len(self.parameters), len(self.inner))
         standing = {i for i, p in zip(places, self.parameters, strict=True) if _may_add_to_gradient(p)}
         for i in standing:

@@ -1,8 +1,8 @@
 """Lower peaks without a solver: as long as an order needs too much memory, carry one value less past its
 peak.
 
-For blocks that are too large for the integer program, or that it has no time for. Where the greedy
-orders of `heuristic` choose what is saved at the loss, this chooses what is let go in between.
+For blocks that are too large for the integer program, or that it has no time for. The greedy orders of
+`heuristic` choose what is saved at the loss; this module chooses what is freed in between.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def evictions(stages: BlockStages, keep: Collection[int]) -> Iterator[tuple[int,
     """Yield backward orders with lower and lower peaks, beginning with the order that saves `keep` and
     carries everything.
 
-    At each order's peak, the data that costs least time per byte to make again is let go, among
-    what the computation at the peak does not touch and only a later stage reads.
+    At each order's peak, the value that costs least time per byte to recompute is freed, among the values
+    that the computation at the peak does not touch and that only a later stage reads.
     """
     carried = _Carried(stages, keep)
     best: int | None = None

@@ -194,8 +194,7 @@ class BlockModel:
                 if j in stage.need:
                     fixed += self._size(j)
                     continue
-                # Where the output takes the place of an input, that input counts only if it lives
-                # on beside it.
+                # If the output overwrites an input, that input counts only if it lives on.
                 alive = self._alive(t, j, k + 1 if j == donor else k)
                 if alive is not None:
                     terms.append((alive, float(self._size(j))))

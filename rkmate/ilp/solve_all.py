@@ -49,7 +49,7 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
         if on_progress is not None:
             on_progress(done, len(graphs))
 
-    # Graphs that are equal but for names share one solve.
+    # Graphs that are equal except for names share one solve.
     same: dict[tuple[str, tuple[float, ...]], int] = {}
     first = [same.setdefault((fingerprint(g, settings), tuple(c.time for c in g.c)), i)
              for i, g in enumerate(graphs)]

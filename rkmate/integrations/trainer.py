@@ -29,10 +29,10 @@ class _BudgetCallback:
     """Lets a Trainer train inside a memory budget: ``Trainer(..., callbacks=[BudgetCallback("6GiB")])``.
 
     When training begins, a budget is applied (`rkmate.apply`) to the model that Trainer was given: inside of
-    what accelerate wraps around it, so that it is saved, evaluated and loaded as ever. The first batch is
-    planned when it comes, and what was planned is logged and put in the state's ``log_history``. When
-    training ends, the model is as it was. An error in between leaves the budget on it, unless the callback is
-    a context around the training (``with BudgetCallback(...) as budget:``), or `rkmate.remove` takes it off.
+    what accelerate wraps around it, so that it is saved, evaluated and loaded as usual. The first batch is
+    planned when it comes; the plan's figures are logged and put into the state's ``log_history``. When
+    training ends, the model is as before. An error in between leaves the budget on it, unless the callback is
+    a context around the training (``with BudgetCallback(...) as budget:``); `rkmate.remove` removes it.
 
     Args:
         budget: as for `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation

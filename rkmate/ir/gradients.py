@@ -60,13 +60,12 @@ def gradient_memory(graph: CDGraph) -> GradientMemory:
 
 
 def least_memory(graph: CDGraph, pinned: Iterable[int] = ()) -> int:
-    """Return a lower bound, in bytes, for all schedules that run each backward computation once, in the
-    graph's order, and send nothing away. Temporaries of operations are not counted. `pinned`: D nodes that
-    the user holds.
+    """Return a lower bound, in bytes, of the peak of all schedules that run each backward computation once,
+    in the graph's order, and send nothing away. `pinned`: D nodes that the user holds.
 
-    While a backward computation runs, there are the gradients that are still read, what it reads of the
-    forward, its results and its temporaries. A result takes the place of a gradient that dies there, or of
-    any forward value, as a schedule may drop one there that it makes anew.
+    While a backward computation runs, memory holds the gradients that are still read, the forward values that
+    the computation reads, its results and its temporaries. A result may overwrite a gradient that dies there,
+    or any forward value, because a schedule may drop a forward value there and make it anew.
     """
     held = frozenset(pinned)
     forward = {j for c in graph.c[:graph.loss] for j in c.outputs} - held

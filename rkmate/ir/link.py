@@ -1,8 +1,8 @@
 """The way out of a device's memory and back: how fast it is, and when each copy ends.
 
-Two clocks beside the computations': copies out queue for one direction of the link, copies in for the
-other (Beaumont et al., "Efficient combination of rematerialization and offloading", NeurIPS 2021, combine
-both ways to save memory).
+Copies have two clocks, in addition to that of the computations: copies out queue for one direction of the
+link, copies in for the other (Beaumont et al., "Efficient combination of rematerialization and offloading",
+NeurIPS 2021, combine both ways to save memory).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Device memory that torch's caching allocator takes for a training loop that follows a schedule.
 
-The loop is replayed through a model of the allocator: its tensors come and go in the schedule's order, and
-beside them batches, gradients and the optimizer's states, which are made when the first step's values have
-left holes behind.
+The loop is replayed through a model of the allocator: its tensors come and go in the schedule's order,
+together with batches, gradients and the optimizer's states, which are made when the first step's values have
+left holes.
 """
 
 from __future__ import annotations

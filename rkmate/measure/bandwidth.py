@@ -1,11 +1,12 @@
 """Measure how fast a device's data goes away and comes back: both ways at once, while the device computes.
 
-It is measured with an engine like the one that will do it (but without checksums, which a step may have or
-not), in a few hundred million bytes and about two or three seconds, and remembered.
+A measurement uses an engine like the one of the step (without checksums, which a step may or may not have).
+It copies a few hundred million bytes, takes two or three seconds, and is remembered.
 
-What copies take from a computation on the same processor is counted by the clock of the process, which other
-programs do not move, while nothing is computed: with a thread on each core, all wait for the one that a copy
-has interrupted. Where cores are left, a computation beside copies tells how much less it is.
+The time that copies take from a computation on the same processor is measured by the clock of the process,
+which other programs do not affect, while nothing is computed: with a thread on each core, all threads wait
+for the one that a copy has interrupted. If cores are free, a computation that runs during the copies shows
+the real, smaller loss.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ class _Runner:
             self.left_out.add(i)
             return False
         missing = sum(self.cd.d[j].size for j in {*node.inputs, *node.outputs} if j not in self.values)
-        # What it takes beside that, nobody knows before its first run: say, two copies of all.
+        # Its temporary memory is unknown before its first run: assume two copies of all of it.
         missing += max(self.overhead.get(i, 2 * alone), temporary_bytes(operation, random=node.random))
         others = [j for j in self.values if j not in node.inputs and self._ours(j)]
         for j in sorted(others, key=lambda j: (self._chooses(j), -self.cd.d[j].size)):

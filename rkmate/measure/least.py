@@ -1,4 +1,4 @@
-"""What an operation does in every schedule: its smallest memory, and the input that it overwrites."""
+"""Find what an operation does in every schedule: its smallest memory, and the input that it overwrites."""
 
 from __future__ import annotations
 

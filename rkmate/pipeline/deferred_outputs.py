@@ -35,7 +35,7 @@ def note_of(blocked: Blocked) -> str:
     names = " and ".join(names_of(blocked))
     several = len(joint.deferred) > 1
     return (f"the output{'s' if several else ''} {names} {'are' if several else 'is'} computed when somebody "
-            f"reads {'them' if several else 'it'}, which takes {size(bytes_of(joint))} beside the plan")
+            f"reads {'them' if several else 'it'}, which takes {size(bytes_of(joint))} on top of the plan")
 
 
 def bytes_of(joint: Joint) -> int:

@@ -286,7 +286,7 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
 
 # -- Outputs that are trained ----------------------------------------------------------------------
 #
-# Which outputs of a model the loss leads to: as the user says, or as the output's form tells.
+# Which outputs of a model the loss depends on: as the user says, or as the output's form tells.
 
 
 _BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "cross_attentions", "mems",
@@ -348,11 +348,11 @@ def _listed(named: Mapping[str, frozenset[int]], able: Sequence[bool]) -> str:
 
 
 def _by_form(captured: Capture) -> tuple[bool, ...]:
-    """Return the output named ``loss``, else scalars, else all but by-products.
+    """Return which outputs train: the output named ``loss``, else scalars, else all except by-products.
 
-    A model that returns its loss beside other tensors (logits, a cache) is trained by the loss; but where
-    it returns ``log_probs``, by these: trl's trainers compute their losses from them (1.16). Where this
-    guess is wrong, the first backward says so, and the plan follows.
+    A model that returns its loss together with other tensors (logits, a cache) is trained by the loss. If it
+    returns ``log_probs``, it is trained by these: trl's trainers compute their losses from them (1.16). If
+    this guess is wrong, the first backward warns, and the next plan is made for the outputs that train.
     """
     meta: list[Any] = [n.meta[VALUE] if n is not None else None for n in captured.outputs]
     able = captured.differentiable

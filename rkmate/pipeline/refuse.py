@@ -82,19 +82,19 @@ def note_of(prepared: Prepared) -> str:
     if found is None:
         return ""
     n = found.regions
-    return (f"the plan takes the place of torch.utils.checkpoint in {n} region{'s' if n > 1 else ''}; with "
+    return (f"the plan replaces torch.utils.checkpoint in {n} region{'s' if n > 1 else ''}; with "
             f"it, the model's own step would have a peak of {found.peak:,} bytes and take "
             f"{found.seconds / prepared.baseline.seconds - 1:+.0%} time")
 
 
 def tell(prepared: Prepared, budget: Budget) -> None:
-    """Say which peak a fraction is of, where there are two."""
+    """Log which peak a fractional budget refers to, if there are two."""
     if budget.fraction is None or prepared.settings.fraction_of == "checkpointed":
         return
     found = prepared.as_checkpointed
     if found is not None:
         logger.warning(
-            "the model calls torch.utils.checkpoint, which a plan takes the place of: a budget of %g is that "
+            "the model calls torch.utils.checkpoint, which a plan replaces: a budget of %g is that "
             "part of the peak without checkpointing (%s bytes). "
             'rkmate.Settings(fraction_of="checkpointed") makes it one of the peak with it (%s bytes)',
             budget.fraction, f"{prepared.baseline_peak:,}", f"{found.peak:,}")

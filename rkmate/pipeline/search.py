@@ -376,9 +376,9 @@ def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:
 #
 # Variants whose kernels differ, measured in turns.
 #
-# Between the measuring of one variant and of the next lie the compiling and the planning of one: a minute,
-# in which a machine can change its speed by more than a layout gains. So both are measured before either is
-# planned, and then both once more; of each operation the median counts, as ever.
+# Compiling and planning one variant before the next is measured would take a minute, in which a machine can
+# change its speed by more than a layout gains. So both are measured before either is planned, and then both
+# once more. The median of each operation's times counts, as usual.
 
 
 LEAST_ROUNDS = 2

@@ -35,9 +35,9 @@ from rkmate.support.planning_lock import capture_lock
 #
 # Plans for other sizes of what was planned before: costs are scaled, schedules taken over.
 #
-# The graph is the new size's own, rewritten and cut as ever. Where its computations are those of a known
-# plan, in the same order, nothing is measured and no integer program is solved: the known schedules, and the
-# chain's dynamic program over the known options, are judged by the simulator at the new sizes.
+# The graph of the new size is rewritten and cut as usual. If its computations are those of a known plan, in
+# the same order, nothing is measured and no integer program is solved: the simulator judges the known
+# schedules, and the chain's dynamic program over the known options, at the new sizes.
 
 
 UNUSED = 0.03
@@ -204,7 +204,7 @@ def _scaled(known: Sequence[tuple[int, float, Cost]], moved: int) -> Cost:
             y, _, b = others[0]
             seconds = max(a.time + (b.time - a.time) * (moved - x) / (y - x), min(a.time, b.time) / 4)
         larger = [k for k in kernels if k[1] <= 1]
-        # Nothing that is read or written is larger than there: nor is what stands beside it.
+        # Nothing that is read or written is larger there, and so neither is temporary memory.
         overhead = min(k[2].overhead for k in larger) if larger else \
             min(_up(k[2].overhead, k[1]) for k in kernels)
         return Kernel(seconds, overhead)

@@ -94,7 +94,7 @@ class Variant:
 PLAIN = Variant("plain")
 CHUNKED_LOSS = Variant(
     "chunked-loss",
-    trades="That weight's gradient is the original's but for the order of its additions: "
+    trades="That weight's gradient is the original's except for the order of its additions: "
            "its last bits differ",
     setting="chunked_loss",
     chunked_loss=True,
@@ -108,8 +108,8 @@ GROUPED_LOSS = Variant(
     within="chunked-loss")
 TILED_MLPS = Variant(
     "tiled-mlps",
-    trades="The gradients of these weights are the original's but for the order of their additions: "
-           "their last bits differ",
+    trades="The gradients of these weights are the original's except for the order of their "
+           "additions: their last bits differ",
     setting="tiled_mlps",
     tiled_mlps=True,
     takes_longer=True,

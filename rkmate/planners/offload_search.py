@@ -112,7 +112,7 @@ class Offloading:
     smallest_plan: Callable[[Problem], Candidate]
     """The schedule with the smallest peak that is known, without copies."""
     save_set: Callable[[Problem, int, float | None], Outcome]
-    """Another planner, asked for some seconds: its bound holds for schedules with copies."""
+    """A further planner, asked for some seconds: its bound holds for schedules with copies."""
     seconds: float
     """How long copies may be looked for, next to what these take; and how long for those that make the
     smallest peak of a schedule."""

@@ -34,7 +34,7 @@ class Problem:
     reserve_at_loss: int = 0
     """Bytes that the loss, computed outside of the graph, allocates for itself."""
     stages: Stages | None = field(default=None, repr=False)
-    """Another chain of the graph: the children of an `nn.Sequential`; None for other models."""
+    """A second chain of the graph: the children of an `nn.Sequential`; None for other models."""
     classes: tuple[int, ...] = ()
     """For each block the number of its class: identical blocks have the same. Empty: unknown."""
     class_graphs: tuple[CDGraph, ...] = field(default=(), repr=False)

@@ -34,8 +34,8 @@ def fill_tables(needs: MemoryRequirements, small: Smallest, saves: Sequence[Part
 class _Filling:
     """A table at work: ``time[row[s] + t, m]`` is Opt(s, t, m) of appendix C.2.
 
-    Sub-problems are filled from the last first block to the first. `span`: only those of so many
-    blocks at most. `layers`: the tables of the third case. Nothing here changes what
+    Sub-problems are filled from the last first block to the first. `span`: only those of at most
+    this number of blocks. `layers`: the tables of the third case. Nothing here changes what
     `tests.rotor.reference` computes; all of it is about speed.
     """
 

@@ -1,11 +1,11 @@
 """Partial saves: sub-problems whose blocks have something in memory that makes their forwards cheaper.
 
-Rockmate, section 3.4, leaves open that "it might be beneficial to save some intermediate tensor on
-the first pass, and use it to compute the output faster on subsequent passes". Each block has as many
-`rkmate.ir.chain.PartialSave` as the others; those of one index go together. Beside the paper's two
-cases, a sub-problem (s, t) has a third: forwards of s .. i-1 that make the saves of one index, then
-(i, t), then (s, i) with these saves in memory, where blocks need no forward from scratch any more.
-What is saved of a block stays until its backward, and belongs to the memory of that (s, i).
+Rockmate, section 3.4, leaves open that "it might be beneficial to save some intermediate tensor on the first
+pass, and use it to compute the output faster on subsequent passes". Each block has as many
+`rkmate.ir.chain.PartialSave` as the others; those of one index go together. In addition to the paper's two
+cases, a sub-problem (s, t) has a third: forwards of s .. i-1 that make the saves of one index, then (i, t),
+then (s, i) with these saves in memory, where blocks need no forward from scratch any more. What is saved of a
+block stays until its backward, and belongs to the memory of that (s, i).
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, re
 #
 # Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned
 # by itself, and its hooks stay outside of its plan. One step calls all of them before the first backward:
-# layers that are alike (of one class, with parameters of the same shapes) share a budget as so many calls of
-# one module do, and layers of several kinds share the whole by the bytes of their parameters. What may be
-# sent away at once (`offload_bytes`) is shared in the same way.
+# similar layers (of one class, with parameters of the same shapes) share a budget as several calls of one
+# module do, and layers of different kinds share the whole in proportion to the bytes of their parameters.
+# The limit on data that may be away at once (`rkmate.Offload`) is shared in the same way.
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> lis
 # A planned forward inside of the user's own module, which stays what it is.
 #
 # Libraries look at a model's class, save it, index it, and put forwards of their own into it. `apply` leaves
-# all of that alone: it puts a planned call in the place where ``Module.compile`` keeps its own, and a
-# planned method in the place of ``forward`` for those who call that directly (peft does).
+# all of that alone: it puts a planned call into the attribute in which ``Module.compile`` keeps its own, and
+# replaces ``forward`` by a planned method for libraries that call ``forward`` directly (peft does).
 #
-# What is planned is the call as a whole, with the hooks and whatever a library has put in the place of
+# The call as a whole is planned, with its hooks, and with any forward that a library has set instead of
 # ``forward``. Sharded modules are the exception: their hooks gather parameters, and run outside.
 
 

@@ -308,18 +308,18 @@ class Reads:
         return read
 
     def tell(self, peak: int) -> None:
-        """Say once that they are planned as ordinary outputs from now on. `peak`: of such a plan."""
+        """Warn once that the outputs are planned as ordinary ones from now on. `peak`: of such a plan."""
         if not self._told:
             self._told = True
-            warn(f"{self._words()} in every step, which computes it once more, beside the plan. From now on "
-                 f"a step computes it, and its budget counts it (peak {peak:,} bytes); "
+            warn(f"{self._words()} in every step, which computes it once more, outside of the plan. From now "
+                 f"on a step computes it, and its budget counts it (peak {peak:,} bytes); "
                  'rkmate.Settings(deferred_outputs="never") does so from the start')
 
     def stay(self, minimum: int) -> None:
-        """Say that they stay as they are, as no plan of the budget has room for them. `minimum`: bytes of
-        such a plan."""
+        """Warn that the outputs stay deferred, because no plan within the budget can compute them. `minimum`:
+        bytes of such a plan."""
         self._settled = True
-        warn(f"{self._words()} in every step, which computes it once more, beside the plan: a plan that "
+        warn(f"{self._words()} in every step, which computes it once more, outside of the plan: a plan that "
              f"counts it takes {minimum:,} bytes at least, more than the budget. Read it less often, or give "
              "that much")
 

@@ -91,11 +91,11 @@ class Again(NamedTuple):
     draws: RandomState | None
     """Of the generators before the forward; None where nothing is drawn."""
     targets: Mapping[str, torch.Tensor | int]
-    """What gradients are of, by source key: a parameter, or the number of an input."""
+    """Targets of the gradients, by source key: a parameter, or the number of an input."""
     buffers: Sequence[torch.Tensor]
-    """What the forward overwrites."""
+    """Buffers that the forward overwrites."""
     obstacle: str
-    """Why it cannot run a second time; empty where it can."""
+    """Why the call cannot run a second time; empty if it can."""
 
     def gradients(self, call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
         """Return gradients by source key, with a graph. `given`: gradients of the outputs, by number."""
@@ -384,7 +384,7 @@ class PlannedStep:
         if self._unrepeatable:
             name = self._unrepeatable[0].partition(":")[2]
             raise BackwardError(
-                f"the loss leads to other outputs than this forward was planned for, and the forward "
+                f"the loss depends on other outputs than this forward was planned for, and the forward "
                 f"cannot be run again, because it has overwritten {name!r}: run this step again; "
                 "from now on the plan expects this loss")
         env = Environment(state.sources, state.versions, self.device, dry=True, away=self._opened())

@@ -87,7 +87,7 @@ class Guards(NamedTuple):
     places: Part
     default_dtype: torch.dtype
     values: tuple[str, ...] = ()
-    """What the forward observes of its inputs' values, if it looks at them."""
+    """Observations of the inputs' values by the forward, if it looks at them."""
 
 
 class ModuleReader:

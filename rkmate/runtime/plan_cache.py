@@ -82,7 +82,7 @@ class Engines:
 # Calls that differ in sizes alone: which signatures are alike, and a capture from theirs.
 #
 # Two full captures of a call at different sizes, and dry runs of both, give the graph of a third
-# (`rkmate.graph.capture.resized`). Each is a member of a family: the signatures that are equal but for the
+# (`rkmate.graph.sizes.resized`). Each is a member of a family: the signatures that are equal except for the
 # lengths and strides of the arguments.
 
 
@@ -404,7 +404,7 @@ class PlanCache:
                     found = self._executable(replace(known.traced, wanted=mask, tensors=held),
                                              self.planning.budget)
                 except InfeasibleBudget as error:
-                    raise InfeasibleBudget(f"a loss that leads to {_names(mask)}: {error}",
+                    raise InfeasibleBudget(f"a loss that depends on {_names(mask)}: {error}",
                                            error.minimum_bytes) from error
                 known.executables[mask] = found
         if found.plan.deferred and self.reads.often:
@@ -445,9 +445,9 @@ class PlanCache:
             if found is None:
                 found = self._for_one_step(known, mask, kept)
         warn(
-            f"the loss leads to {_names(mask)}{' alone' if narrower else ''}, which is not what "
+            f"the loss depends on {_names(mask)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
-            f"{found.plan.peak_bytes:,} bytes beside what it keeps. The next forward is planned for "
+            f"{found.plan.peak_bytes:,} bytes on top of what it keeps. The next forward is planned for "
             "this loss (Settings(trains=...) says from the start which outputs a loss takes)")
         with torch.no_grad():
             return found.compiled.again(kept, dict(given))

@@ -152,9 +152,9 @@ class RecordedStep:
                                 "and once: what this one left has been written over")
         missing = [i for i in self._tangents if given[i] is None]
         if missing:
-            raise BackwardError(f"with {_OPTION} a loss leads to all outputs that were planned for, and this "
-                                f"one does not to output {missing[0]} (counted from 0): name those of the "
-                                "loss with Settings(trains=...)")
+            raise BackwardError(f"with {_OPTION} a loss must depend on all planned outputs, and this one "
+                                f"does not depend on output {missing[0]} (counted from 0): name the outputs "
+                                "that the loss depends on with Settings(trains=...)")
         sources = self._step.sources(tensors)
         check_versions(self._versions, [*sources], [*sources.values()])
         self._open += 1
@@ -211,7 +211,7 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise BackwardError("the loss leads to an output that the plan was not made for, and with "
+        raise BackwardError("the loss depends on an output that the plan was not made for, and with "
                             f"{_OPTION} the forward cannot run a second time: say so with "
                             "Settings(trains=...)")
 

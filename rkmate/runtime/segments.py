@@ -336,7 +336,7 @@ def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor]
 
 # -- Open calls ------------------------------------------------------------------------------------
 #
-# Calls of one module whose backward has not come: what they hold stands beside the next call's plan.
+# Calls of one module whose backward has not come: the next call's plan does not count what they hold.
 
 
 class OpenCalls:
@@ -369,7 +369,7 @@ class OpenCalls:
         key = plan.fingerprint, len(self.now()) - others + 1, forward
         if key[1] <= plan.calls or key in self._looked or key[1] in self._told:
             return
-        gc.collect()                    # outputs that are gone but for a circle of references
+        gc.collect()                    # outputs that only a circle of references keeps
         opened = self.now()
         calls = len(opened) - others + 1
         if calls <= plan.calls or calls in self._told:

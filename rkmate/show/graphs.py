@@ -254,7 +254,7 @@ def collapsed_graph(plan: PlanData, what: str, link: Link) -> graphviz.Digraph:
             frame.attr(color=styles.FAINT, style="rounded,dashed")
             for b in group.blocks:
                 node(frame, b)
-            # Beside the first block: a label of the frame would stand on the edges that enter it.
+            # Next to the first block: a label of the frame would stand on the edges that enter it.
             last = plan.blocks[group.last].path or block_name(plan, group.last)
             frame.node(f"times{group.first}", _lines(f"{group.times} times,", f"up to {last}"),
                        shape="plain", style="")

@@ -148,6 +148,6 @@ def test_keep_pages_is_a_flag() -> None:
 
 def test_another_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    with pytest.warns(rkmate.RkmateWarning, match="changes nothing: it tells the heap of the GNU C"), \
+    with pytest.warns(rkmate.RkmateWarning, match="changes nothing: it configures the heap of the GNU C"), \
             rkmate.keep_pages() as kept:
         assert not kept.effective

@@ -150,7 +150,7 @@ def test_without_gradients_nothing_is_sent(engine: LateEngine, tmp_path: Path) -
     assert engine.opened == 0
 
 
-@pytest.mark.filterwarnings("ignore:the loss leads to")
+@pytest.mark.filterwarnings("ignore:the loss depends on")
 def test_a_loss_that_leaves_an_output_out_runs_the_forward_again(engine: LateEngine, tmp_path: Path) -> None:
     module, original = wrapped(tmp_path), sample()
     one = Sample(original.model, original.args, {}, lambda output: output[1])

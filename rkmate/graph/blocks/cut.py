@@ -36,7 +36,7 @@ class CutSettings:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which block each C node belongs to."""
+    """The block of each C node."""
 
     of: tuple[int, ...]
     count: int
@@ -77,7 +77,7 @@ def cut(cd: CDGraph, constant: frozenset[int], origin: Sequence[int | None], pin
 
 
 def _frontier(cd: CDGraph, chain: list[int], pinned: set[int]) -> list[tuple[int, int]]:
-    """Per gap after ``chain[p]``: how many storages are alive across it, and their bytes."""
+    """Return, for each gap after ``chain[p]``, how many storages are alive across it, and their bytes."""
     place = {i: p for p, i in enumerate(chain)}
     events: list[list[tuple[int, int]]] = [[] for _ in range(len(chain) + 1)]
     for p, i in enumerate(chain):
@@ -97,7 +97,8 @@ def _frontier(cd: CDGraph, chain: list[int], pinned: set[int]) -> list[tuple[int
 
 
 def _choose(widths: list[tuple[int, int]], n: int, settings: CutSettings) -> tuple[list[int], set[int]]:
-    """Positions p (a cut stands after the p-th forward node), and which are 1-separators."""
+    """Return the positions p of cuts (a cut is after the p-th forward node), and those of them that are
+    1-separators."""
     separators = [p for p in range(n - 1) if widths[p][0] <= 1]
     cuts: list[int] = []
     start = 0
@@ -115,7 +116,7 @@ def _choose(widths: list[tuple[int, int]], n: int, settings: CutSettings) -> tup
 
 
 def _split(widths: list[tuple[int, int]], first: int, last: int, settings: CutSettings) -> list[int]:
-    """Frontier cuts inside ``first..last``: narrow places, until no piece is too long."""
+    """Return frontier cuts inside ``first..last``: narrow places, until no piece is too long."""
     result: list[int] = []
     pieces = [(first, last)]
     while pieces:
@@ -136,7 +137,7 @@ def _split(widths: list[tuple[int, int]], first: int, last: int, settings: CutSe
 
 
 def _between(widths: list[tuple[int, int]], stages: Sequence[str | None]) -> list[int]:
-    """Positions before which one stage ends, and after which another begins, with one storage alive.
+    """Return the positions after which one stage ends and another begins, with one storage alive.
 
     What belongs to no stage joins the one before.
     """
@@ -209,7 +210,7 @@ def _assign_backward(cd: CDGraph, of: list[int], origin: Sequence[int | None], p
 
 
 def _assign_constants(cd: CDGraph, of: list[int], constant: frozenset[int], pinned: set[int]) -> None:
-    """A constant that one block alone reads is computed there; the others are hoisted."""
+    """Assign a constant that one block alone reads to that block; hoist the others."""
     leaving = pinned | set(cd.outputs)
     for i in sorted(constant, reverse=True):
         readers = {of[r] for j in cd.c[i].outputs for r in cd.readers[j]}

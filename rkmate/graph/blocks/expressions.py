@@ -30,13 +30,13 @@ class NameTable:
         self._counts: dict[str, int] = {}
 
     def copied(self) -> NameTable:
-        """The same names given, to go on from apart."""
+        """Return an independent copy with the names given so far."""
         made = NameTable()
         made._reserved, made._taken, made._counts = self._reserved, {*self._taken}, {**self._counts}
         return made
 
     def fresh(self, base: str) -> str:
-        """`base` for the first one of this name, then ``base_2``, ``base_3``; a reserved word gets an
+        """Return `base` for the first use of this name, then ``base_2``, ``base_3``; a reserved word gets an
         underscore."""
         if base in self._reserved:
             return self.fresh(f"{base}_")
@@ -50,7 +50,7 @@ class NameTable:
 
 
 def letters(n: int) -> str:
-    """``a`` to ``z``, then ``aa``, ``ab`` ...: the letters of number `n`, counted from 0."""
+    """Return the letters of number `n`, counted from 0: ``a`` to ``z``, then ``aa``, ``ab`` ..."""
     text = string.ascii_lowercase[n % 26]
     return letters(n // 26 - 1) + text if n >= 26 else text
 
@@ -82,7 +82,8 @@ def source_key(source: Source) -> str:
 
 
 def operator_namespaces(node: fx.Node) -> set[str]:
-    """``aten`` for ``aten.mm.default``; none for what is no operation."""
+    """Return the operator namespaces of a node: ``aten`` for ``aten.mm.default``; none if the node is not an
+    operation."""
     target = node.target
     if isinstance(target, OwnFunction):
         return target.namespaces()
@@ -161,7 +162,7 @@ class Expressions:
         return f"{self._operator(target)}({', '.join(parts)})"
 
     def _operator(self, target: OpOverload | OwnFunction) -> str:
-        """``aten.mm.default``."""
+        """Return the text of an operator: ``aten.mm.default``."""
         if isinstance(target, OwnFunction):
             return self.naming.function(target)
         return f"{self.naming.namespace(target.namespace)}.{operator_name(target)}.{overload_name(target)}"

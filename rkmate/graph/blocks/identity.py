@@ -53,7 +53,7 @@ def block_text(program: Program, block: Block) -> str:
 
 
 def classes_of(texts: Sequence[str]) -> tuple[int, ...]:
-    """Class number of each block: identical blocks have the same (Rockmate, appendix A.5)."""
+    """Return the class number of each block: identical blocks have equal numbers (Rockmate, appendix A.5)."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(t, len(numbers)) for t in texts)
 

@@ -38,7 +38,7 @@ class Program:
     """The value that holds each D node's storage (a `getitem` where the operation has several
     outputs, a placeholder for the gradient of an output)."""
     position: tuple[int | None, ...]
-    """Which output of its operation each D node is; None for the only one."""
+    """The index of each D node among the outputs of its operation; None for a single output."""
     storage: dict[fx.Node, int | Source]
     """Where each value lives: in a D node, or in what the caller holds."""
     param_grads: tuple[tuple[Source, fx.Node], ...]
@@ -79,8 +79,8 @@ def storage_bytes(value: Any) -> int:
 
 
 def _storage_of_result(node: fx.Node) -> int:
-    """Return bytes behind an operation's result. A functional copy over a part of a tensor has the whole
-    storage of that tensor, which another may have taken the place of since the trace."""
+    """Return the bytes behind an operation's result. A functional copy over a part of a tensor has the whole
+    storage of that tensor, which another tensor may have replaced since the trace."""
     size = storage_bytes(node.meta[VALUE])
     if node.target is torch.ops.aten.copy.default and isinstance(node.args[0], fx.Node):
         return max(size, storage_bytes(node.args[0].meta[VALUE]))

@@ -22,7 +22,7 @@ _update_stats = quickest(aten.batch_norm_update_stats.default)
 _no_training = quickest(aten._native_batch_norm_legit_no_training.default)
 
 _GROUP = 1024
-"""So many pixels are added up one after the other, at most."""
+"""At most this number of pixels is added up one after another."""
 
 
 def batch_norm_backward_over(
@@ -74,7 +74,7 @@ def groups_of(pixels: int) -> int:
 
 
 def statistics(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of each channel of a dense image that has its channels last.
+    """Return the mean and the biased variance of each channel of a dense image with channels last.
 
     A pixel's neighbours are taken for further channels, so that one call of torch's kernel has a mean and a
     variance for each group; the variance of all is the mean of theirs and the variance of their means.
@@ -93,7 +93,7 @@ def batch_norm_by_groups(
         input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
         running_mean: torch.Tensor, running_var: torch.Tensor, training: bool, momentum: float,
         eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What ``aten._native_batch_norm_legit_functional`` returns, in training mode."""
+    """Compute ``aten._native_batch_norm_legit_functional`` in training mode."""
     assert training
     mean, variance = statistics(input)
     out, *_ = _no_training(input, weight, bias, mean, variance, momentum, eps)

@@ -16,19 +16,19 @@ Tensors = Sequence[torch.Tensor]
 
 
 def part_bytes(like: torch.Tensor, total: int) -> int:
-    """About how many bytes of `total` to work on at a time; all of them where nothing is computed."""
+    """Return about how many bytes of `total` to work on at a time; all bytes on the meta device."""
     return total if like.is_meta else devices.of(like).part_bytes(total)
 
 
 def stretches(length: int, total: int, part: int) -> Iterator[slice]:
-    """Return stretches of a dimension of so many indices and bytes, of about a part's bytes each."""
+    """Yield slices of a dimension with `length` indices and `total` bytes, about `part` bytes each."""
     step = rows_of(length, total, part)
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
 
 def rows_of(length: int, total: int, part: int) -> int:
-    """How many of so many indices, which have so many bytes, have about a part's bytes."""
+    """Return how many of `length` indices, which take `total` bytes, take about `part` bytes."""
     return max(1, length * part // max(1, total))
 
 

@@ -1,5 +1,5 @@
-"""Operators of products: of matrices by either of two libraries, and convolutions' gradients that are added
-where others stand.
+"""Operators of products: products of matrices by either of two libraries, and gradients of convolutions that
+are added to existing gradients.
 
 A convolution's weight gradient is computed a few channels at a time, so that no tensor of the weight's size
 stands beside the gradient.
@@ -24,7 +24,7 @@ _mm, _addmm = quickest(aten.mm.default), quickest(aten.addmm.default)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``a @ b + bias``, as torch multiplies: a [n, k], b [k, m], bias [m]."""
+    """Compute ``a @ b + bias`` as torch does: a [n, k], b [k, m], bias [m]."""
     result: torch.Tensor = _mm(a, b) if bias is None else _addmm(bias, a, b)
     return result
 

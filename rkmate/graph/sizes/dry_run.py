@@ -47,7 +47,7 @@ _SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class Recording:
-    """One dry run."""
+    """A dry run."""
 
     text: bytes
     """Digest of the operations, of what each reads, and of all arguments that are no numbers."""
@@ -90,7 +90,7 @@ def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm]) ->
 
 def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
             way: Callable[[], AbstractContextManager[None]], state: PythonState) -> Recording:
-    """`state`: of the model; it has it again afterwards."""
+    """Record a dry run. `state`: of the model; it is restored afterwards."""
     with ExitStack() as stack:
         stack.enter_context(unchanged_random_state(*devices.in_use()))
         stack.enter_context(warnings.catch_warnings())
@@ -173,7 +173,7 @@ class _Recorder(TorchDispatchMode):
         self._made: list[tuple[_Sized, _Origin | None]] = []
         """Every tensor, and of which call it is a result, and its place among the results."""
         self.real: frozenset[int] = frozenset()
-        """Ids of the tensors that stand-ins were put in the place of."""
+        """Ids of the tensors that were replaced by stand-ins."""
         self._kept: list[Any] = []       # as long as they live, no other object has their ids
         self._kinds: dict[TensorForm, int] = {}
         self._names: dict[int, tuple[Any, tuple[str, bool]]] = {}
@@ -189,15 +189,15 @@ class _Recorder(TorchDispatchMode):
         return False            # nothing is compiled in here, and to say so at every call takes long
 
     def note(self, what: Any) -> None:
-        """Something that two recordings have to have in common: plain values, and lists of them."""
+        """Note a value that two recordings must have in common: plain values, and lists of them."""
         self._notes.append(what)
 
     def digest(self) -> bytes:
-        """Of all that was noted."""
+        """Return the digest of everything that was noted."""
         return hashlib.sha256(marshal.dumps(self._notes, 2)).digest()       # as of 3, equal values may differ
 
     def enter(self, form: TensorForm) -> torch.Tensor:
-        """A new tensor."""
+        """Return a new tensor of a form."""
         made = self._new(form, None)
         self.note((str(form.dtype), str(form.device), form.requires_grad, len(form.shape)))
         return made
@@ -325,7 +325,7 @@ class _Recorder(TorchDispatchMode):
             key.append(value if isinstance(value, str) else repr(value))
 
     def _constant(self, t: torch.Tensor) -> Any:
-        """A closed-over tensor, by what it holds."""
+        """Return a closed-over tensor, identified by its content."""
         if isinstance(t, _Sized) or id(t) in self.real or t.requires_grad or t.numel() > _SMALL \
                 or t.layout is not torch.strided:
             raise _Refused("computes with a tensor that is not its own")
@@ -336,7 +336,7 @@ class _Recorder(TorchDispatchMode):
 
     def _of_real(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor],
                  words: list[Any]) -> Any:
-        """An operation on closed-over tensors alone: their values are known."""
+        """Run an operation on closed-over tensors alone: their values are known."""
         self.note(words)
         if schema_of(func).is_mutable:
             raise _Refused(f"{func} writes to a closed-over tensor")
@@ -346,7 +346,7 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Operations in place return what they have written to."""
+        """Return the tensors that an operation in place has written to."""
         names = {a.name: (args[k] if k < len(args) else kwargs.get(a.name))
                  for k, a in enumerate(schema_of(func).arguments)
                  if a.alias_info is not None and a.alias_info.is_write}

@@ -29,7 +29,7 @@ class KnownCall:
     """Made when it is first asked for."""
     recorded: bool = False
     common: SideBySide | None = None
-    """What its capture has in common with others, from the latest time that it was asked for."""
+    """Structure that its capture has in common with others, from the last time that it was needed."""
 
 
 def known_call(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],

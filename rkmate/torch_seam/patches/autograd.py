@@ -150,9 +150,9 @@ def _run(graph: fx.GraphModule, *args: Any) -> Any:
 
 # -- Closed-over tensors ---------------------------------------------------------------------------
 #
-# A forward may compute with tensors that are none of its parameters, buffers or arguments, but plain
-# attributes, members of lists, or globals. The tracer takes them as they are, and the trace of the gradients
-# does not: to the latter they are buffers.
+# A forward may compute with tensors that are not parameters, buffers or arguments, but plain attributes,
+# members of lists, or globals. The tracer takes them as they are. The trace of the gradients does not: there
+# they become buffers.
 
 
 _NORMS = (F.batch_norm, F.instance_norm)
@@ -173,7 +173,7 @@ class _Guard(TorchFunctionMode):
     """Raises `ClosedOverError` if an operation takes a closed-over tensor that requires a gradient, which the
     trace would lose silently, or writes to a closed-over tensor, which only the trace would do.
 
-    What the tracer puts in the place of parameters, buffers and arguments is of other classes.
+    The tracer replaces parameters, buffers and arguments by objects of other classes.
     """
 
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
@@ -215,8 +215,8 @@ def _moves_statistics(norm: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _written(t: torch.Tensor) -> ClosedOverError:
-    return ClosedOverError(f"the forward writes to a tensor of shape {tuple(t.shape)} that is none of the "
-                           "module's buffers or arguments: keep it in a buffer (register_buffer)")
+    return ClosedOverError(f"the forward writes to a tensor of shape {tuple(t.shape)} that is not a "
+                           "buffer or argument of the module: keep it in a buffer (register_buffer)")
 
 
 def closed_over_as_buffers(program: fx.GraphModule) -> None:

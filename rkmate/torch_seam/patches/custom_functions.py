@@ -162,7 +162,7 @@ def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], c
         if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
             raise CaptureError(
                 f"the custom autograd function {cls.__name__} takes a {type(value).__name__} that may "
-                "hold tensors beside those that it is called with, and a captured step would not see "
+                "hold tensors besides its arguments, and a captured step would not see "
                 "their gradients: pass the tensors themselves, or use rkmate.dtr")
     _note_caller(cls)
     proxies = [mode.tracer.unwrap_proxy(args[i]) for i in places]

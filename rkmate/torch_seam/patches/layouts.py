@@ -103,8 +103,8 @@ def strides_of_view(shape: Sequence[int], stride: Sequence[int],
     """Return the strides that ``view`` gives a tensor in a new shape, as torch's `computeStride` does; None
     if it would have to copy, or if there is no element.
 
-    Of a dimension of size one, any stride is right, and fake tensors give another one: but whether a tensor
-    counts as channels-last hangs on it, and so which kernel runs.
+    For a dimension of size one, any stride is right, and fake tensors have another one than kernels. But
+    whether a tensor counts as channels-last depends on this stride, and so does the kernel that runs.
     """
     if 0 in shape or not shape:
         return None

@@ -210,6 +210,6 @@ def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
 
 
 CHECKS_BY_VALUE = (
-    "checks its result or acts beside computing (torch.linalg.inv, solve and cholesky do), which a plan "
+    "checks its result or has other effects (torch.linalg.inv, solve and cholesky do), which a plan "
     "cannot order: use the one without the check (torch.linalg.inv_ex, solve_ex, cholesky_ex)")
 """Text of an error: the operation's effect, and what to use instead."""
