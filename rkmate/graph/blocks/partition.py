@@ -59,7 +59,7 @@ class Stages:
     blocks: tuple[Block, ...]
     cuts: tuple[frozenset[int], ...]
     grads: tuple[frozenset[int], ...]
-    """Gradients that leave after each block, as in `Partition`."""
+    """`cuts` and `grads`: as in `Partition`."""
 
 
 def partition(program: Program, settings: CutSettings = CutSettings()) -> Partition:

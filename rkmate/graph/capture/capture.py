@@ -86,21 +86,21 @@ class Capture:
     constants: dict[str, torch.Tensor]
     """Tensors that the forward creates from Python values (lifted by the tracer)."""
     differentiable: tuple[bool, ...]
-    """Which outputs carry a gradient."""
+    """Whether each output carries a gradient."""
     assigned: tuple[Assigned, ...] = ()
     """Attributes of objects (not of modules) that the forward has left changed; a trace from either
     value is the same."""
     recipe: Recipe | None = None
-    """How to compute what the graph takes beside the arguments' tensors, as inputs with the numbers after
-    theirs; None where the forward asks for no values."""
+    """Computes the graph's further inputs, which follow the arguments' tensors in number; None if the forward
+    needs no values."""
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the graph takes as inputs, in order. `tensors`: those among the arguments."""
+        """Return the graph's inputs, in order. `tensors`: those among the arguments."""
         return [*tensors, *(() if self.recipe is None else self.recipe.run(tensors))]
 
 
 class _Found:
-    """What the traced forward returned; opaque to the tracer, which restores module attributes."""
+    """Result of the traced forward. Opaque to the tracer, which restores module attributes."""
 
     structure: Structure | None = None
     assigned: Sequence[Assigned] = ()
@@ -143,8 +143,8 @@ class _Flat(nn.Module):
 
 
 def flat_module(model: nn.Module, inputs: Structure, before: PythonState) -> _Flat:
-    """The module with a flat list of tensors in and out; non-tensors are baked in. `found.structure`, once
-    it has run: what is around its outputs."""
+    """Return a module with a flat list of tensors in and out; non-tensors are baked in. After it has run,
+    `found.structure` is the structure around its outputs."""
     flat = _Flat(model, inputs, before)
     flat.training = model.training
     return flat
@@ -380,7 +380,7 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
 
 
 def as_there(captured: Capture, device: torch.device) -> Capture:
-    """A captured graph whose values are on another device. Changes the graph in place."""
+    """Move the values of a captured graph to another device, in place, and return the capture."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def moved(value: Any) -> Any:

@@ -59,7 +59,8 @@ def communicates(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] 
 
 
 def _size_of(group: Any) -> int | None:
-    """Ranks of a process group, which operations take by name or as an object; None if they are unknown."""
+    """Return the number of ranks of a process group, which operations take by name or as an object; None if
+    it is unknown."""
     if isinstance(group, str):
         group = process_group(group)
     elif isinstance(group, torch.ScriptObject):
@@ -97,8 +98,8 @@ class _Refusing(TorchDispatchMode):
 
 @contextmanager
 def without_collectives() -> Iterator[None]:
-    """While a submodule runs on real tensors: an operation that communicates raises a `CollectiveError`
-    instead, which the submodule cannot swallow."""
+    """Let operations that communicate raise a `CollectiveError` while a submodule runs on real tensors. The
+    submodule cannot swallow the error."""
     if not several_ranks():
         yield
         return
@@ -110,8 +111,8 @@ def without_collectives() -> Iterator[None]:
 
 @contextmanager
 def collectives_refused(model: nn.Module) -> Iterator[None]:
-    """While a model is captured: its collectives are refused, with the line, the module and the remedy.
-    Torch's own errors about a collective are replaced."""
+    """Refuse a model's collectives while it is captured, with the line, the module and the remedy. Torch's
+    own errors about a collective are replaced."""
     if not several_ranks():
         yield
         return

@@ -62,11 +62,11 @@ _calls: dict[str, OpaqueCall] = {}
 
 
 class OpaqueCall:
-    """What one submodule is called with, but for the tensors."""
+    """Everything except tensors that one submodule is called with."""
 
     def __init__(self, module: nn.Module, name: str, inputs: Structure, names: tuple[tuple[str, int], ...],
                  autocast: tuple[tuple[str, torch.dtype], ...]) -> None:
-        """`names`: of parameters and buffers, each with its place among the tensors."""
+        """`names`: of parameters and buffers, each with its position among the tensors."""
         self.module = weakref.ref(module)
         self.name = name
         self.inputs = inputs
@@ -146,7 +146,7 @@ class OpaqueCall:
                                     allow_unused=True)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The operation: the results, and the state of the generators before."""
+        """Run the operation. Returns the results, and the state of the generators before."""
         forms = self.forms[_shapes(tensors)]
         states = RandomState.of(devices.common(tensors)).states
         with torch.no_grad():
@@ -194,7 +194,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def _made(like: torch.Tensor, make: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Indices are zeros: these are always there."""
+    """Make a tensor like another one. Indices are zeros, which are always valid."""
     make = make if like.is_floating_point() or like.is_complex() or like.dtype is torch.bool else torch.zeros
     return make(tuple(like.shape), dtype=like.dtype, device=like.device)
 
@@ -217,7 +217,7 @@ def _restore(kept: torch.Tensor, now: RandomState) -> None:
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """What the operation keeps of the generators, as it would be now."""
+    """Return the state of the generators, as the operation would keep it now."""
     return _as_tensor(RandomState.of(devices.of(device)).states, device)
 
 
@@ -254,11 +254,11 @@ FORWARD, BACKWARD = own_operator("opaque"), own_operator("opaque_backward")
 
 
 class _OpaqueFunction(torch.autograd.Function):
-    """One call, as autograd sees it while the joint graph is traced."""
+    """A call, as autograd sees it while the joint graph is traced."""
 
     @staticmethod
     def forward(ctx: Any, key: str, *tensors: torch.Tensor) -> Any:
-        """The results; the state of the generators is kept beside the tensors."""
+        """Run the operation, and save its tensors together with the state of the generators."""
         *results, state = FORWARD(key, list(tensors))
         ctx.key = key
         ctx.save_for_backward(*tensors, state)
@@ -268,7 +268,7 @@ class _OpaqueFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """By the operation of the backward."""
+        """Run the operation of the backward."""
         *tensors, state = ctx.saved_tensors
         given = [i for i, g in enumerate(grads) if g is not None]
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
@@ -280,7 +280,7 @@ class _OpaqueFunction(torch.autograd.Function):
 
 
 def traced_as_one(module: nn.Module, name: str) -> Callable[..., Any]:
-    """What stands in the place of a module's forward while a model is captured."""
+    """Return the function that replaces a module's forward while a model is captured."""
     real = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
     registered = [n for n, _ in _state_of(module)]
     own = module.__dict__.get("forward", MISSING)
@@ -322,7 +322,7 @@ def _state_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _own_forward(module: nn.Module, own: Any) -> Iterator[None]:
-    """Inside, a module has its own forward: the one that stood in its dictionary, or its class's."""
+    """Give a module its own forward inside the context: the one in its dictionary, or its class's."""
     instead = module.__dict__.pop("forward")
     if own is not MISSING:
         module.__dict__["forward"] = own
@@ -345,7 +345,7 @@ def _key_of(module: nn.Module, name: str, *others: Any) -> str:
 
 
 def kind_of(key: str) -> str:
-    """What calls with equal costs have in common: the code of the module and of what it holds."""
+    """Return a key that calls with equal costs share: the code of the module and of its submodules."""
     module = _calls[key].living
     digest = hashlib.sha256(repr((module, _calls[key].inputs, _calls[key].autocast)).encode())
     for m in module.modules():
@@ -368,7 +368,7 @@ _here = threading.local()
 
 @contextmanager
 def opaque_parts(model: nn.Module) -> Iterator[None]:
-    """While a module is captured: a call of each submodule that was chosen is one operation."""
+    """Capture a call of each chosen submodule as one operation, inside the context."""
     with ExitStack() as stack:
         for name in getattr(_here, "names", ()):
             module = model.get_submodule(name)
@@ -390,7 +390,7 @@ def _forward_is(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 def with_opaque(model: nn.Module, opaque: Opaque, capture: Callable[[], T]) -> T:
-    """What `capture` returns, with those submodules chosen. Raises `CaptureError`, `ArgumentError`."""
+    """Return the result of `capture` with these submodules chosen. Raises `CaptureError`, `ArgumentError`."""
     if opaque != "auto":
         with _chosen(_matching(model, opaque)):
             return capture()

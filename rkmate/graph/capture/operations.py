@@ -1,4 +1,4 @@
-"""What torch knows of an operation and of a value's memory, for all who read captured graphs."""
+"""Properties of operations, and of values' memory, that torch tells, for all readers of captured graphs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def is_view(node: fx.Node) -> bool:
 
 
 _view_operations: dict[int, tuple[OpOverload, bool]] = {}
-"""By the identity of an operation, which it keeps: torch computes the hash of one in Python, and every pass
-asks of every node."""
+"""Answers by the id of an operation, together with the operation, which stays alive. (Torch computes an
+operation's hash in Python, and every pass asks about every node.)"""
 
 
 def _is_view_operation(target: OpOverload) -> bool:
@@ -49,10 +49,10 @@ def _is_view_operation(target: OpOverload) -> bool:
 
 
 _random_operations: dict[int, tuple[OpOverload, bool]] = {}
-"""As `_view_operations`."""
+"""Answers by the id of an operation, like `_view_operations`."""
 _DRAWN_BEFORE = {aten._scaled_dot_product_efficient_attention_backward.default,
                  aten._scaled_dot_product_cudnn_attention_backward.default}
-"""They are said to draw, and read the state that their forward has left."""
+"""Operations that torch declares as random, although they only read the state that their forward has left."""
 
 
 def is_random(node: fx.Node) -> bool:

@@ -250,7 +250,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _static_form(model: nn.Module, error: Exception) -> str:
-    """What to do about a value that decides, where the library has a flag or there is a known form."""
+    """Return what to do about a value that decides, if the library has a flag or a form is known."""
     if routed := routed_by_loops(model):
         return f'{routed}.set_experts_implementation("grouped_mm") routes without it; else, '
     if "_ctc_loss" in str(error) or hasattr(getattr(model, "config", None), "ctc_loss_reduction"):
@@ -350,7 +350,8 @@ def refuse_data_parallelism(*modules: nn.Module) -> None:
 
 
 def obstacle(parameter: torch.Tensor) -> str:
-    """Why nobody but autograd may add to a parameter's gradient, after its name; empty where one may."""
+    """Return why only autograd may add to a parameter's gradient, as the end of a sentence about the
+    parameter; empty if others may."""
     if has_gradient_hooks(parameter):
         return "has a gradient hook, which needs the gradient as a tensor"
     if has_accumulation_hooks(parameter):
@@ -373,7 +374,7 @@ def obstacle(parameter: torch.Tensor) -> str:
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Shape, dtype, device, and strides where there is more than one element."""
+    """Return shape, dtype, device, and the strides of dimensions with more than one element."""
     strides = tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
     return tensor.shape, tensor.dtype, tensor.device, strides if tensor.numel() else ()
 
@@ -393,7 +394,7 @@ logger = logging.getLogger("rkmate")
 
 @contextmanager
 def flags_to_plan(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Inside, a model's train flags are those to plan for; afterwards they are what they were.
+    """Give a model the train flags to plan for inside the context; afterwards restore its flags.
 
     ``from_pretrained`` returns models in eval mode, and a Trainer switches to train mode later.
 

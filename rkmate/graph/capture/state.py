@@ -1,4 +1,4 @@
-"""What a traced forward does besides computing: attributes it assigns, host random numbers."""
+"""Effects of a traced forward besides computing: attributes that it assigns, random numbers of the host."""
 
 from __future__ import annotations
 

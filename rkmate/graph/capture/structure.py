@@ -62,7 +62,7 @@ class Structure:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def held_by_objects(self, args: Any, kwargs: Any) -> dict[str, list[int]]:
-        """Per object that pytree does not know, by its type's name: the ids of its tensors."""
+        """Return, for each object that pytree does not know, by its type's name, the ids of its tensors."""
         leaves = pytree.tree_flatten((args, kwargs))[0]
         return {f"{type(leaf).__name__} {k}": [id(t) for t in tensors_in(leaf)]
                 for k, leaf in enumerate(leaves)
@@ -112,7 +112,7 @@ class Structure:
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """What stands directly in a container or object, after its key, index or name."""
+    """Return the direct members of a container or object, each after its key, index or name."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (list, tuple)):
@@ -162,7 +162,8 @@ def take_call_apart(args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @functools.lru_cache(maxsize=256)
 def _spec_of_leaves(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
-    """Of a call with so many arguments without a name, each of them a leaf, and some with names."""
+    """Return the structure of a call with `count` positional arguments, each of them a leaf, and named
+    ones."""
     return pytree.tree_flatten(((None,) * count, dict.fromkeys(names)))[1]
 
 
