@@ -27,15 +27,15 @@ _LABELS = ("NVIDIA", "GeForce", "SXM", "SXM2", "GB", "32", "40", "80", "141")
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a device computes: what times are estimated from, where nothing is measured."""
+    """Speed of a device, for estimates of times that are not measured."""
 
     bytes_per_second: float
-    """Of memory, read and written."""
+    """Rate of memory, read and written."""
     flops_per_second: float
-    """Of operations that are no products."""
+    """Rate of operations that are not products."""
     product_flops_per_second: Mapping[str, float]
-    """Of products of matrices, convolutions and attention, by type: ``float32``, ``bfloat16``, and ``tf32``
-    for float32 where that is allowed. Other types: as operations that are no products."""
+    """Rate of products of matrices, convolutions and attention, by type: ``float32``, ``bfloat16``, and
+    ``tf32`` for float32 if that is allowed. Other types have the rate of operations that are not products."""
     seconds_per_call: float
     """Seconds of an operation, however small it is."""
     host_bytes_per_second: float = 12e9
@@ -56,7 +56,7 @@ class Rates:
 
 
 HOST = Rates(2e10, 1e11, MappingProxyType({}), 5e-6)
-"""Of a processor, about."""
+"""Approximate rates of a processor."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class GPU:
     rates: Rates = field(repr=False)
     """Published rates."""
     multiprocessors: int = field(repr=False)
-    """How many there are: sums over many rows take temporary memory by it."""
+    """Number of multiprocessors: temporary memory of sums over many rows depends on it."""
     threads: int = field(default=2048, repr=False)
-    """How many threads one of them holds."""
+    """Number of threads that a multiprocessor holds."""
     launch_seconds: float = field(default=4e-6, repr=False)
     """Seconds to start a kernel."""
     reached: float = field(default=0.7, repr=False)

@@ -1,4 +1,4 @@
-"""Every error and warning that rkmate raises on purpose."""
+"""All errors and warnings that rkmate raises."""
 
 from __future__ import annotations
 

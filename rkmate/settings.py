@@ -200,7 +200,7 @@ MOVED: dict[str, Moved] = {
        for name in ("verify", "on_new_shape", "training", "lengths", "pad", "cuda_graph")},
     "loss_kwargs": Moved('kwargs={..., "loss_kwargs": ...}', needs="loss"),
 }
-"""By name. They go with the next version."""
+"""Old keywords by name. They will be removed in the next version."""
 
 
 def _accepts(keyword: str, own: tuple[str, ...]) -> bool:

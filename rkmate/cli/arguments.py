@@ -36,7 +36,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
                 "more": "; auto: where a compiler is installed (default: no)"},
     "offload": {"metavar": "PLACE", "more": ": a folder on a disk, or host: the host's memory, for a model "
                 "on a GPU (default: none)"}}
-"""How `Options` are said in a terminal; their help begins with the first sentence of the declaration."""
+"""Command-line forms of `Options`. Their help begins with the first sentence of the declaration."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

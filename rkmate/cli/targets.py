@@ -58,7 +58,8 @@ def make_demo(name: str) -> Sample:
 
 
 _OURS = (str(Path(__file__)), str(Path(importlib.__file__).parent) + os.sep, "<frozen importlib")
-"""Where the names of files begin through which the user's code is reached: not part of what went wrong."""
+"""Beginnings of the names of files through which the user's code is reached. They are not part of the user's
+error."""
 
 
 class TargetError(ArgumentError):

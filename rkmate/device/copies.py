@@ -34,11 +34,11 @@ class Call(Protocol):
     """A call that sends data."""
 
     away_bytes: int
-    """Of the storages that it has sent, until it is closed."""
+    """Bytes of the storages that the call has sent, until it is closed."""
 
 
 class AwayBytes:
-    """Of all open calls of one engine."""
+    """Counts the bytes that all open calls of one engine have away."""
 
     def __init__(self, place: str, most_bytes: int | None) -> None:
         self._place, self._most = place, most_bytes
@@ -81,7 +81,7 @@ class Room:
         raises the same error, and nothing is taken."""
         self.block = block
         self.end = 0
-        """How long the space is."""
+        """Length of the space, in bytes."""
         self._grow, self._step = grow, step
         self._free: list[Extent] = []
         self._given: deque[Extent] = deque()
@@ -174,7 +174,7 @@ class Transfer:
         """`buffers`: addresses of the lanes' buffers."""
         self.buffers = buffers
         self.given_up = False
-        """Set by whoever needs it no more: chunks that nobody has begun are left out."""
+        """Set when the transfer is not needed any more: chunks that no lane has begun are left out."""
         self.error: BaseException | None = None
         """The first that occurred; before the end of the transfer it means nothing."""
         self.over = threading.Event()
@@ -200,10 +200,10 @@ class Chunk:
 
     transfer: Transfer
     address: int
-    """In memory."""
+    """Address in memory."""
     size: int
     offset: int
-    """In the file."""
+    """Offset in the file."""
     checksum: int | None = None
     """Checksum that the chunk's bytes should have when they are back."""
 
@@ -387,7 +387,7 @@ class Lane:
         self.working = threading.RLock()
         """Held while it moves a chunk. It knows who holds it: nobody lets go of it for another."""
         self.stopped = False
-        """Set when it is to move no more."""
+        """Whether the lane should move no more chunks."""
         self._number, self._move = number, move
 
     @property
@@ -426,7 +426,7 @@ class Sent:
     leaving: torch.Tensor | None
     """Tensor that is being copied away; None when it has left."""
     coming: torch.Tensor | None = field(default=None, init=False)
-    """Where it is copied back to, until it is there."""
+    """Tensor that the data is copied back to, until the copy has ended."""
     begun: bool = field(default=False, init=False)
     """Whether all of the last copy, out or back, was asked for: else that was interrupted."""
 
@@ -446,7 +446,7 @@ class CallCopies(ABC, Generic[S]):
         self._process = os.getpid()
         self._closing = threading.RLock()       # of this thread: an interrupted close can be done again
         self.away_bytes = 0
-        """Of the storages that it has sent, until it is closed."""
+        """Bytes of the storages that the call has sent, until it is closed."""
         self._away: dict[str, S] = {}
         self._open = True
 

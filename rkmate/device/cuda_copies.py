@@ -37,7 +37,7 @@ class PinnedPool:
         self._slabs: list[torch.Tensor] = []
         self.room = Room(BLOCK, functools.partial(_grow, self._slabs), step=SLAB)
         self._read: deque[torch.cuda.Event] = deque()
-        """After them, room that was given back is read no more; copies out do not wait for them yet."""
+        """Events after which returned room is not read any more; copies out do not wait for them yet."""
         self._waiting = threading.Lock()
 
     def give(self, extents: Sequence[Extent]) -> None:
@@ -120,7 +120,7 @@ class _Pinned(Sent):
     there: torch.cuda.Event = field(init=False)
     """The end of the last copy back."""
     checksum: int | None = None
-    """None where nothing is verified."""
+    """Checksum of the sent bytes; None if copies are not verified."""
 
 
 class HostCopies(CallCopies[_Pinned]):

@@ -55,7 +55,7 @@ from rkmate.support.warn import warn
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MADV_HUGEPAGE = 14
-"""Of sys/mman.h."""
+"""Constant of sys/mman.h."""
 
 
 def ask_for_huge_pages(address: int, size: int) -> None:
@@ -100,9 +100,9 @@ def _system() -> tuple[int, Callable[[int, int, int], int] | None]:
 
 
 BUFFER_BYTES = 2 * LANES * CHUNK + BLOCK
-"""Of a call: one for each thread, and what aligning them takes."""
+"""Bytes of a call's buffers: one for each thread, and the bytes to align them."""
 _ALIGNED = (64, 512)
-"""Of memory: as torch's is, and as many disks want it."""
+"""Alignments of memory, in bytes: of torch's allocations, and of many disks."""
 _MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _NAME = "rkmate-*-*.away"
 
@@ -343,10 +343,10 @@ class _Part(NamedTuple):
     """Bytes that are moved together."""
 
     start: int
-    """In the storage."""
+    """Offset in the storage."""
     size: int
     offset: int
-    """In the file."""
+    """Offset in the file."""
 
 
 @dataclass(eq=False)
@@ -356,7 +356,7 @@ class _OnDisk(Sent):
     extents: list[Extent]
     parts: tuple[_Part, ...]
     checksums: tuple[int | None, ...]
-    """Of each part; None where nothing is verified."""
+    """Checksum of each part; None if copies are not verified."""
     moving: Transfer | None = None
     """The last copy, out or back."""
 
@@ -368,7 +368,7 @@ class DiskCopies(CallCopies[_OnDisk]):
         self._file, self._verify = file, verify
         file.sweep()
         self._buffers: torch.Tensor | None = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
-        """None once it is closed."""
+        """Buffers of the call; None once it is closed."""
         start = -(-self._buffers.data_ptr() // BLOCK) * BLOCK
         places = tuple(start + k * CHUNK for k in range(2 * LANES))
         self._out_buffers, self._back_buffers = places[:LANES], places[LANES:]

@@ -93,7 +93,7 @@ def tracking() -> Iterator[None]:
 
 
 class _Tracked:
-    """How many `tracking` contexts are open, in the whole process as the flag is."""
+    """Number of open `tracking` contexts in the whole process, like the flag."""
 
     lock = threading.Lock()
     depth = 0

@@ -11,14 +11,14 @@ import torch
 
 @dataclass(frozen=True)
 class Form:
-    """Of a tensor whose storage is copied as bytes."""
+    """Form of a tensor whose storage is copied as bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     nbytes: int
-    """Of the whole storage."""
+    """Bytes of the whole storage."""
     conjugate: bool
     """Whether it stands for the conjugate of its bytes."""
     negative: bool

@@ -43,11 +43,11 @@ TOLD = 1 << 20
 """Bytes that are copied for a call without a word, because they lie otherwise than in the trace: the gradient
 of an output that is a view may."""
 compiled = 0
-"""How many groups were compiled in this process, those found on disk included."""
+"""Number of groups that were compiled in this process, including those found on disk."""
 found = 0
-"""How many of them were on disk, as `kernel_files` keeps them."""
+"""Number of groups that were found on disk, where `kernel_files` keeps them."""
 seconds = 0.0
-"""How long that took."""
+"""Seconds of compiling."""
 
 
 class Fused:

@@ -33,7 +33,7 @@ class MemoryState:
     free: int
     """Nobody has it: no process, and no allocator."""
     total: int
-    """Of the whole device."""
+    """Bytes of the whole device."""
     cached: int
     """Held by torch's allocator and given to no tensor: free for tensors."""
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class OwnStatistics(Statistics, Protocol):
-    """Of an allocator whose peak is not the user's."""
+    """Statistics of an allocator whose peak does not belong to the user."""
 
     def reset_peak(self) -> None:
         """Start to look for a new peak."""

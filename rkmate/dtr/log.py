@@ -28,7 +28,7 @@ class LoggedOperation:
     sizes: tuple[int, ...]
     """Bytes of each result; 0 for views."""
     aliases: tuple[int, ...]
-    """Per result, the position of the argument whose storage it shares, or -1."""
+    """For each result, the position of the argument whose storage it shares, or -1."""
     cost: int
     """Time in the log's unit, nanoseconds in the runtime's logs."""
 
@@ -61,9 +61,9 @@ class Program:
 
     steps: list[Compute | Retain | Release]
     names: list[str]
-    """Of each tensor, by number."""
+    """Names of the tensors, by number."""
     storages: list[int]
-    """Of each tensor, the number of the tensor that owns its storage."""
+    """For each tensor, the number of the tensor that owns its storage."""
     memory: int
     """Peak bytes of a run without a limit that frees each storage at its last release."""
     compute: int

@@ -21,7 +21,7 @@ class EvictedClass:
     def __init__(self, slot: int) -> None:
         self.up: EvictedClass | None = None
         self.slot = slot
-        """Where a root's cost stands in ``EvictedClasses``' array."""
+        """Position of a root's cost in the array of ``EvictedClasses``."""
         self.border: set[int] = set()
         """Rows of the resident storages next to a member (some may have left since)."""
 
@@ -58,7 +58,7 @@ class Node:
         """Clock at the last operation that named it, in the same unit as ``cost``."""
         self.resident = False
         self.locks = 0
-        """How many pending operations need it to stay."""
+        """Number of pending operations that need the member to stay."""
         self.pinned = False
         """Never evicted again; holds one lock for ever."""
         self.parents: set[Node] = set()

@@ -17,9 +17,9 @@ from rkmate.ir.schedule import Compute, Free, Loss, from_order
 from rkmate.ir.simulate import simulate
 
 PATIENCE = 12
-"""How many evictions in a row may fail to lower the peak."""
+"""Number of evictions in a row that may fail to lower the peak."""
 STARTS = 12
-"""From about how many of the greedy sets the evictions start."""
+"""Approximate number of greedy sets that the evictions start from."""
 
 
 @dataclass

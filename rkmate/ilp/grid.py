@@ -1,4 +1,4 @@
-"""All options of one block: the integer program over a grid of budgets.
+"""Find all options of one block: the integer program over a grid of budgets.
 
 Rockmate, section 3.1 (phase 2) and figure 4: M_peak evenly spaced between the least and the
 greatest peak that make a difference, M_save between 0 and M_peak.
@@ -36,7 +36,7 @@ class BlockSolution:
 
     status: Status
     option: Option | None
-    """None when there is none within the budgets, or none was found in time. Its bytes and seconds
+    """The option; None if there is none within the budgets, or if none was found in time. Bytes and seconds
     are the simulator's."""
     bound_seconds: float
     """No option within the budgets takes less time, among those that recompute right before a
@@ -55,7 +55,7 @@ class OptionSet:
     solves: int
     """Integer programs solved."""
     timed_out: int
-    """How many pairs of budgets have an answer that is not proven, for lack of time."""
+    """Number of pairs of budgets whose answer is not proven, for lack of time."""
     seconds: float
     """Wall-clock time that it took; 0 when it came from the cache."""
 

@@ -20,7 +20,7 @@ from rkmate.support.side_process import run_on_the_side
 
 
 class Status(Enum):
-    """How a solve ended."""
+    """Result of a solve."""
 
     OPTIMAL = "optimal"
     """A solution, proven within the gap."""
@@ -43,7 +43,7 @@ _ENDS = {
     "kIterationLimit": Status.TIMED_OUT,
     "kInterrupt": Status.TIMED_OUT,
 }
-"""By the name of HiGHS's model status; all others are failures."""
+"""Statuses by the name of HiGHS's model status; all others are failures."""
 _NO_LIMIT = 2**31 - 1
 
 

@@ -22,7 +22,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.columns: dict[str, int] = {}
-        """By name."""
+        """Columns by name."""
         self._lower: list[float] = []
         self._upper: list[float] = []
         self._cost: list[float] = []

@@ -43,7 +43,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class BlockStages:
-    """All that the integer program needs to know of a graph."""
+    """Everything that the integer program needs to know about a graph."""
 
     graph: CDGraph
     stages: tuple[Stage, ...]
@@ -52,13 +52,13 @@ class BlockStages:
     outputs: frozenset[int]
     """Forward D nodes that are there at the loss whatever is saved."""
     forward_base: tuple[int, ...]
-    """Per forward C node: bytes while it runs in the forward when nothing is saved."""
+    """For each forward C node: bytes while it runs in the forward if nothing is saved."""
     forward_dead: tuple[tuple[int, ...], ...]
-    """Per forward C node: D nodes of stage 0 that count on top of that if they are saved: those
-    that are dead by then, and one whose place the node's output would take."""
+    """For each forward C node: D nodes of stage 0 that count on top of ``forward_base`` if they are saved:
+    those that are dead by then, and one that the node's output would overwrite."""
     forward_donors: tuple[tuple[int, ...], ...]
-    """Per forward C node: D nodes one of whose places the output takes, unless all of them are
-    saved, or the output itself is dead at once; they count in ``forward_base``."""
+    """For each forward C node: D nodes one of which the output overwrites, unless all of them are saved, or
+    the output itself is dead at once; they count in ``forward_base``."""
     floor: int
     """No schedule has a lower peak, in bytes: gradients, temporaries and what nodes read."""
 

@@ -19,9 +19,9 @@ SMALL = MIB
 """The largest request of the small pool; and in the large one, a rest up to it is not split off."""
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
-"""Of a request that is below `OWN_SEGMENT`."""
+"""Bytes of the segment for a request below `OWN_SEGMENT`."""
 OWN_SEGMENT = 10 * MIB
-"""From it on, a request gets a segment of its size, in multiples of `SMALL_SEGMENT`."""
+"""A request of at least this size gets a segment of its own size, in multiples of `SMALL_SEGMENT`."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Segment:
     """Memory that the allocator has from the device, as it stands."""
 
     small: bool
-    """Of which pool."""
+    """Whether the segment belongs to the pool of small blocks."""
     blocks: tuple[Held, ...]
-    """In order of addresses."""
+    """Blocks in the order of their addresses."""
 
 
 class Block:
@@ -85,7 +85,7 @@ class CachingAllocator:
         `segments`: the allocator's segments at the start."""
         self.expandable = expandable
         self.reserved = 0
-        """Of all segments."""
+        """Bytes of all segments."""
         self.peak = 0
         """The most that was reserved since the start, or the last `mark`."""
         self._pools = {small: _Pool(small=small) for small in (True, False)}

@@ -49,7 +49,7 @@ class Cost(NamedTuple):
     overhead: int
     """Bytes allocated and freed again while it runs, beyond inputs and outputs."""
     alternatives: tuple[Kernel, ...] = ()
-    """Of its other kernels (`CNode.alternatives`)."""
+    """Costs of other kernels (`CNode.alternatives`)."""
 
     def row(self) -> list[Any]:
         """Return the cost as a JSON list."""
@@ -125,7 +125,7 @@ class CDGraph:
     """Parameter gradients: D node -> index of the C node after which it leaves memory (the end of
     the autograd function that hands it over)."""
     link: Link | None = None
-    """To where data can be sent meanwhile; None: to nowhere."""
+    """Connection to the place where data can be sent meanwhile; None: nowhere."""
 
     @cached_property
     def producer(self) -> tuple[int | None, ...]:

@@ -86,7 +86,7 @@ class PartialSave:
     """
 
     bytes: int
-    """Of what stays; left out of all bytes below but `first_peak_bytes`."""
+    """Bytes that stay; not counted in the bytes below, except in `first_peak_bytes`."""
     forward: tuple[int, ...]
     """Local C nodes of a plain forward that finds it in memory."""
     forward_seconds: float
@@ -94,7 +94,7 @@ class PartialSave:
     first_peak_bytes: int
     """Most bytes during the forward that it stays of, input cut left out."""
     options: tuple[Option, ...]
-    """Of a forward and a backward that find it in memory."""
+    """Options of a forward and a backward that find the save in memory."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Chain:
     """Bytes of the gradients alive between the backward of block i and that of block i-1;
     ``grads[L]``: of the outputs, there from the loss on."""
     pinned: tuple[int, ...] = ()
-    """Per block: bytes that the user holds once its first forward runs, cumulative over the blocks
-    so far, and to the end (outputs of the model). Counted here and nowhere else. Empty: none."""
+    """For each block: bytes that the user holds once its first forward has run, cumulative over the blocks so
+    far, to the end (outputs of the model). Counted here and nowhere else."""
     grads_at_start: int = 0
     """The part of ``grads[L]`` that is there during the first forward already."""
 

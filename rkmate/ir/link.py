@@ -28,10 +28,10 @@ class Link:
     most_bytes: int | None = None
     """Bytes that may be away at once; None: no limit except the free space."""
     place: str = ""
-    """Where it leads: ``"host"``, or a folder."""
+    """Target of the link: ``"host"``, or a folder."""
     computing_seconds_per_byte: float = 0.0
-    """How much longer computing takes for each byte that goes either way, where the same processor has to do
-    it: pages are found and cleared, caches shared."""
+    """Seconds that computing takes longer for each byte copied either way, if the same processor has to copy:
+    it finds and clears pages, and shares its caches."""
 
     def seconds_out(self, size: int) -> float:
         """Return the seconds of one copy out of `size` bytes."""
@@ -62,18 +62,18 @@ def read_link(content: Any) -> Link | None:
 
 
 class Clocks:
-    """When each thing of a step ends: computations, copies out, copies in. Seconds since its begin."""
+    """End times of a step's computations, copies out and copies in. Seconds since the step's beginning."""
 
     def __init__(self, link: Link | None) -> None:
         self.link = link
         self.now = 0.0
-        """Of the computations."""
+        """Time of the computations."""
         self.stalled = 0.0
-        """How long they have waited for copies."""
+        """Seconds that computations have waited for copies."""
         self.out: list[tuple[int, float, float]] = []
         """(D node, start, end) of each copy out."""
         self.back: list[tuple[int, float, float]] = []
-        """Of each copy in."""
+        """Copies in: D node, start, end."""
         self._sent: dict[int, float] = {}
         self._arrives: dict[int, float] = {}
 

@@ -23,9 +23,9 @@ class Origin:
     model: str
     """Name of the model's class."""
     parameters: int
-    """How many numbers its parameters have; one that two modules share counts once."""
+    """Number of elements of the parameters; a parameter that two modules share counts once."""
     trained: int
-    """How many numbers its trained parameters have."""
+    """Number of elements of the trained parameters."""
     inputs: tuple[tuple[str, str], ...]
     """(name, ``float32[8, 128]``) of each tensor among the sample inputs."""
     device: str
@@ -52,7 +52,7 @@ _FORMAT = 4
 _KERNEL = "kernel"
 _COPIES: dict[str, type[CopyOut | Leave | CopyIn]] = {"out": CopyOut, "leave": Leave, "in": CopyIn}
 _UNCHUNKED = "unchunked"
-"""How older files mark a computation that runs by the first of its alternative kernels."""
+"""Mark of older files for a computation that runs by the first of its alternative kernels."""
 Saved = TypeVar("Saved", bound="PlanData")
 
 

@@ -34,7 +34,7 @@ class LeanOrder(NamedTuple):
     order: list[int]
     """C nodes."""
     loss_at: int
-    """How many of them run before the loss."""
+    """Number of computations before the loss."""
     carried: set[int]
     """D nodes that are read after the loss before they are made there."""
 

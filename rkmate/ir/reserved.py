@@ -23,7 +23,7 @@ class Beside:
     batch: tuple[int, ...] = ()
     """The next one is there before the last one goes."""
     gradients: tuple[int, ...] = ()
-    """Of parameters that steps add to in their place; made in a step's backward."""
+    """Gradients that steps add to in place; made in a step's backward."""
     states: tuple[int, ...] = ()
     """The optimizer's: made after the first step, kept."""
     updates: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class _Loop:
     batch: list[Block | None] = field(default_factory=list)
     states: list[Block | None] = field(default_factory=list)
     gradients: dict[int, Block | None] = field(default_factory=dict)
-    """By D node, or for those that are added to, by a negative number."""
+    """Blocks of gradients by D node; of gradients that are added to in place, by a negative number."""
 
     def __post_init__(self) -> None:
         self.at_loss = self.schedule.steps.index(Loss())
@@ -109,7 +109,7 @@ class _Run:
         self.loop = loop
         size = buffers_of(loop.graph, loop.schedule)
         self.held: dict[int, Block | None] = {-1: loop.allocator.allocate(size)} if size else {}
-        """By D node; those of copies by -1."""
+        """Blocks by D node; those of copies have the number -1."""
         self.taken: set[int] = set()
 
     def follow(self, steps: Iterable[int]) -> None:

@@ -24,7 +24,7 @@ class Compute(NamedTuple):
 
     c: int
     kernel: int = 0
-    """By which kernel: 0 is the C node's own, k is ``alternatives[k - 1]``."""
+    """Number of the kernel: 0 is the C node's own, k is ``alternatives[k - 1]``."""
 
 
 class Free(NamedTuple):

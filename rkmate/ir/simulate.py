@@ -37,11 +37,11 @@ class Simulation:
     peak_at: int
     """Index of the step where the peak stands."""
     seconds: float
-    """From the first computation to the end of the last one, waits for copies included."""
+    """Seconds from the first computation to the end of the last one, including waits for copies."""
     saved: int
     """Bytes alive at the loss (the paper's M_save), before the output gradients arrive."""
     timeline: tuple[int, ...]
-    """Per step: bytes alive during a computation (temporaries included), or after another step."""
+    """For each step: bytes alive during a computation (including temporaries), or after another step."""
     stalled: float = 0.0
     """Seconds of waiting for copies."""
     away: int = 0

@@ -57,7 +57,7 @@ class Storage:
     """Bytes."""
     kind: DKind
     shape: str
-    """Of the tensor that owns it: ``float32[8, 128, 64]``."""
+    """Form of the tensor that owns it: ``float32[8, 128, 64]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class GraphSummary:
     """Storages that the forward carries into block i (one entry more than there are blocks)."""
     captured: tuple[Captured, ...] = field(default=(), repr=False)
     link: Link | None = None
-    """To where data can be sent meanwhile; None: to nowhere."""
+    """Connection to the place where data can be sent meanwhile; None: nowhere."""
 
     @cached_property
     def cd(self) -> CDGraph:

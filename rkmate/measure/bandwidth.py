@@ -36,10 +36,10 @@ FORMAT = 4
 REPEATS = 3
 """Measurements; their median counts."""
 FIRST_BYTES = 2**22
-"""Each way, to see how large copies may be."""
+"""Bytes copied in each direction, to find out how large copies may be."""
 MOST_BYTES = 2**26
-"""Each way in a measurement. Of the device's memory measuring takes a quarter more at most, and what
-computing and the engine's buffers take."""
+"""Bytes copied in each direction in a measurement. Measuring takes at most a quarter more of the device's
+memory, and the memory of the computation and of the engine's buffers."""
 TENSORS = 4
 """Number of tensors that are copied at once, in each direction."""
 SECONDS = 0.3
@@ -47,11 +47,11 @@ SECONDS = 0.3
 SMALL, SMALL_BYTES = 16, 4096
 """Small copies, which tell what one takes however small it is."""
 PACE_RUNS = 20
-"""Of what is computed, to know how long it takes alone."""
+"""Number of runs of the computation that measure its time alone."""
 REST_SECONDS = 5e-3
 """Between looks at whether copies are over, while nothing is computed."""
 WIDTH = 512
-"""Of the matrices whose product is computed meanwhile."""
+"""Width of the matrices whose product is computed meanwhile."""
 
 
 def measure_link(device: Device, engine: CopyEngine, folder: Path | None = None) -> Link:
@@ -107,7 +107,7 @@ class _Meanwhile(Protocol):
 
 
 class _Rest:
-    """Nothing; copies cost the seconds of the processor that this process takes."""
+    """Computes nothing; copies cost the processor seconds of this process."""
 
     def compute(self) -> None:
         """Wait a little."""

@@ -37,7 +37,7 @@ from rkmate.torch_seam.schema import OpOverload
 LONG = 1e-3
 """Seconds, counted: an operation that takes this long is not run again only for what it makes."""
 Costs = dict[int, Cost]
-"""By C node."""
+"""Costs by C node."""
 
 
 def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source, torch.Tensor],
@@ -119,11 +119,11 @@ class _Runner:
         self.known = known          # C nodes that need not be measured
         self.values: dict[int, torch.Tensor] = {}
         self.made: dict[int, Layout] = {}
-        """Of D nodes that an operation has made: not always what its trace says."""
+        """Layouts of the D nodes that an operation has made: not always those of its trace."""
         self.fixed: dict[int, torch.Tensor] = {}
         self.device = device
         self.metering = True
-        """In the first walk over the blocks; the others are for times."""
+        """Whether this is the first walk over the blocks, which measures memory; the others measure times."""
         self.places: dict[Source, torch.Tensor] = {}
         """Gradients that the current C node adds to."""
         self.keys: dict[int, Any] = {}

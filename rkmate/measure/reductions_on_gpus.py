@@ -17,7 +17,7 @@ from rkmate.devices import GPU
 _THREADS = 512
 _WARP = 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
-"""How many values a thread should add up."""
+"""Number of values that a thread should add up."""
 
 
 def reduction_bytes(gpu: GPU, value: torch.Tensor, dims: Sequence[int]) -> int:

@@ -33,7 +33,7 @@ from rkmate.torch_seam.nodes import VALUE
 FORMAT = 6
 """Raised whenever what is measured changes: entries of another format count as unknown."""
 Numbers = tuple[Cost, ...]
-"""Per C node of a block."""
+"""Costs of the C nodes of a block."""
 
 
 class CostMemory:

@@ -26,7 +26,7 @@ from rkmate.support.gc_pause import gc_pause
 
 
 Orders = tuple[tuple[tuple[int, ...], ...], ...]
-"""Per class of blocks, the backward orders of its options."""
+"""For each class of blocks, the backward orders of its options."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Attempt:
     """Result of one planner for one budget."""
 
     plan: Plan | None
-    """None unless the status is ok."""
+    """The plan; None unless the status is ok."""
     status: Literal["ok", "infeasible", "timeout"]
     note: str
     found: tuple[Candidate, ...] = ()

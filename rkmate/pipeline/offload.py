@@ -1,4 +1,4 @@
-"""Where data may be sent while a step computes: the user's choice, and the speed of the link."""
+"""The target that data may be sent to while a step computes: the user's choice, and the speed of the link."""
 
 from __future__ import annotations
 

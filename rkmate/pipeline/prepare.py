@@ -72,7 +72,7 @@ class Traced:
     """A captured model: what every variant of its graph, every loss and every budget begin from."""
 
     name: str
-    """Of the model's class."""
+    """Name of the model's class."""
     capture: Capture
     wanted: tuple[bool, ...]
     """For each output, whether its gradient will come."""
@@ -84,7 +84,7 @@ class Traced:
     settings: Settings
     progress: Progress
     seconds: float
-    """How long the capture took."""
+    """Seconds of the capture."""
     origin: Origin
     """A description of what was captured, for people to read."""
 
@@ -97,11 +97,11 @@ class Blocked:
     variant: Variant
     partition: Partition
     texts: tuple[str, ...]
-    """Each block's text: identical blocks have the same."""
+    """Text of each block: identical blocks have equal texts."""
     classes: tuple[int, ...]
-    """Per block, the number of its text."""
+    """For each block, the number of its text."""
     fingerprint: str
-    """Of the graph: a plan serves every model with the same one."""
+    """Fingerprint of the graph: a plan serves every model with an equal one."""
     nodes: Mapping[str, int]
     """Node counts before and after simplification."""
     stage_seconds: Mapping[str, float]
@@ -126,9 +126,9 @@ class AsCheckpointed(NamedTuple):
     peak: int
     """Bytes, of as many calls as the settings say."""
     seconds: float
-    """Of one call."""
+    """Seconds of one call."""
     regions: int
-    """How many the program names."""
+    """Number of checkpointed regions in the program."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -432,7 +432,7 @@ def _fingerprint(parts: Partition, texts: Sequence[str]) -> str:
 
 
 PART_OF_FREE = 0.8
-"""How much of what is free measuring may take where it has run out of memory: an operation may take more than
+"""Part of free memory that measuring may take after it has run out of memory: an operation may take more than
 is known before it has run."""
 
 

@@ -33,7 +33,7 @@ from rkmate.support.gc_pause import gc_pause
 
 
 SECONDS = 0.6
-"""How long the program of one variant may take."""
+"""Seconds that the program of one variant may take."""
 
 
 def bytes_of_any(prepared: Prepared) -> int:
@@ -139,11 +139,11 @@ class Refused:
     """A variant without a schedule within a budget."""
 
     prepared: Prepared
-    """Where nothing was measured, with the least costs that it can have."""
+    """The variant; if it was not measured, with the smallest costs that it can have."""
     limit: int
     """The budget, in bytes."""
     solved: Solved | None = None
-    """Where its options were solved to know."""
+    """The solved options, if they were needed for the refusal."""
     timeout: bool = False
     note: str = ""
     least: int | None = None

@@ -60,7 +60,7 @@ class KnownPlan:
     measured: bool
     """Whether its costs were measured, not scaled."""
     orders: Orders
-    """Of the options of each class of blocks; empty where none were solved."""
+    """Orders of the options of each class of blocks; empty if none were solved."""
 
 
 @gc_pause()

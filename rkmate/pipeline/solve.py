@@ -1,6 +1,5 @@
-"""From a graph in blocks to a planner's problem: the options of each block, the chain of blocks, and the
-summary of the graph that a plan carries.
-"""
+"""Turn a graph in blocks into a planner's problem: the options of each block, the chain of blocks, and the
+summary of the graph that a plan carries."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ the step without: predictions are no better, and bits are worth something."""
 LISTED = 4
 """Names that a note lists at most."""
 Concerned = Mapping[str, tuple[str, ...]]
-"""Per name of a variant, the weights that it concerns; none where the graph has no place for it."""
+"""For each variant's name, the weights that it changes; none if it does not apply to the graph."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class TrainedForward:
     nodes: tuple[int, ...]
     """For each node of `dag`, its C node."""
     whole: Dag
-    """All of the forward, node for node."""
+    """The whole forward, node for node."""
 
     def lift(self, sets: Sequence[int]) -> tuple[int, ...]:
         """Lower sets of `dag` as lower sets of `whole`: the constants belong to all of them."""
@@ -170,7 +170,7 @@ class Canonical:
     order: tuple[int, ...]
     """C nodes."""
     loss_at: int
-    """How many of them run before the loss."""
+    """Number of computations before the loss."""
     part: tuple[int, ...]
     """For each entry of `order`, which forward or backward of a block it belongs to, counted up."""
 

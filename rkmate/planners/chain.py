@@ -40,8 +40,8 @@ from rkmate.planners.settings import PlannerSettings
 from rkmate.rotor.rk_rotor import Least, Table, fastest, least, minimum, solve
 
 SLACK = 1.1
-"""How much the chain's own estimate of the peak may exceed the budget before a sequence is not
-worth simulating: the estimate counts cuts whole, the simulator sees what dies earlier."""
+"""Factor by which the chain's own estimate of the peak may exceed the budget before a sequence is not worth
+simulating: the estimate counts cuts whole, the simulator sees what dies earlier."""
 
 
 def one_option(chain: Chain) -> Chain:
@@ -135,7 +135,7 @@ def sequential(parts: list[range]) -> list[Op]:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Every number of segments tried, the fastest that fits taken."""
+    """Tries every number of segments, and takes the fastest that fits."""
 
     name: str = "sequential"
 
@@ -174,7 +174,7 @@ def recompute_all(chain: Chain) -> list[Op]:
 
 @dataclass(frozen=True)
 class SaveAll:
-    """Every computation once, in the graph's order."""
+    """Runs every computation once, in the graph's order."""
 
     name: str = "save-all"
 
@@ -185,7 +185,7 @@ class SaveAll:
 
 @dataclass(frozen=True)
 class RecomputeAll:
-    """Each block recomputed from the model's input."""
+    """Recomputes each block from the model's input."""
 
     name: str = "recompute-all"
 

@@ -216,7 +216,7 @@ class Roundings:
     """Relaxations of one problem that were solved."""
 
     found: dict[float, tuple[Candidate, ...]] = field(default_factory=dict)
-    """By their part of the whole step's peak, the schedules that they were rounded to."""
+    """Schedules by the part of the whole step's peak that they were rounded to."""
     infeasible: float = 0.0
     """The largest part that is known to have no solution."""
     given_up: float = 0.0

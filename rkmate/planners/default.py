@@ -40,9 +40,9 @@ DETERMINED: frozenset[Case] = frozenset({"first", "further"})
 LEAST_SECONDS = 0.1
 """Seconds that a strategy gets of a share that others have used up."""
 KNOWN = 4
-"""How many schedules of other budgets are finished anew; of deep graphs, one."""
+"""Number of schedules of other budgets that are finished again; one for deep graphs."""
 SMALLEST_TRIES = 24
-"""How often the smallest budget's range is halved, at most."""
+"""Number of times that the smallest budget's range is halved, at most."""
 
 _WORDS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
           "save-set": "the integer program on the whole graph (save-set)",
@@ -57,20 +57,21 @@ class Entry:
     origin: str
     """The planner of the registry that it is of."""
     cases: frozenset[Case]
-    """When it is asked."""
+    """The cases in which it is asked."""
     seconds: float = math.inf
     """The strategy's share of the time, where it can stop early."""
     done_by: float = math.inf
     """Seconds after which it and those before it should be done; it has `LEAST_SECONDS` anyway."""
     gap: float | None = None
-    """Asked only while the best schedule is more than this above the bound, relative to it; None: always."""
+    """It is asked only while the best schedule is more than this above the bound, relative to the bound;
+    None: always."""
     most_nodes: float = math.inf
-    """Asked for graphs with at most this number of computations."""
+    """It is asked for graphs with at most this number of computations."""
     after_cut: bool = False
-    """Asked only where the strategy that gives the bound was cut short, and once what was found before it
-    is finished."""
+    """Whether it is asked only if the strategy that gives the bound was cut short, after the schedules found
+    before are finished."""
     finished: int = 1
-    """How many of its schedules are finished."""
+    """Number of its schedules that are finished."""
 
 
 def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
@@ -96,7 +97,7 @@ class Default:
     data can be sent away, for those of them that run the forward in order, too, and send forward values."""
 
     settings: PlannerSettings | None = None
-    """None: the default settings."""
+    """Settings of the search; None: the default settings."""
     save_set: Planner = SaveSet()
     """Planner that solves the program over the whole graph."""
     name: str = "rockmate"

@@ -410,7 +410,7 @@ def _draws_in_order(graph: CDGraph, strategy: Canonical) -> bool:
 
 
 CHEN_BUDGETS = 24
-"""How many values of b algorithm 3 is tried with."""
+"""Number of values of b that algorithm 3 is tried with."""
 
 
 def split_points(dag: Dag) -> list[int]:

@@ -152,22 +152,22 @@ def gaps_of(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = (),
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """For some gaps, in order: boundaries."""
+    """Boundaries of some gaps, in order."""
 
     gap: Ints
     """Index of each gap."""
     first: Bools
     """Whether it is the first one that its D node is away in: there it is copied."""
     begin: Ints
-    """Where the copy out begins, for `first`."""
+    """Boundary at which the copy out begins, for `first`."""
     leave: Ints
-    """Where it leaves memory."""
+    """Boundary at which the data leaves memory."""
     fetch: Ints
-    """Where the copy back begins."""
+    """Boundary at which the copy back begins."""
     ends: Floats
-    """When the copy out has ended, for `first`; else the time of `leave`."""
+    """Time at which the copy out has ended, for `first`; else the time of `leave`."""
     starts: Floats
-    """When the copy back has to begin at the latest."""
+    """Latest time at which the copy back has to begin."""
 
 
 class Placement:
@@ -182,7 +182,7 @@ class Placement:
         self.fetch_from = np.zeros(count, dtype=np.int64)
         """The boundary that none is fetched before."""
         self.at = gaps.before
-        """When each boundary is reached, waits included."""
+        """Time of each boundary, including waits."""
         self._known: Places | None = None
 
     def changed(self) -> None:
@@ -314,13 +314,13 @@ class Placement:
 
 
 ROUNDS = 4
-"""How often the choice is made anew, with what the one before knows of the waits."""
+"""Number of times that the choice is made again with the waits of the previous one."""
 SMALL_GAPS = 96
 """Up to how many chosen gaps each is tried without, where something is waited for."""
 NEGLIGIBLE = 5e-5
 """Share of the seconds of a step that any copy costs, so that useless copies are avoided."""
 STEP = 0.2
-"""How much of what is too much at the worst moment is chosen at a time."""
+"""Part of the excess at the worst moment that is chosen at a time."""
 AHEAD = 2.0
 """How much earlier than it must a copy back begins where there is room, in times of its seconds, and how much
 later data leaves: copies are not always as fast as they were measured."""

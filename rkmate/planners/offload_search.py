@@ -80,17 +80,17 @@ def one_more_run(graph: CDGraph, schedule: Schedule, d: int, at: int,
 NEAR = 1e-9
 """Relative: what is nearer is equal."""
 SHARES = (0.6, 0.35, 0.15, 0.05)
-"""How far between the budget and the whole step's peak larger budgets are asked, on a scale of ratios."""
+"""Positions of the larger budgets between the budget and the whole step's peak, on a scale of ratios."""
 BASE_SECONDS = 1.5
-"""How long each of them may take, where what plans it can stop early."""
+"""Seconds for each larger budget, if its planner can stop early."""
 OF_PLAN, OF_BASE = 0.5, 0.125
 """Shares of the time that is left, where it is limited: what copies for the whole step may take, the plan
 without copies, and the program with them; and each of the larger budgets."""
 DROPPED = 6
-"""How often the number of recomputations that are dropped is halved, or moved by as much."""
+"""Number of times that the number of dropped recomputations is halved, or moved by as much."""
 SMALLEST_TRIES = 12
-"""How often the range of the smallest budget is halved, where it is not what there is without all that may be
-away."""
+"""Number of times that the range of the smallest budget is halved, if the smallest budget is not simply the
+one without all data that may be away."""
 ONCE = "nothing needs to be recomputed"
 NOTE = "what does not fit is copied away meanwhile"
 
@@ -114,10 +114,10 @@ class Offloading:
     save_set: Callable[[Problem, int, float | None], Outcome]
     """A further planner, asked for some seconds: its bound holds for schedules with copies."""
     seconds: float
-    """How long copies may be looked for, next to what these take; and how long for those that make the
-    smallest peak of a schedule."""
+    """Seconds to search for copies, in addition to planning without copies; and seconds to search for the
+    copies with the smallest peak of a schedule."""
     near: float
-    """How near to its lower bound, relative to it, a schedule is good enough."""
+    """Relative distance to its lower bound at which a schedule is good enough."""
 
     def search(self, problem: Problem, budget: int, time_limit: float | None,
                known: Sequence[Candidate] | None) -> Outcome:

@@ -36,9 +36,9 @@ class Problem:
     stages: Stages | None = field(default=None, repr=False)
     """A second chain of the graph: the children of an `nn.Sequential`; None for other models."""
     classes: tuple[int, ...] = ()
-    """For each block the number of its class: identical blocks have the same. Empty: unknown."""
+    """For each block, the number of its class: identical blocks have equal numbers. Empty: unknown."""
     class_graphs: tuple[CDGraph, ...] = field(default=(), repr=False)
-    """For each class a block's own graph, with costs."""
+    """For each class, a block's own graph, with costs."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -226,9 +226,9 @@ def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcom
 
 
 SMALLEST_SECONDS = 4.0
-"""How long a planner may be asked for smaller and smaller budgets: an error should not take minutes."""
+"""Seconds that a planner may be asked for smaller and smaller budgets: an error should not take minutes."""
 SMALLEST_TRIES = 24
-"""How often the range is halved, at most."""
+"""Number of times that the range is halved, at most."""
 
 
 def smallest_budget(planner: Planner, problem: Problem, above: int, *,

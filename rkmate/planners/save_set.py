@@ -46,7 +46,7 @@ from rkmate.planners.offload import may_be_sent, offload
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, whole_step
 
 PLACES = 12
-"""At how many places of the forward, and of the backward, what is copied before or after it is counted."""
+"""Number of places of the forward, and of the backward, at which copies before or after them are counted."""
 
 Columns = Mapping[int, int]
 

@@ -27,7 +27,7 @@ from rkmate.planners.protocol import (
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
 """Shares of the most that each call can hold within a budget: what is asked first."""
 CLOSER = 2
-"""How often a share between the best of these and the next best is asked afterwards."""
+"""Number of times that a share between the best and the next best one is asked afterwards."""
 RESERVES = (0.0, 0.25, 0.5, 1.0)
 """Reserves that the smallest budget is looked for with, of the peak of the whole step of one call."""
 

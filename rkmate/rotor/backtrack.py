@@ -1,4 +1,4 @@
-"""From tables back to a sequence of operations, with budgets carried in exact bytes.
+"""Turn tables back into a sequence of operations, with budgets carried in exact bytes.
 
 Rockmate, appendix C, algorithm 3, with two differences. It is a loop, not a recursion: chains have
 hundreds of blocks. And the budget of a sub-problem is a number of bytes: only the look-up of what a

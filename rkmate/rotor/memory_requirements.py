@@ -1,4 +1,4 @@
-"""How many bytes each choice of the dynamic program needs: the part that budgets do not change.
+"""Memory needs, in bytes, of each choice of the dynamic program: the part that budgets do not change.
 
 For the sub-problem (s, t) (forward and backward of blocks s .. t-1, cut s kept outside, gradients
 of cut t inside), Rockmate's appendix C.2 has two kinds of choice: run block s with an option and go
@@ -51,9 +51,9 @@ class MemoryRequirements:
         """Bytes that a sub-problem (s, t) spares for what (i, t) has: of the cuts, and kept."""
         pinned = chain.held_by
         self.base = np.array([g + pinned[-1] for g in chain.grads], dtype=np.int64)
-        """Per t < L: bytes of gradients and held outputs during forwards of sub-problem (s, t)."""
+        """For each t < L: bytes of gradients and held outputs during forwards of sub-problem (s, t)."""
         self.first = pinned + chain.grads_at_start
-        """Per block: the same during the first forward, where t = L."""
+        """For each block: bytes of gradients and held outputs during the first forward, where t = L."""
         self.options = [self._options(chain, s, int(kept[s])) for s in range(n)]
         peaks = np.array([b.forward_peak_bytes for b in chain.blocks], dtype=np.int64)
         during = chain.between[:n, :n] + peaks

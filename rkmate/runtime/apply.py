@@ -106,7 +106,7 @@ _M = TypeVar("_M", bound=nn.Module)
 _PUT = ("forward", "__getstate__", "_replicate_for_data_parallel")
 """The methods that a planned module has of its own."""
 _thread = threading.local()
-"""Of each thread, the planned parts that it is inside of: what runs there is what was planned."""
+"""For each thread, the planned parts that it is inside of: what runs there was planned."""
 
 
 class _Planned(PlannedModule):

@@ -136,7 +136,7 @@ def _in_their_place(value: Any, of: Callable[[DeferredTensor], torch.Tensor]) ->
 
 
 class _Read(torch.autograd.Function):
-    """From a deferred tensor to the plain one."""
+    """Autograd node from a deferred tensor to the plain one."""
 
     @staticmethod
     def forward(ctx: Any, deferred: torch.Tensor, values: list[torch.Tensor]) -> torch.Tensor:
@@ -149,7 +149,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Later(torch.autograd.Function):
-    """From a deferred tensor to one that a function makes of it."""
+    """Autograd node from a deferred tensor to one that a function makes of it."""
 
     @staticmethod
     def forward(ctx: Any, deferred: DeferredTensor, function: Callable[[torch.Tensor], torch.Tensor],
@@ -203,7 +203,7 @@ class _Output:
     number: int
     name: str
     form: torch.Tensor
-    """Without contents."""
+    """Form of the output, without contents."""
     function: Callable[[Environment], list[torch.Tensor]]
     kept: Mapping[str, int]
     """Source key -> place among what the forward keeps."""
@@ -272,7 +272,7 @@ def _named(key: str) -> str:
 
 
 class Reads:
-    """In how many calls of a module, one after the other, deferred outputs were read."""
+    """Counts the consecutive calls of a module whose deferred outputs were read."""
 
     def __init__(self) -> None:
         self._calls = self._latest = self._in_a_row = 0

@@ -31,7 +31,7 @@ class Away:
     def __init__(self, engine: CopyEngine, *, verify: bool = False) -> None:
         """`verify`: whether data that comes back must have its original checksum."""
         self.buffer_bytes = engine.buffer_bytes
-        """Of the device."""
+        """Bytes of the device that the buffers take."""
         self._step = engine.open(verify=verify)
 
     def out(self, key: str, value: torch.Tensor) -> None:
@@ -263,7 +263,7 @@ class RerunState:
     """Tensors of the caller, by key: the very tensors of the first run."""
     versions: Mapping[str, int]
     draws: RandomState | None
-    """Of the generators before the forward; None when nothing is drawn."""
+    """State of the generators before the forward; None if nothing is drawn."""
 
 
 def generator_state(device: torch.device) -> RandomState:

@@ -89,7 +89,7 @@ class Again(NamedTuple):
     tensors: Sequence[torch.Tensor]
     """Among the arguments."""
     draws: RandomState | None
-    """Of the generators before the forward; None where nothing is drawn."""
+    """State of the generators before the forward; None if nothing is drawn."""
     targets: Mapping[str, torch.Tensor | int]
     """Targets of the gradients, by source key: a parameter, or the number of an input."""
     buffers: Sequence[torch.Tensor]
@@ -131,8 +131,8 @@ _version = attrgetter("_version")
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a module keeps a tensor, or a piece of one: looked up at each call, so
-    that ``model.to()`` is followed."""
+    """The attribute in which a module keeps a tensor, or a piece of one. It is read at each call, so that
+    ``model.to()`` is followed."""
 
     registry: Mapping[str, torch.Tensor | None]
     owner: str
@@ -147,7 +147,7 @@ class TensorSlot:
 
 
 Gradients = dict[str, torch.Tensor]
-"""By source key."""
+"""Gradients by source key."""
 Redo = Callable[[RerunState, Mapping[int, torch.Tensor]], Gradients]
 """Gradients for output gradients (by output number) that this plan does not take."""
 

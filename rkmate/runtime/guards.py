@@ -75,13 +75,13 @@ class Guards(NamedTuple):
     flags: FlagGuards
     attributes: Part
     inputs: tuple[Any, ...]
-    """Of each tensor among the arguments: shape, dtype, device, whether it takes a gradient, strides."""
+    """For each tensor among the arguments: shape, dtype, device, whether it requires a gradient, strides."""
     structure: Any
-    """Where they stand among the arguments."""
+    """Positions of the tensors among the arguments."""
     constants: tuple[Any, ...]
     """The other arguments."""
     autocast: tuple[Any, ...]
-    """Of each device type where it is on: the type, and the dtype."""
+    """For each device type for which autocast is on: the type, and the dtype."""
     kernels: tuple[bool, ...]
     """Kernels that torch may choose: of attention (`sdpa_kernel`), and of cuDNN."""
     places: Part

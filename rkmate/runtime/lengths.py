@@ -20,7 +20,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.torch_seam.containers import tensors_in
 
 DIMENSION = 1
-"""Of a sequence, in arguments and outputs: after that of the batch."""
+"""Dimension of a sequence, in arguments and outputs: the one after the batch."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Lengths:
     """The lengths that are planned ahead, and how inputs are brought to them."""
 
     lengths: tuple[int, ...]
-    """In increasing order."""
+    """Planned lengths, in increasing order."""
     pad: Mapping[str, int | float | bool] | None
     """Argument name -> what it is padded with; None: nothing is padded."""
     names: tuple[str, ...]
-    """Of the positional arguments."""
+    """Names of the positional arguments."""
 
     def fitted(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Any] | None]:

@@ -91,7 +91,7 @@ logger = logging.getLogger("rkmate")
 MEMBERS = 4
 """Captures that a new size is derived from, at most: the latest."""
 SAID = (1, 10, 100, 1000, 10_000, 100_000)
-"""After how many new sizes it is said how long they took."""
+"""Numbers of new sizes after which a message says how long they took."""
 
 
 @dataclass
@@ -104,12 +104,12 @@ class Member:
 
 @dataclass
 class NewSizes:
-    """How many sizes were planned after the first one, and how long that took."""
+    """Counts the sizes that were planned after the first one, and their seconds."""
 
     derived: int = 0
-    """From captures of other sizes."""
+    """Number of sizes derived from captures of other sizes."""
     captured: int = 0
-    """By a capture of their own."""
+    """Number of sizes captured themselves."""
     seconds: float = 0.0
     told: set[int] = field(default_factory=set)
 
@@ -177,12 +177,12 @@ _NODE_BYTES = 3 << 10
 """Bytes of a node of a captured graph with its fake tensor, rounded up."""
 
 TangentMask = tuple[bool, ...]
-"""Per output, whether a gradient comes for it."""
+"""For each output, whether a gradient comes for it."""
 
 
 @dataclass(frozen=True)
 class Planning:
-    """How the plans of one wrapped module are made."""
+    """Everything that determines how the plans of one wrapped module are made."""
 
     budget: Budget
     planner: str
@@ -207,9 +207,9 @@ class Executable:
     known: KnownPlan | None = None
     """Data that plans of other sizes may use."""
     graph_nodes: int = 0
-    """Of the graph that it runs over."""
+    """Number of nodes of the graph that it runs over."""
     recorded: RecordedStep | None = None
-    """Where steps are recorded, and one was."""
+    """The recorded step, if steps are recorded and one was."""
     ran: bool = False
     """Whether a step has run as it is, before it is recorded: libraries set themselves up in it."""
 
@@ -223,7 +223,7 @@ class Specialization:
     mask: TangentMask = ()
     """The tangent mask that the next forward is planned for."""
     member: Member | None = None
-    """Where it was captured in full: what other sizes are derived from."""
+    """The full capture from which other sizes are derived; None if this one was derived."""
 
     @property
     def bytes(self) -> int:

@@ -62,7 +62,7 @@ class Call:
         self.finished: Callable[[], None] | None = None
         """Called when the last segment has run."""
         self.rerun: RerunState | None = None
-        """For a second run, where there are outputs that this backward was not planned for."""
+        """Data for a second run, if there are outputs that this backward was not planned for."""
         self.again_with_graph: WithGraph | None = None
         """Gradients that can be differentiated, by the original's forward."""
         self.with_graph: dict[str, torch.Tensor | None] = {}

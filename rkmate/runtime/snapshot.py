@@ -178,7 +178,7 @@ class Attribute(NamedTuple):
     holder: nn.Module
     name: str
     path: str
-    """From the model on, for messages."""
+    """Path from the model on, for messages."""
 
 
 class Box(NamedTuple):
@@ -231,14 +231,14 @@ class Snapshot:
 
     attributes: Attributes
     dicts: Sequence[dict[str, Any]]
-    """Where each value stands; here and in the next two, one entry for a value."""
+    """For each value, the dictionary that holds it; the next two have an entry for each value, too."""
     keys: Sequence[str]
     values: Sequence[Any]
     hooks: Sequence[Any]
     members: Sequence[Any]
-    """Of all boxes."""
+    """Members of all boxes."""
     part: Part
-    """Of a key: (path, stand-in for the value) of each."""
+    """Part of a key: (path, stand-in for the value) of each value."""
 
     def is_now(self, hooks: Sequence[Any]) -> bool:
         """Return whether all is as it was, object by object. Quick: this is asked at every call."""
@@ -397,7 +397,7 @@ class Walk:
         self._forwards = forwards(self._kinds)
         self._forms = self._forms_now()
         self._quick = None if self._forms is None else _quick_forms(self._tensors_now())
-        """Of the same tensors, for one call; it says no for other reasons, too (autocast)."""
+        """Check of the tensors for one call; it may fail for other reasons, too (autocast)."""
 
     def is_now(self) -> bool:
         """Return whether another one would come by the same."""

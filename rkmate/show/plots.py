@@ -29,7 +29,7 @@ _STYLE: dict[str, Any] = {
 NARROW = 3.7
 """Inches: a picture for a page as wide as a telephone, where its letters are still 12 pixels high."""
 BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "alignment": "left"}
-"""Where a legend stands that would hide what is drawn."""
+"""Place of a legend that would hide the picture."""
 
 
 def below(axes: Any) -> dict[str, Any]:

@@ -66,9 +66,9 @@ class Moment:
     again: bool
     """The computation has run before."""
     kernel: int
-    """By which kernel: 0 is its own, the others have fewer and larger parts."""
+    """Number of the kernel: 0 is the computation's own, the others have fewer and larger parts."""
     bytes: tuple[int, ...]
-    """By kind, in the order of `KINDS`: while a computation runs, or after another step."""
+    """Bytes by kind, in the order of `KINDS`: while a computation runs, or after another step."""
     waited: float = 0.0
     """Seconds before `start` in which it waited for copies."""
 
@@ -85,7 +85,7 @@ class Moment:
 
 
 class Span(NamedTuple):
-    """When a storage is in memory."""
+    """Moments during which a storage is in memory."""
 
     storage: int
     first: int
@@ -113,7 +113,7 @@ class Occupancy:
     away_at_loss: frozenset[int]
     """Storages that the forward leaves to the backward in another place."""
     spans: tuple[Span, ...]
-    """When each storage is there."""
+    """Spans of each storage in memory."""
     absences: tuple[tuple[int, int, int], ...]
     """(storage, first moment, moment after the last): when each that comes back is away alone."""
 
@@ -351,7 +351,7 @@ class _Walk:
 
 
 WHOLE = "the model itself"
-"""Where an operation of no submodule stands."""
+"""Path of an operation that belongs to no submodule."""
 
 
 def label(path: str, operation: str) -> str:

@@ -29,7 +29,7 @@ class ModuleRow:
     recomputed: tuple[str, ...]
     """Operations that run again, each once."""
     modules: int = 1
-    """How many modules the row stands for."""
+    """Number of modules that the row stands for."""
     away_bytes: int = 0
     """Bytes that the forward leaves to the backward in another place."""
 

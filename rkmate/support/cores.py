@@ -1,4 +1,4 @@
-"""How many cores of the processor there are."""
+"""Count the processor's cores."""
 
 from __future__ import annotations
 

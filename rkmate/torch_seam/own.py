@@ -21,7 +21,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 @dataclass(frozen=True)
 class Over:
-    """How an operator writes its first result over an argument: by another of the package's operators."""
+    """An operator that writes the first result of another one over an argument."""
 
     name: str
     """The operator that does it, such as ``scale_`` or ``batch_norm_backward.over``."""
@@ -33,7 +33,7 @@ class Over:
 
 @dataclass(frozen=True)
 class Gradient:
-    """How autograd differentiates an operator while a model is traced."""
+    """Derivative of an operator while a model is traced."""
 
     backward: Callable[..., Any]
     save: Callable[..., None]

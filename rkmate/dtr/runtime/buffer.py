@@ -111,7 +111,7 @@ class Operation:
         self.outputs: list[tuple[int, Place]] = []
         """Position among the results, and geometry, of each result with a buffer of its own."""
         self.written: list[tuple[Buffer, Buffer]] = []
-        """Per argument written in place: the buffer before and the buffer after."""
+        """For each argument written in place: the buffer before and the buffer after."""
         self.random_state: bytes | None = None
         """The generator's state before the call."""
         self.cost = 0
@@ -123,7 +123,7 @@ class Operation:
         self.gradients = torch.is_grad_enabled()
         """The program's gradient mode, which some kernels read."""
         self.alive = 0
-        """How many of the buffers that it made are still in the graph."""
+        """Number of its result buffers that are still in the graph."""
 
     @property
     def name(self) -> str:

@@ -32,7 +32,7 @@ class Memory:
         self.reluctant = Pool()
         """Buffers that may be evicted when the pool is empty: waiting operations will read them."""
         self.wanted: dict[Buffer, int] = {}
-        """How many of the operations that wait read each buffer."""
+        """Number of waiting operations that read each buffer."""
         self.around = heuristic.tracker(self.columns)
         self.held = 0
         """Bytes of the resident buffers that count."""

@@ -18,7 +18,7 @@ from rkmate.dtr.runtime.schema import map_tensors
 from rkmate.torch_seam.schema import OpOverload
 
 _RATES = Rates(2e12, 5e13, MappingProxyType({}), 4e-6)
-"""Of any GPU: one of the middle."""
+"""Rates of a typical GPU."""
 
 
 def expected_nanoseconds(function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> int:

@@ -22,7 +22,7 @@ class Settling:
         self._waiting: list[Buffer] = []
         """Dropped by the program, and still needed to compute an evicted buffer."""
         self._readers: dict[int, set[Operation]] = {}
-        """By the address of an untracked storage: the operations that read it."""
+        """Operations that read each untracked storage, by the storage's address."""
 
     def reads(self, operation: Operation, address: int) -> None:
         """Note that a recorded operation reads the untracked storage at an address."""

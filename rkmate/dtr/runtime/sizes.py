@@ -1,4 +1,4 @@
-"""How many bytes an operation will allocate, before it runs."""
+"""Predict how many bytes an operation will allocate."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rkmate.ir.cd import HOISTED, CDGraph
 
 @dataclass(frozen=True)
 class CutSettings:
-    """How long a block may be, in forward computations."""
+    """Limits of a block's length, in forward computations."""
 
     least: int = 4
     """Shorter blocks join their neighbour."""
@@ -41,7 +41,7 @@ class Blocks:
     of: tuple[int, ...]
     count: int
     separators: int
-    """How many of the cuts are 1-separators."""
+    """Number of cuts that are 1-separators."""
 
 
 def cut(cd: CDGraph, constant: frozenset[int], origin: Sequence[int | None], pinned: Sequence[int],

@@ -61,7 +61,7 @@ def letters(n: int) -> str:
 
 
 class Naming(Protocol):
-    """How expressions call what they read."""
+    """Names that expressions use for their inputs."""
 
     def value(self, j: int) -> str:
         """Return a D node's tensor."""

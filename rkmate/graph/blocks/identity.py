@@ -1,4 +1,4 @@
-"""When two blocks are the same: a text of each, and classes of equal texts."""
+"""Find identical blocks: a text of each block, and classes of equal texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rkmate.graph.passes.functions import OwnFunction
 from rkmate.torch_seam.nodes import VALUE
 
 _INDEX = re.compile(r'((?:torch\.device\(|device=)"[a-z]+):\d+(?=")')
-"""Where an operation, or a tile, names the device that it makes a tensor on."""
+"""The device that an operation, or a tile, names for a new tensor."""
 
 
 def block_text(program: Program, block: Block) -> str:

@@ -1,4 +1,4 @@
-"""From the simplified joint graph to the CD graph and the statements that its nodes stand for.
+"""Lower the simplified joint graph to the CD graph and the statements of its nodes.
 
 Views join their owner's storage (Rockmate, appendix A.3); what an operation saves for its backward
 is an output of its own (the paper's phantoms, appendix A.6).
@@ -40,7 +40,7 @@ class Program:
     position: tuple[int | None, ...]
     """The index of each D node among the outputs of its operation; None for a single output."""
     storage: dict[fx.Node, int | Source]
-    """Where each value lives: in a D node, or in what the caller holds."""
+    """The place of each value: a D node, or a tensor of the caller."""
     param_grads: tuple[tuple[Source, fx.Node], ...]
     """Gradients handed to autograd, in the order in which they are made; a parameter used in
     several places has several."""
@@ -54,7 +54,7 @@ class Program:
     """D nodes that stay: the module's outputs live in them, or they are copies and choices that are made
     once."""
     in_place: Mapping[fx.Node, Mapping[int, InPlace]]
-    """Per operation with donors, how its result is written over each of them."""
+    """For each operation with donors, how its result is written over each of them."""
     alternatives: Mapping[fx.Node, tuple[Alternative, ...]]
     """The other kernels of operations, where there are any."""
     views: frozenset[fx.Node] = frozenset()

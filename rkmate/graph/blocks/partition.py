@@ -49,7 +49,7 @@ class Partition:
     segments: tuple[int, ...]
     """C nodes after which an autograd function ends and hands over what it made."""
     separators: int
-    """How many cuts are 1-separators."""
+    """Number of cuts that are 1-separators."""
 
 
 @dataclass(frozen=True)

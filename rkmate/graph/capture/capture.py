@@ -58,7 +58,7 @@ SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a placeholder's value comes from when the graph runs."""
+    """Origin of a placeholder's value when the graph runs."""
 
     kind: SourceKind
     key: str | int

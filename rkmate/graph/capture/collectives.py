@@ -32,10 +32,10 @@ from rkmate.torch_seam.trace import fake_operations_seen, process_group, several
 
 NAMESPACES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd",
                         "_dtensor", "symm_mem"))
-"""Of torch's operations that communicate."""
+"""Namespaces of torch's operations that communicate."""
 _FILES = tuple(str(Path(torch.__file__).parent / "distributed" / name) for name in (
     "distributed_c10d.py", "_functional_collectives.py", "nn/functional.py"))
-"""Where `torch.distributed` has its functions that communicate."""
+"""Files with the functions of `torch.distributed` that communicate."""
 _GROUPS = ("group_name", "process_group", "group_size")
 """Arguments of operations that say which ranks take part. An operation without one (`wait_tensor`) only waits
 for another."""

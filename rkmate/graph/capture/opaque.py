@@ -58,7 +58,7 @@ class OpaqueError(CaptureError):
 
 Forms = tuple[TensorForm, ...]
 _calls: dict[str, OpaqueCall] = {}
-"""By the key that stands in graphs and in generated source."""
+"""Calls by the key in graphs and in generated source."""
 
 
 class OpaqueCall:
@@ -74,9 +74,9 @@ class OpaqueCall:
         self.autocast = autocast
         self.result: Structure | None = None
         self.state_bytes = 0
-        """Of the generators."""
+        """Bytes of the generators' state."""
         self.forms: dict[Any, Forms] = {}
-        """Of the results, by shapes and types of the tensors that go in."""
+        """Forms of the results, by shapes and types of the inputs."""
 
     def is_of(self, module: nn.Module, *others: Any) -> bool:
         """Return whether it is a call of this module, with these."""

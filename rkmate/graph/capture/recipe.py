@@ -53,7 +53,7 @@ class Segment:
 
     steps: tuple[Step, ...]
     given: tuple[tuple[int, bool], ...]
-    """Of what the last step returns, the slots that the plan gets, each with whether it gets a copy."""
+    """Slots of the last step's results that the plan gets, each with whether it gets a copy."""
 
     def run(self, slots: dict[int, torch.Tensor], given: list[torch.Tensor]) -> str:
         """Run the segment and return what is observed."""
@@ -69,7 +69,7 @@ class Recipe:
 
     segments: tuple[Segment, ...]
     observed: tuple[str, ...]
-    """After each segment."""
+    """Observations after each segment."""
     bytes: int
     """Bytes of the computed inputs, which are in memory during the whole step."""
 
@@ -165,7 +165,7 @@ class Builder:
         self._of: dict[int, int] = {}
         """The step that a slot comes from."""
         self._observations: list[tuple[int, str, tuple[int, ...]]] = []
-        """Of each: its step, what was observed, and the slots that the plan may get."""
+        """For each observation: its step, its text, and the slots that the plan may get."""
 
     def new_slot(self) -> int:
         """Return a number for a tensor."""

@@ -42,7 +42,7 @@ from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
 
 
 _DRAWN = re.compile(r"rand|bernoulli|layer_?drop|drop_?path|dropout_probability|skip_the_layer")
-"""In lines that branch on a drawn number."""
+"""Words in lines that branch on a drawn number."""
 _DROPS = re.compile(r"layer_?drop$")
 _FUSED = "FusedMovingAvgObsFakeQuantize"
 
@@ -111,7 +111,7 @@ def _value_decides(model: nn.Module, place: str, text: str) -> str:
 
 RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
     _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _value_decides)
-"""In the order in which they are asked; the first that applies is told."""
+"""Explanations, in the order in which they are tried; the first that applies is used."""
 
 
 # -- Before a trace, and after one that failed -----------------------------------------------------

@@ -41,11 +41,11 @@ _FILL = -1   # memo key under which the tensors travel; no object has a negative
 
 @dataclass(frozen=True)
 class Structure:
-    """How to put tensors back where they were found."""
+    """Puts tensors back into the object that they were taken from."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    """Per leaf of the pytree: a `_Slot`, a plain constant, or a skeleton."""
+    """For each leaf of the pytree: a `_Slot`, a plain constant, or a skeleton."""
     count: int
     """Number of tensors."""
 

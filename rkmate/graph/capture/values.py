@@ -215,7 +215,7 @@ PARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
 }
-"""By the function that is called: what is called in its place, with what is known before its arguments."""
+"""Replacements by function: the function to call instead, with the arguments that come before its own."""
 
 
 FILLED: dict[str, Callable[..., Any]] = {
@@ -306,7 +306,7 @@ class _Known:
     twin: torch.Tensor
     slot: int
     version: int
-    """Of the traced tensor when both were equal."""
+    """Version of the traced tensor when both were equal."""
 
 
 @dataclass

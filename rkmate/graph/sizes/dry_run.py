@@ -142,9 +142,10 @@ class _Sized(torch.Tensor):
 
     form: TensorForm
     kind: int
-    """Of its form, as the recording numbers them."""
+    """Number of the tensor's form in the recording."""
     number: int = -1
-    """In the order in which the recording made them; -1 for what it has not made."""
+    """Number of the tensor in the recording, in the order of creation; -1 if the recording has not made
+    it."""
 
     @staticmethod
     def __new__(cls, form: TensorForm) -> _Sized:
@@ -171,13 +172,13 @@ class _Recorder(TorchDispatchMode):
         self.numbers: list[int | float] = []
         self._notes: list[Any] = []
         self._made: list[tuple[_Sized, _Origin | None]] = []
-        """Every tensor, and of which call it is a result, and its place among the results."""
+        """All tensors, each with the call that returned it and its position among the results."""
         self.real: frozenset[int] = frozenset()
         """Ids of the tensors that were replaced by stand-ins."""
         self._kept: list[Any] = []       # as long as they live, no other object has their ids
         self._kinds: dict[TensorForm, int] = {}
         self._names: dict[int, tuple[Any, tuple[str, bool]]] = {}
-        """By an operation's identity: itself, and what is asked of it at every call."""
+        """Answers about an operation by its id, together with the operation, which stays alive."""
         self._answers: dict[Any, Any] = {}
         self._wrote = False
         """Whether something was written in place: values from before may be other ones."""
@@ -376,7 +377,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _ByIdentity(dict[torch.Tensor, Any]):
-    """By the very tensor, which it keeps."""
+    """A tensor by its identity; keeps it alive."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,9 +24,9 @@ class KnownCall:
 
     capture: Capture
     forms: tuple[TensorForm, ...]
-    """Of the arguments' tensors."""
+    """Forms of the arguments' tensors."""
     recording: Recording | None = None
-    """Made when it is first asked for."""
+    """The dry run; made when it is first needed."""
     recorded: bool = False
     common: SideBySide | None = None
     """Structure that its capture has in common with others, from the last time that it was needed."""

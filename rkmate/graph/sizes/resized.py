@@ -106,7 +106,8 @@ class SideBySide:
         """Form, storage, and whether it is the first in its storage."""
         self._place: dict[fx.Node, _Place] = {}
         self._nodes: list[tuple[fx.Node, Any, Any, dict[str, Any], Any]] = []
-        """Of the first capture; the new one's arguments, keywords, notes and value, with places."""
+        """Nodes of the first capture, with the new one's arguments, keywords, notes and value, which have
+        places."""
         self._read()
         self._check()
         modes = {id(m): m for t in self._first for m in [getattr(t, "fake_mode", None)]}
@@ -278,7 +279,7 @@ class SideBySide:
 
 
 _NONE = object()
-"""Of a node without a value."""
+"""Stands for the value of a node without one."""
 
 
 def _now(row: tuple[Any, ...], numbers: Mapping[tuple[Any, ...], Number]) -> Number:

@@ -29,7 +29,7 @@ class _Stack(NamedTuple):
     """A kind of stack, without its batch and its length."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """Of the weights."""
+    """Shapes of the weights."""
     dtype: torch.dtype
     device: torch.device
     hidden: int

@@ -42,7 +42,7 @@ class _Call:
     args: tuple[Any, ...]
     """Tensors left out (None stands there)."""
     places: tuple[int, ...]
-    """Where the tensors stand."""
+    """Positions of the tensors."""
     kwargs: dict[str, Any]
 
     def again(self, *tensors: torch.Tensor) -> Any:

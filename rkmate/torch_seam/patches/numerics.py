@@ -184,7 +184,8 @@ def as_eager_computes() -> Iterator[None]:
 
 _CHECKS = {id(op): op for op in (aten._linalg_check_errors.default, aten._assert_async.default,
                                 aten._assert_async.msg)}
-"""By identity: torch computes an operator's hash in Python, and every operation of a trace is looked at."""
+"""Operators by id: torch computes an operator's hash in Python, and every operation of a trace is looked
+up."""
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 
 
