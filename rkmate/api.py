@@ -133,15 +133,15 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if plan is not None and not sampled:
         raise ArgumentError("plan is given without the sample inputs that it belongs to: give args or kwargs")
     if isinstance(model, PlannedModule):
-        raise ArgumentError("the module is a wrapped one already: apply a budget to the module itself "
+        raise ArgumentError("the module is already wrapped: apply a budget to the module itself "
                             "(.original)")
     check_model(model)
     layers = sharded_layers(model)
     if layers and call.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if layers and sampled:
-        raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters are there in a "
-                            "step alone: leave the sample inputs out, and the first step is planned")
+        raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters exist only "
+                            "during a step: leave out the sample inputs, and the first step is planned")
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, call)
@@ -333,8 +333,8 @@ def _planning(budget: Any, plan: Plan | None, call: Chosen, gpu: GPU | None = No
     name = find_planner(settings.planner_name).name
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
     if settings.offload is not None and plan is None and name not in SENDING:
-        raise ArgumentError(f"planner is {name!r}, which recomputes alone: leave offload out, or take one "
-                            f"that sends data away ({', '.join(map(repr, SENDING))})")
+        raise ArgumentError(f"planner is {name!r}, which only recomputes: leave out offload, or choose a "
+                            f"planner that sends data away ({', '.join(map(repr, SENDING))})")
     if gpu is not None:
         settings = elsewhere.estimating(settings, call.costs)
     elif settings.offload is not None:

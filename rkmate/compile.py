@@ -33,8 +33,8 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
     """
     rest = {"progress": False, **(options or {})}
     if "budget" not in rest:
-        raise ArgumentError(f"options of the rkmate backend are budget, {', '.join(OPTIONS)}, of which "
-                            f"budget is needed; given were {', '.join(sorted(options or {})) or 'none'}")
+        raise ArgumentError(f"the rkmate backend needs the option budget; other options are "
+                            f"{', '.join(OPTIONS)}. Given: {', '.join(sorted(options or {})) or 'none'}")
     budget = rest.pop("budget")
     call = chosen(rest, backend, own=("budget",), name="the rkmate backend")
     check_no_settings_of_wrap(call.settings, "the rkmate backend")

@@ -72,8 +72,8 @@ def elsewhere_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.device is None or known(args.device) is None:
         return {}
     if getattr(args, "source", None):
-        raise ArgumentError(f"device is {args.device!r}, a GPU that is not here: --source is for one that "
-                            "the model is on")
+        raise ArgumentError(f"device is {args.device!r}, a GPU of another machine: --source needs the "
+                            "model on the GPU")
     return {"device": args.device}
 
 

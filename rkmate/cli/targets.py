@@ -126,7 +126,7 @@ def _factory(name: str) -> Callable[[], Any]:
             raise ArgumentError(f"target is {name!r}: {module} has no {function!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise ArgumentError(f"target is {name!r}: {function} is no function")
+        raise ArgumentError(f"target is {name!r}: {function} is not a function")
     return found  # type: ignore[no-any-return]
 
 

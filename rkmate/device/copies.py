@@ -52,8 +52,8 @@ class AwayBytes:
             self._calls.add(call)
             away = sum(c.away_bytes for c in self._calls) + size
             if self._most is not None and away > self._most:
-                raise OffloadError(f"{self._place}: {size:,} bytes more would make {away:,} bytes there, and "
-                                   f"{self._most:,} may be (most_bytes)")
+                raise OffloadError(f"{self._place}: {size:,} more bytes would make {away:,} bytes there, "
+                                   f"and the limit is {self._most:,} (most_bytes)")
             call.away_bytes += size
 
 
@@ -483,7 +483,7 @@ class CallCopies(ABC, Generic[S]):
         """See `StepCopies.out`."""
         self._check_open()
         if key in self._away:
-            raise ValueError(f"{key} was sent away before")
+            raise ValueError(f"{key} was already sent away")
         form = Form.of(tensor)
         self._bytes.add(self, form.nbytes)
         try:
@@ -500,7 +500,7 @@ class CallCopies(ABC, Generic[S]):
         self._check_open()
         sent = self._away[key]
         if sent.leaving is None:
-            raise ValueError(f"{key} has left before")
+            raise ValueError(f"{key} was already freed after its copy-out")
         self._check_begun(sent)
         self._wait_out(sent)
         sent.leaving = None
@@ -549,12 +549,12 @@ class CallCopies(ABC, Generic[S]):
         if not self._open:
             raise OffloadError(f"{self._place}: these copies were closed")
         if self._process != os.getpid():
-            raise OffloadError(f"{self._place}: what another process sent there is not a forked child's")
+            raise OffloadError(f"{self._place}: a forked process cannot use data that its parent sent there")
 
     def _check_begun(self, sent: S) -> None:
         if not sent.begun:
-            raise OffloadError(f"{self._place}: {sent.form.nbytes:,} bytes were not copied: that was "
-                               "interrupted")
+            raise OffloadError(f"{self._place}: {sent.form.nbytes:,} bytes were not copied, because the "
+                               "copy was interrupted")
 
     def _error(self, what: str, error: BaseException) -> OffloadError:
         return OffloadError(f"{self._place}: {what} ({reason_of(error)})")

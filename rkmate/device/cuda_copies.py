@@ -102,7 +102,7 @@ class HostEngine:
     def open(self, *, verify: bool = False) -> HostCopies:
         """See `CopyEngine.open`. Raises `OffloadError`: the engine is closed."""
         if self._pool is None:
-            raise OffloadError("host: nothing more is sent there, it was closed")
+            raise OffloadError("host: no data can be sent there any more: the engine was closed")
         return HostCopies(self._device, self._pool, self._bytes, verify=verify or self._verify)
 
     def close(self) -> None:
@@ -163,8 +163,8 @@ class HostCopies(CallCopies[_Pinned]):
         self._now().wait_event(sent.there)
         if sent.checksum is not None and sent.coming is not None \
                 and _checksum(bytes_of(sent.coming.untyped_storage())) != sent.checksum:
-            raise OffloadError(f"host: of {sent.form.nbytes:,} bytes some are not those that were sent: they "
-                               "were written to while they were copied")
+            raise OffloadError(f"host: some of {sent.form.nbytes:,} bytes differ from those that were sent: "
+                               "they were written to while they were copied")
 
     def _give_up(self) -> None:
         # Memory that is still copied is used again when that is done, by whichever stream.

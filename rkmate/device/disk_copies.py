@@ -315,8 +315,8 @@ class FolderEngine:
         try:
             self._file: AwayFile | None = shared(place)
         except OSError as error:
-            raise ArgumentError(f"offload is {place!r}, where nothing can be sent ({reason_of(error)}): give "
-                                "a folder that is there and can be written, on a disk with room") from error
+            raise ArgumentError(f"offload is {place!r}, and no data can be sent there ({reason_of(error)}): "
+                                "give an existing, writable folder on a disk with free space") from error
         self._process = os.getpid()
         self._bytes = AwayBytes(place, most_bytes)
 
@@ -324,12 +324,12 @@ class FolderEngine:
         """See `CopyEngine.open`. Raises `OffloadError`: the engine is closed, or this is a forked child and
         the folder is gone."""
         if self._file is None:
-            raise OffloadError(f"{self.place}: nothing more is sent there, it was closed")
+            raise OffloadError(f"{self.place}: no data can be sent there any more: the engine was closed")
         if self._process != os.getpid():
             try:
                 self._file = shared(self.place)
             except OSError as error:
-                raise OffloadError(f"{self.place}: nothing can be sent there by a forked process "
+                raise OffloadError(f"{self.place}: a forked process cannot send data there "
                                    f"({reason_of(error)})") from error
             self._process, self._bytes = os.getpid(), AwayBytes(self.place, self.most_bytes)
         return DiskCopies(self.place, self._file, self._bytes, verify=verify or self._verify)
@@ -415,7 +415,7 @@ class DiskCopies(CallCopies[_OnDisk]):
         assert transfer is not None
         transfer.over.wait()
         if isinstance(transfer.error, Mismatch):
-            raise OffloadError(f"{self._place}: of {size:,} bytes some are not those that were sent: the "
+            raise OffloadError(f"{self._place}: some of {size:,} bytes differ from those that were sent: the "
                                "disk lost them, or they were written to while they were copied")
         if transfer.error is not None:
             raise self._error(f"{size:,} bytes could not be {what}", transfer.error)

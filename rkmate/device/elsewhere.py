@@ -68,8 +68,8 @@ class Elsewhere(Cuda):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise ArgumentError(f"nothing can be measured on {self.gpu.name}, which is not here: leave costs= "
-                            "out")
+        raise ArgumentError(f"nothing can be measured on {self.gpu.name}, a GPU of another machine: leave "
+                            "out costs=")
 
 
 @contextmanager
@@ -78,8 +78,8 @@ def planning_for(gpu: GPU, places: Collection[torch.device], taken: int = 0) -> 
     device (the CPU by default) or on CUDA then count as being on that GPU. Raises `ArgumentError`."""
     kinds = {place.type for place in places} or {"cpu"}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
-        raise ArgumentError(f"device is {gpu.name}, for which a model is planned that is on the CPU, on the "
-                            f"meta device or on CUDA; it is on {' and '.join(sorted(kinds))}")
+        raise ArgumentError(f"device is {gpu.name}: to plan for it, the model must be on the CPU, on the "
+                            f"meta device or on CUDA, and it is on {' and '.join(sorted(kinds))}")
     device = Elsewhere(gpu, taken)
     with ExitStack() as stack:
         for kind in sorted({*kinds, "cuda"}):

@@ -133,8 +133,9 @@ def form_of(value: torch.Tensor) -> str:
 def check_compiler(device: torch.device) -> None:
     """Raise `CompilerError` where nothing can be compiled for a device: it names what to install."""
     if is_off(GROUPS):
-        raise CompilerError(f"torch {release()} cannot compile groups ({why_off(GROUPS)}), as compile=True "
-                            "asks: install a release that rkmate was tested with, or say compile=False")
+        raise CompilerError(f"torch {release()} cannot compile groups ({why_off(GROUPS)}), which "
+                            "compile=True needs: install a release that rkmate was tested with, or pass "
+                            "compile=False")
     if device.type == "cpu":
         named = environ.get("CXX")              # one program: inductor reads no options in it
         if named is not None and shutil.which(named) is None:
@@ -145,11 +146,11 @@ def check_compiler(device: torch.device) -> None:
                 f"no C++ compiler, which compile=True needs on a CPU: there is no {_COMPILER}. Let CXX in "
                 "the environment name another one, or install g++ (Debian and Ubuntu: `apt install g++`; "
                 "Fedora: `dnf install gcc-c++`; conda: `conda install gxx`; macOS: `xcode-select "
-                '--install`), or say compile="auto" or compile=False')
+                '--install`), or pass compile="auto" or compile=False')
         return
     if not compiler.has_triton():
         raise CompilerError(f"no Triton, which compile=True needs on {device.type}: install it (`pip install "
-                            'triton`), or say compile="auto" or compile=False')
+                            'triton`), or pass compile="auto" or compile=False')
 
 
 def version() -> str:
@@ -160,7 +161,7 @@ def version() -> str:
 def _read(form: str) -> tuple[torch.dtype, str, list[int], list[int]]:
     found = _FORM.fullmatch(form)
     if found is None:
-        raise ValueError(f"{form!r} is no form of a tensor")
+        raise ValueError(f"{form!r} is not the form of a tensor")
     shape = [int(n) for n in found["shape"].split(",") if n.strip()]
     strides = list(contiguous_strides(shape)) if found["strides"] is None else \
         [int(n) for n in found["strides"].split(",") if n.strip()]

@@ -57,8 +57,8 @@ def common(tensors: Iterable[torch.Tensor]) -> Device:
     devices = {t.device: of(t) for t in tensors}
     accelerators = [d for d in devices.values() if not d.host]
     if len(accelerators) > 1:
-        raise ArgumentError(f"the model and its inputs stand on several devices: "
-                            f"{', '.join(sorted(map(str, devices)))}; a plan is for one")
+        raise ArgumentError(f"the model and its inputs are on several devices: "
+                            f"{', '.join(sorted(map(str, devices)))}; a plan is for one device")
     return next(iter(accelerators or devices.values()), of("cpu"))
 
 

@@ -88,4 +88,4 @@ class Rows:
         matrix.start_, matrix.index_ = np.array(self._start), place[self._index]
         matrix.value_ = np.array(self._value)
         if highs.passModel(program) == highspy.HighsStatus.kError:
-            raise SolverError("HiGHS does not take the program")
+            raise SolverError("HiGHS rejects the program")

@@ -57,7 +57,7 @@ def read_link(content: Any) -> Link | None:
     whole = link.buffer_bytes, 0 if link.most_bytes is None else link.most_bytes
     if not all(type(v) in (int, float) and 0 <= v < math.inf for v in (*rates, *seconds)) or 0 in rates \
             or not all(type(v) is int and v >= 0 for v in whole) or not isinstance(link.place, str):
-        raise ValueError(f"no link is like {content!r}")
+        raise ValueError(f"not a saved Link: {content!r}")
     return link
 
 
@@ -114,5 +114,5 @@ class Clocks:
 
     def _link(self) -> Link:
         if self.link is None:
-            raise ScheduleError("the schedule copies data away, and the graph has no link to anywhere")
+            raise ScheduleError("the schedule copies data away, but the graph has no link")
         return self.link

@@ -169,9 +169,9 @@ class PlanData:
         except OSError as error:
             raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise PlanError(f"{path}: is not a whole plan file ({error})") from error
+            raise PlanError(f"{path}: is not a complete plan file ({error})") from error
         if not isinstance(content, dict) or "checksum" not in content:
-            raise PlanError(f"{path}: is no rkmate plan")
+            raise PlanError(f"{path}: is not an rkmate plan")
         if content.get("format") != _FORMAT:
             raise PlanError(f"{path}: has format {content.get('format')!r}; this version reads "
                             f"{_FORMAT}. Make the plan again")
@@ -181,7 +181,7 @@ class PlanData:
         try:
             return cls(**_read(content))
         except (KeyError, TypeError, ValueError, IndexError, GraphError) as error:
-            raise PlanError(f"{path}: is not a whole plan file ({error})") from error
+            raise PlanError(f"{path}: is not a complete plan file ({error})") from error
 
     def _content(self) -> dict[str, Any]:
         return {

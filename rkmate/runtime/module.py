@@ -72,8 +72,8 @@ class FirstStep:
         allowed = self._budget + self._new_gradients
         if peak > allowed:
             warn(
-                f"the first training step took {peak:,} bytes above what stood before it; predicted "
-                f"were {self._predicted:,}, the budget is {self._budget:,}, and new parameter "
+                f"the first training step took {peak:,} bytes on top of the memory before it; "
+                f"predicted were {self._predicted:,}, the budget is {self._budget:,}, and new parameter "
                 f"gradients may add {self._new_gradients:,}. Something outside the planned module "
                 "(the loss, hooks, other models) allocates during the step, or operations take "
                 "other temporary memory here than when they were measured")
@@ -197,10 +197,10 @@ class PlannedModule(StandIn):
             return self._plans.again(found, pattern, kept, given)
 
         if self.__dict__["forward"] is not self._planned_forward:
-            self._tell("around", "a library has put a forward of its own around the planned one, as "
-                                 "accelerate's mixed precision does: what that allocates (float32 copies "
-                                 "of the outputs) comes on top of the budget. rkmate.apply(model, "
-                                 "budget=...), instead of wrap, plans it, too")
+            self._tell("around", "a library has put its own forward around the planned one, as "
+                                 "accelerate's mixed precision does: the memory of that forward (float32 "
+                                 "copies of the outputs) comes on top of the budget. Use "
+                                 "rkmate.apply(model, budget=...) instead of wrap to plan it, too")
         if latest.plan.gradients == "in_place":
             refuse_data_parallelism(self)
         opened = self._plans.open_calls
@@ -265,7 +265,7 @@ class PlannedModule(StandIn):
             if len(self._unplanned) >= _MOST_UNPLANNED:
                 self._unplanned.clear()
             self._unplanned.add(key)
-            warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a one "
+            warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a call "
                  f"cannot be planned: the original module runs instead, without a budget. {error}")
             return None
         self._reader.follow(known.capture.assigned)

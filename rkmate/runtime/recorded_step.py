@@ -31,8 +31,8 @@ def check_device(devices: Sequence[torch.device], *, sends: bool) -> None:
     """Raise `ArgumentError` if a step cannot be recorded because of its devices, or because it `sends` data
     away meanwhile."""
     if sends:
-        raise ArgumentError(f"{_OPTION} replays what a device was asked to do, and copies to another place "
-                            "are not among that: leave offload= out")
+        raise ArgumentError(f"{_OPTION} replays only the device's work, without copies to another place: "
+                            "leave out offload=")
     wrong = [d for d in devices if not can_record(d)]
     if wrong or not devices:
         raise ArgumentError(f"{_OPTION} records the step on a CUDA device, and the model is on "
@@ -51,7 +51,8 @@ def check_plan(plan: Plan, step: PlannedStep) -> None:
                             "others (submodules that run as they are, or custom operators), which may")
     if step.written:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward writes to tensor "
-                            f"{min(step.written)} among them (from 0 on), which the caller would not see")
+                            f"{min(step.written)} among them (counted from 0), which the caller would not "
+                            "see")
     if plan.deferred:
         raise ArgumentError(f"{_OPTION} writes over what a forward has left, and this plan has outputs "
                             'that are computed later: rkmate.Settings(deferred_outputs="never")')

@@ -116,9 +116,9 @@ def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
         except TypeError:
             if not state and not isinstance(getattr(value, "__dict__", None), dict):
                 raise ArgumentError(
-                    f"an argument holds a {type(value).__name__}, of which cannot be told whether it is as "
-                    "when the call was planned: give tensors, numbers, containers or objects with "
-                    "attributes") from None
+                    f"an argument holds a {type(value).__name__}, and rkmate cannot tell whether it has "
+                    "changed since the call was planned: pass tensors, numbers, containers or objects "
+                    "with attributes") from None
     return type(value), content, tuple((k, by_content(v, above)) for k, v in sorted(state.items()))
 
 

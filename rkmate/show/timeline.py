@@ -166,7 +166,7 @@ def draw_copies(plan: PlanData, path: Path) -> Path:
     Raises `ArgumentError` for a plan without copies."""
     replayed = replay(plan)
     if not replayed.copied:
-        raise ArgumentError('what is "copies", and the plan copies nothing away: there is one clock')
+        raise ArgumentError('what is "copies", and the plan copies nothing away')
     save(copies_figure(plan, replayed), path)
     return path
 

@@ -72,7 +72,7 @@ def test_there_and_back(pool: Any) -> None:
     found = call.back("a")
     call.arrive("a")
     assert same(found, tensor)
-    with pytest.raises(OffloadError, match="host: 1 bytes more would make 150,001"):
+    with pytest.raises(OffloadError, match="host: 1 more bytes would make 150,001"):
         call.out("b", some(1))
     call.close()
     assert call.away_bytes == 0
@@ -84,7 +84,7 @@ def test_what_changed_on_its_way_is_seen(pool: Any) -> None:
     call.leave("a")
     pool._slabs[0][7] += 1
     call.back("a")
-    with pytest.raises(OffloadError, match="host: of 100 bytes some are not those that were sent"):
+    with pytest.raises(OffloadError, match="host: some of 100 bytes differ from those that were sent"):
         call.arrive("a")
     call.close()
 

@@ -138,8 +138,8 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                            "(register_module_full_backward_hook), which a planned step cannot run: "
                            "remove them, or hook the parameters or the module's outputs")
     if global_forward_hooks():
-        warn("there are forward hooks around every module (register_module_forward_hook): what they compute "
-             "is part of the plan, what else they do happens only while it is traced")
+        warn("there are forward hooks around every module (register_module_forward_hook): their computations "
+             "are part of the plan, and other effects happen only while the model is traced")
     for name, m in model.named_modules():
         if hooks_outside and m is model:
             continue
@@ -150,11 +150,11 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         hooks = [h for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())
                  if weight_made_by(h) is None and not is_observer(h)]
         if hooks:
-            warn(f"{where} has forward hooks: what they compute is part of the plan, what "
-                 "else they do happens only while it is traced")
+            warn(f"{where} has forward hooks: their computations are part of the plan, and other "
+                 "effects happen only while the model is traced")
         if isinstance(m, torch.jit.ScriptModule):
-            raise ArgumentError(f"{where} is a TorchScript module, which cannot be captured: put the module "
-                                "that it was made from in its place")
+            raise ArgumentError(f"{where} is a TorchScript module, which cannot be captured: use the module "
+                                "that it was made from instead")
         if _is_compiled(m):
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')

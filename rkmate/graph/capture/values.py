@@ -545,8 +545,8 @@ class Values:
         recipes.add(recipe)
         found = recipes.run(self._tensors)
         if found is None or observed(None, found[1]) != observed(None, [g.value for g in used]):
-            raise CaptureError("what the forward computes from values of its inputs comes out otherwise a "
-                               "second time, so it cannot be computed before each step. rkmate.dtr runs such "
+            raise CaptureError("the forward's computations from values of its inputs give other results a "
+                               "second time, so they cannot run before each step. rkmate.dtr runs such "
                                "models")
 
 

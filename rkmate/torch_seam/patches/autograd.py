@@ -121,8 +121,8 @@ def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
 
     def noted(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
         if accumulate_grad:
-            raise OwnBackwardError("the forward calls backward(), which adds to the .grad of parameters, "
-                                   "which a plan cannot repeat: torch.autograd.grad returns a gradient")
+            raise OwnBackwardError("the forward calls backward(), which adds to the .grad of parameters, and "
+                                   "a plan cannot repeat that: use torch.autograd.grad instead")
         note()
         return run(*args, accumulate_grad=accumulate_grad, **kwargs)
 
