@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """The options of every call that plans a model: what depends on the model and on how it is trained. An
-    option that is left out, or None, is what `settings` say.
+    """Options of every call that plans a model: choices that depend on the model and on how it is trained.
+    For an option that is left out, or None, the value in `settings` holds.
 
-    What is decided once for a project, or by few (how costs are found, the planner, gradients in place, what
-    a planned module does with new shapes), is a field of `rkmate.Settings`, and no option. So `rkmate.wrap`
-    names twelve parameters: the model, its sample inputs, a budget or a plan, the loss, and these five.
+    Choices that a project makes once, or that few users make (the source of costs, the planner, gradients in
+    place, what a planned module does with new shapes), are fields of `rkmate.Settings` instead. `rkmate.wrap`
+    therefore has twelve parameters: the model, its sample inputs, a budget or a plan, the loss, and these
+    five.
     """
 
     calls: int | None
-    """How many times the module is called before the backward (siamese networks, contrastive losses). Once by
-    default. The budget then holds for the whole step of all these calls, and a fraction is one of the
-    original's peak over the same number of calls."""
+    """Number of calls of the module before the backward (siamese networks, contrastive losses). 1 by default.
+    The budget holds for the whole step of all these calls, and a fraction refers to the original's peak over
+    the same number of calls."""
     compile: Compile | None
-    """Whether groups of operations are compiled into kernels of their own. True: torch's compiler makes a
-    kernel of each group of operations between products, convolutions and attention, and networks of
-    convolutions work with their channels last where that is faster ([what that gives, and what it
-    needs](compile.md)). A plan then takes less time and memory, and numbers agree with the original's within
-    the type's precision. ``"auto"``: True if there is a compiler that works. False, the default: every bit is
-    the original's."""
+    """Whether to compile groups of operations into fused kernels. True: torch's compiler makes one kernel of
+    each group of operations between products, convolutions and attention, and networks of convolutions use
+    channels last if that is faster ([what that gains, and what it needs](compile.md)). A plan then takes less
+    time and memory, and numbers agree with the original's within the type's precision. ``"auto"``: True if a
+    compiler works. False, the default: all bits are the original's."""
     offload: Place | None
-    """A place to which a step may send data while it computes, to have it back when it is needed. A folder on
-    a disk; ``"host"``, the host's memory, for a model on a GPU; or `rkmate.Offload`, which also bounds the
-    bytes. What is sent, and when, is planned together with what is recomputed, from the measured speed of the
-    place ([offload](offload.md)). None, the default: nothing is sent."""
+    """Target to which a step may send data while it computes, to copy it back when needed: a folder on a
+    disk; ``"host"``, the host's memory, for a model on a GPU; or `rkmate.Offload`, which also bounds the
+    bytes. The planner decides what to send and what to recompute, from the measured speed of the target
+    ([offload](offload.md)). None, the default: nothing is sent."""
     settings: Settings | None
-    """Everything else, which few users change: `rkmate.Settings`. An option of the call wins over the same
+    """All other choices, which few users change: `rkmate.Settings`. An option of the call overrides the same
     field of the settings."""
     progress: bool
     """Whether to show progress on a terminal. True by default."""

@@ -158,8 +158,8 @@ class Comparison(Sequence[Row]):
 
         Args:
             path: where to write the picture (.svg, .png, .pdf); without it, nothing is written.
-            title: of the picture; the model's name unless given.
-            methods: which lines; all unless given.
+            title: title of the picture; by default, the model's name.
+            methods: methods to draw; by default, all.
 
         Returns:
             The matplotlib figure.

@@ -116,7 +116,7 @@ class PlannedModule(StandIn):
         self._set_up(planning, (), verify, on_new_shape)
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None = None) -> None:
-        """Plan for calls like this one. `plan`: one to follow; `PlanError` when it does not fit."""
+        """Plan for calls like this one. `plan`: a plan to follow. Raises `PlanError` if it does not fit."""
         key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
         self._reader.follow(known.capture.assigned)
@@ -134,7 +134,8 @@ class PlannedModule(StandIn):
     # -- planning -------------------------------------------------------------------------
 
     def plan_ahead(self, lengths: Lengths, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan for the sample at some lengths, and bring calls to them where a padding is given."""
+        """Plan for the sample at several lengths. If padding values are given, pad later calls to these
+        lengths."""
         for some, named in lengths.samples(args, kwargs):
             key, _ = guards_of(self._reader, some, named)
             self._reader.follow(self._plans.make(key, some, named).capture.assigned)
