@@ -1,16 +1,16 @@
-"""Layouts and compiled groups (``layouts="auto"``, ``compile=True``), beside torch.compile and its budgets.
+"""Compare layouts and compiled groups (``layouts="auto"``, ``compile=True``) with torch.compile.
 
-Each method in a process of its own, and the steps of all methods of a model take turns: peak by the exact
-meter over the level that stands before a step, time as ratio of medians. ``inductor`` as the fraction of a
-row is the smallest peak of torch.compile's rows.
+Each method runs in a process of its own, and the steps of all methods of a model take turns: peak by the
+exact meter over the level that stands before a step, time as ratio of medians. ``inductor`` as the fraction
+of a row is the smallest peak of torch.compile's rows.
 
 ``--ready`` measures how long methods take to get ready, each alone: seconds until the first step is done,
 with empty caches; a second process then finds what the first has compiled, and follows the plan that it has
-saved. ``--depths`` does so for GPT-2 of so many layers.
+saved. ``--depths`` does so for GPT-2 with these numbers of layers.
 
-Rows are appended to ``--turns FILE`` and ``--waits FILE`` (JSON, one row a line), so that a run can be broken
-off and taken up again: what is there is not measured again. ``--write`` makes docs/fused.md of both files.
-``--small`` is the same with tiny models of the same kinds.
+Rows are appended to ``--turns FILE`` and ``--waits FILE`` (JSON, one row a line), so that a run can be
+interrupted and continued: existing rows are not measured again. ``--write`` makes docs/fused.md of both
+files. ``--small`` is the same with tiny models of the same kinds.
 
 Usage: python benchmarks/fused.py --threads 1 --turns turns.jsonl [--models unet,vit] [--methods "eager,..."]
        python benchmarks/fused.py --threads 2 --waits waits.jsonl --depths 6,12,24
@@ -87,7 +87,7 @@ MODELS: dict[str, Callable[[], Case]] = peers.MODELS
 
 
 def case_of(model: str, *, small: bool) -> Case:
-    """A model with its inputs; ``12 layers`` is the GPT-2 of the first table with so many."""
+    """Return a model with its inputs; ``12 layers`` is the GPT-2 of the first table with 12 layers."""
     if model.endswith(" layers"):
         layers = int(model.split()[0])
         return gpt(layers, 32, 32, 2, 128) if small else gpt(layers)
@@ -245,8 +245,8 @@ def main() -> None:
     parser.add_argument("--models", help=f"of {', '.join(MODELS)}; comma separated")
     parser.add_argument("--methods", help="comma separated; all by default")
     parser.add_argument("--ready", action="store_true", help="measure how long methods take to get ready")
-    parser.add_argument("--depths", help="of GPT-2, comma separated: how long so many layers take to get "
-                        "ready, and nothing else")
+    parser.add_argument("--depths", help="numbers of layers, comma separated: only measure how long GPT-2 "
+                        "with these takes to get ready")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=0,
                         help=f"of turns, exactly; by default {LEAST_ROUNDS} at least, and for {SECONDS} s a "

@@ -2,8 +2,8 @@
 
 Peak and time of a training step relative to eager's in the same run: each method's steps are interleaved with
 eager's, parameters and gradients shared, peaks measured by the exact meter, times ratios of medians. Each row
-is appended to ``--rows FILE`` (JSON, one row a line), so that a run can be broken off and taken up again:
-what is there is not measured again. ``--write`` makes docs/papers.md of such a file.
+is appended to ``--rows FILE`` (JSON, one row a line), so that a run can be interrupted and continued:
+existing rows are not measured again. ``--write`` makes docs/papers.md of such a file.
 ``--small`` runs tiny models of the same kinds.
 """
 
@@ -73,7 +73,7 @@ class Model:
     said: dict[str, tuple[Said, ...]]
     """By method: rows of the paper."""
     planners: tuple[str, ...] = ("rotor",)
-    """Beside ours, at the same budgets."""
+    """Other planners, at the same budgets."""
 
 
 def _gpt2(layers: int, width: int, batch: int, length: int) -> Callable[[bool], Case]:
@@ -201,7 +201,7 @@ def loss_of(case: Case) -> torch.Tensor:
 
 
 def measured(name: str, method: str, case: Case, level: int, repeats: int) -> Row:
-    """One method beside eager. `level`: eager's peak in bytes."""
+    """Measure one method next to eager. `level`: eager's peak in bytes."""
     start = time.perf_counter()
     try:
         forward, plan = _forward(method, sharing(case) if method == "checkpoint" else case, level)
