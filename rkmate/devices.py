@@ -1,4 +1,4 @@
-"""GPUs that need not be here: their published figures, to plan for them.
+"""Published figures of GPUs, to plan for a GPU of another machine.
 
 ``rkmate.plan(model, args, budget=0.5, device=rkmate.devices.H100)``. Rates are those of the makers' data
 sheets, for dense products; memory is what torch reports of the device, which is a little less than what is
@@ -61,7 +61,7 @@ HOST = Rates(2e10, 1e11, MappingProxyType({}), 5e-6)
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU that is planned for without being there."""
+    """A GPU to plan for, which this machine need not have."""
 
     name: str
     """Name of the device, as its maker writes it."""

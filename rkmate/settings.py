@@ -1,4 +1,4 @@
-"""The options of all public calls, declared once, and what a call makes of them.
+"""The options of all public calls, declared once, and how a call reads them.
 
 `wrap`, `apply`, `plan`, `tradeoff`, `compare`, `max_batch_size`, `shared_plan`, the callbacks for trainers,
 the backend of ``torch.compile`` and the command line take `Options`. Next to them, each of these calls names

@@ -1,4 +1,4 @@
-"""The commands on a model: plan, curve, draw, report, compare. Torch is loaded when they run, not before."""
+"""Commands on a model: plan, curve, draw, report, compare. They load torch only when they run."""
 
 from __future__ import annotations
 

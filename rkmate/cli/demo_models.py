@@ -1,4 +1,4 @@
-"""The factories of the demo models; the table of them is in targets.py, which loads no torch."""
+"""Factories of the demo models. Their table is in targets.py, which loads no torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def resnet() -> Sample:
 
 
 class UNet(nn.Module):
-    """Double convolutions with batch norm at each width; what goes down is joined to what comes up."""
+    """Double convolutions with batch norm at each width; the results of the way down are joined to those of
+    the way up."""
 
     def __init__(self, widths: Sequence[int] = (16, 32, 64), classes: int = 2) -> None:
         super().__init__()

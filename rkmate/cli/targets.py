@@ -1,4 +1,4 @@
-"""A TARGET of the command line: a demo model, or what a function of the user's returns."""
+"""TARGET of the command line: a demo model, or the result of a user's function."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ CHECKPOINT = "checkpoint_sequential"
 
 
 class Bench:
-    """Runs jobs on one model: a context in which the model and its inputs stand in a file."""
+    """Runs jobs on one model: a context in which the model and its inputs are in a file."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  settings: Settings | None = None) -> None:

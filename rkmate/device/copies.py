@@ -1,6 +1,5 @@
-"""Copies of a call's data out of a device's memory and back, on threads of their own: bytes that are away,
-room for them, lanes, and the order of a call's copies.
-"""
+"""Copies of a call's data out of a device's memory and back, on separate threads: the bytes that are away,
+room for them, lanes, and the order of a call's copies."""
 
 from __future__ import annotations
 
@@ -67,14 +66,14 @@ PIECE = 2**18
 
 
 class Extent(NamedTuple):
-    """Bytes in a row."""
+    """A run of bytes."""
 
     offset: int
     size: int
 
 
 class Room:
-    """A space that grows where what is free does not do. All is in multiples of a block of bytes."""
+    """A space that grows if its free part is too small. All sizes are multiples of a block of bytes."""
 
     def __init__(self, block: int, grow: Callable[[Extent], None], *, step: int = 1) -> None:
         """`grow`: makes the space longer by an extent, in multiples of `step` bytes. If `grow` raises, `take`
@@ -377,7 +376,7 @@ class Lanes:
 
 
 class Lane:
-    """A thread, and what it works on."""
+    """A thread, and its current work."""
 
     def __init__(self, number: int, queue: Queue, move: Callable[[Chunk, int], None]) -> None:
         self.queue = queue
@@ -435,7 +434,8 @@ S = TypeVar("S", bound=Sent)
 
 
 class CallCopies(ABC, Generic[S]):
-    """See `StepCopies`. One thread at a time may use it, any may close it."""
+    """The copies of one call; see `StepCopies`. One thread at a time may use them, any thread may close
+    them."""
 
     room = "room"
     """The kind of room that `_take` takes, in words."""

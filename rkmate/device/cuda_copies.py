@@ -28,8 +28,8 @@ BLOCK = 512
 
 
 class PinnedPool:
-    """A device's pinned memory and streams; shared by all that send there. It is given back when nobody has
-    it any more."""
+    """A device's pinned memory and streams, shared by all that send there. The memory is freed when nothing
+    refers to the pool any more."""
 
     def __init__(self, device: torch.device) -> None:
         self.out = torch.cuda.Stream(device)
@@ -124,8 +124,8 @@ class _Pinned(Sent):
 
 
 class HostCopies(CallCopies[_Pinned]):
-    """The copies of one call, all on one stream. That waits for them, not the host: memory is used again in
-    its order."""
+    """The copies of one call. They wait for each other on one stream, not on the host: memory is reused in
+    the stream's order."""
 
     room = "pinned memory"
 

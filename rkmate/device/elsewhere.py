@@ -1,4 +1,4 @@
-"""A GPU that is not here, over tensors that are: what is planned for it asks this one.
+"""A GPU of another machine, over tensors of this one: code that plans for that GPU asks this class.
 
 Nothing runs on it, so nothing can be measured. It stands for devices of the kind that the model is on, as
 `FakeDevice` does in the tests.

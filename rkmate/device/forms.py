@@ -1,4 +1,4 @@
-"""A tensor without its bytes: what it takes to make one like it over another storage."""
+"""A tensor without its bytes: the data that is needed to make one like it over another storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded work: what a device was asked for once, asked for again in one call (CUDA graphs).
+"""Recorded work (CUDA graphs): calls of the device that are recorded once and replayed by one call.
 
 What is recorded does not run. Its memory comes from a pool of its own and stays reserved for the next replay,
 and addresses are fixed. Random operations read the state of their generator anew at each replay; those that

@@ -1,4 +1,4 @@
-"""States of generators, kept to be put back. They are bytes: no business of a device's allocator."""
+"""States of generators, kept to be restored. They are bytes, and need no device's allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peaks from what an allocator counts. Sizes are bytes."""
+"""Peaks from the counters of an allocator. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StatisticsMeter:
 
 
 class PeakWatch:
-    """The peak from now on, read without a reset: an allocator has one peak, and it is the user's.
+    """The peak from now on, read without a reset: an allocator has one peak, which belongs to the user.
 
     Where that peak rises (or the user resets it), the most since now is known. Else it is at most
     what it was before, and only the levels that were seen are known to have been reached.

@@ -1,4 +1,4 @@
-"""An order of computations becomes an `Option`: what it costs is read off the simulator.
+"""Make an `Option` from an order of computations: the simulator determines its costs.
 
 No number of the integer program reaches an option. The program only proposes orders.
 """

@@ -26,7 +26,7 @@ OWN_SEGMENT = 10 * MIB
 
 @dataclass(frozen=True)
 class Held:
-    """A part of a segment, as it stands."""
+    """A part of a segment, in its current state."""
 
     size: int
     free: bool
@@ -34,7 +34,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Segment:
-    """Memory that the allocator has from the device, as it stands."""
+    """Memory that the allocator has from the device, in its current state."""
 
     small: bool
     """Whether the segment belongs to the pool of small blocks."""

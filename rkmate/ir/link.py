@@ -1,4 +1,4 @@
-"""The way out of a device's memory and back: how fast it is, and when each copy ends.
+"""Link between a device's memory and another place: how fast it is, and when each copy ends.
 
 Copies have two clocks, in addition to that of the computations: copies out queue for one direction of the
 link, copies in for the other (Beaumont et al., "Efficient combination of rematerialization and offloading",
@@ -16,7 +16,7 @@ from rkmate.errors import ScheduleError
 
 @dataclass(frozen=True)
 class Link:
-    """Between a device's memory and where its data is sent to. Bandwidths are those of both directions at
+    """Connection between a device's memory and the target of its data. Bandwidths hold for both directions at
     once, while the device computes."""
 
     out_bytes_per_second: float

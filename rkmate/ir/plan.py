@@ -1,4 +1,4 @@
-"""A plan: what is computed when, what it costs, how it was found, and what it was made for."""
+"""Data of a plan: what is computed when, what it costs, how the plan was found, and for what it was made."""
 
 from __future__ import annotations
 

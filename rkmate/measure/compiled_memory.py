@@ -1,4 +1,4 @@
-"""Memory inside of compiled groups, for costs that are counted and not measured."""
+"""Temporary memory of compiled groups, for costs that are estimated and not measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory inside of submodules that run as they are, for costs that are counted and not measured."""
+"""Temporary memory of submodules that run as they are, for costs that are estimated and not measured."""
 
 from __future__ import annotations
 

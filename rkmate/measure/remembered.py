@@ -1,4 +1,4 @@
-"""Costs that are known already: of equal operations of this process, and those kept on disk."""
+"""Known costs: of equal operations in this process, and of blocks kept on disk."""
 
 from __future__ import annotations
 

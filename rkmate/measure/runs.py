@@ -1,4 +1,4 @@
-"""Runs of an operation that is measured: repeated, with the processor's caches as a step leaves them."""
+"""Runs of a measured operation: repeated, with the processor's caches in the state that a step leaves."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def median(seconds: Iterable[float]) -> float:
 
 
 class Timings:
-    """Seconds of operations, by what they are known by. Equal ones share their runs."""
+    """Seconds of operations, by their keys. Equal operations share their runs."""
 
     def __init__(self, device: Device, settings: MeasureSettings) -> None:
         self._device, self._settings = device, settings

@@ -1,5 +1,5 @@
-"""Costs before anything is measured: times as counted, and temporary memory between what is sure and what is
-ample."""
+"""Costs before anything is measured: estimated times, and temporary memory between a lower and an upper
+bound."""
 
 from __future__ import annotations
 

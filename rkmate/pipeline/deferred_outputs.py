@@ -1,5 +1,5 @@
-"""Outputs that a plan leaves out, to be computed when they are read: what they are called, and what is said
-of them."""
+"""Outputs that a plan leaves out and that are computed when they are read: their names, and the notes about
+them."""
 
 from __future__ import annotations
 

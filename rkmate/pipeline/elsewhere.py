@@ -1,4 +1,4 @@
-"""Planning for a GPU that is not here: a trace on the device that is, as if it had been made there."""
+"""Planning for a GPU of another machine: a trace on this machine, as that GPU would make it."""
 
 from __future__ import annotations
 

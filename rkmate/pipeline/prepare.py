@@ -1,6 +1,5 @@
-"""The stages before a search, one value each: a model is traced, cut into blocks, compiled where the caller
-asks for that, and measured.
-"""
+"""The stages before a search, one value each: a model is traced, cut into blocks, compiled on request, and
+measured."""
 
 from __future__ import annotations
 
@@ -133,7 +132,7 @@ class AsCheckpointed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A model's graph with costs: what all budgets share."""
+    """A model's graph with costs, shared by all budgets."""
 
     blocked: Blocked
     costs: Costs

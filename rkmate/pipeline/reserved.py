@@ -1,4 +1,5 @@
-"""The largest budget whose plan fits in what is free on a device, fragments of its allocator included."""
+"""Find the largest budget whose plan fits into a device's free memory, including fragments of its
+allocator."""
 
 from __future__ import annotations
 

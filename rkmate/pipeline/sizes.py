@@ -1,4 +1,4 @@
-"""Plans for other sizes of a call, from plans that are known."""
+"""Plans for other sizes of a call, derived from known plans."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:
 
 
 class _Unknown(Exception):
-    """The known plans lead to none within a budget."""
+    """The known plans give no plan within a budget."""
 
 
 def plan_that_fits(traced: Traced, budget: Budget, planner: str, known: Sequence[KnownPlan], *,

@@ -1,4 +1,4 @@
-"""The variants of a model's graph: each trades something else than time for memory.
+"""The variants of a model's graph: each trades something other than time for memory.
 
 Where the step fits whole, nothing is traded for memory. Else every variant that the settings allow, and that
 the graph has a place for, is planned; the fastest plan counts (`rkmate.pipeline.search`). One that computes

@@ -1,4 +1,4 @@
-"""The best plan of several planners within a limit on planning time."""
+"""Find the best plan of several planners within a limit on planning time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner that `wrap` takes unless told otherwise: the fastest of several strategies' schedules.
+"""The default planner of `wrap`: the fastest of several strategies' schedules.
 
 A table says which strategy is asked when, and for how long; each schedule is then finished
 (`rkmate.planners.finish`), and the fastest counts. The chain's dynamic program is Rockmate's (algorithm

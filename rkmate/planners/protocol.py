@@ -21,7 +21,7 @@ Stages = tuple[Chain, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A captured model: the whole graph, and the same as a chain of blocks."""
+    """A captured model: the whole graph, and the chain of its blocks."""
 
     graph: CDGraph
     """Forward nodes, loss, backward nodes."""
@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule and the judge's figures."""
+    """A schedule and its simulated figures."""
 
     schedule: Schedule
     peak: int
@@ -110,8 +110,8 @@ class Planner(Protocol):
 
 @runtime_checkable
 class Composed(Planner, Protocol):
-    """A planner that asks others. Where the whole step fits, it recomputes nothing: no option of any block
-    need be known for that."""
+    """A planner that asks other planners. If the whole step fits, it recomputes nothing, and needs no options
+    of blocks."""
 
     @property
     def asks(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Gradients that a planned backward adds by itself: where they stand, and whether it may.
+"""Gradients that a planned backward adds by itself: where they are, and whether the backward may add to them.
 
 What can change after a module was wrapped is looked at before each forward and before each backward: hooks
 on parameters, the form of what stands in ``.grad``, and what the backward was called for. A step that fails

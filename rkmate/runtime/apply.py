@@ -1,4 +1,4 @@
-"""Plans inside of a module that stays what it is, or inside of its sharded layers."""
+"""Plans inside of a module whose object stays the same, or inside of its sharded layers."""
 
 from __future__ import annotations
 

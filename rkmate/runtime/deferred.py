@@ -1,4 +1,4 @@
-"""Outputs that are computed when somebody reads them."""
+"""Outputs that are computed when they are read."""
 
 from __future__ import annotations
 

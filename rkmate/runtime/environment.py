@@ -1,4 +1,4 @@
-"""The values of a step that runs: where a plan's source reads and writes, and data that is away."""
+"""The values of a running step: the place where generated source reads and writes, and data that is away."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rkmate.torch_seam.tensors import add_to_all, copy_all, version_of
 
 
 class Away:
-    """The copies of one call. Raises `OffloadError` where the place fails, as its engine does. The engine
-    closes what is collected: the copies of a forward whose backward never comes."""
+    """The copies of one call. Raises `OffloadError` if the target fails, as its engine does. The engine
+    closes the copies of a forward whose backward never comes."""
 
     __slots__ = ("_step", "buffer_bytes")
 

@@ -1,4 +1,4 @@
-"""The attributes of a module at one moment, and whether a module is as it was when it was walked over."""
+"""The attributes of a module at one moment, and whether a module has changed since it was last walked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A plan's schedule replayed with names: what is in memory at each step, of which kind, and whose it is.
+"""Replay a plan's schedule with names: what is in memory at each step, of which kind, and for which part of
+the model.
 
 The levels and the clocks are the simulator's own: the stacked kinds add up to its timeline, step by step. In
 words, tables and pictures, an operation is named by the module of the user's model, then by itself (`label`).

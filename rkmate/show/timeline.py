@@ -1,4 +1,5 @@
-"""Memory over time, predicted and measured; which block is in memory when; the clocks of a step side by side.
+"""Memory over time, predicted and measured; which block is in memory when; the clocks of a step, next to each
+other.
 
 The clocks are *lanes*: computing, copying away, copying back. Below them, how much is away.
 """

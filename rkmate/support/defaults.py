@@ -1,4 +1,4 @@
-"""Default values that can be set for a while: a test suite needs some plan, not seconds of solving."""
+"""Default values that can be changed for a while: a test suite needs any plan, not seconds of solving."""
 
 from __future__ import annotations
 

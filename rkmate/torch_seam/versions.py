@@ -29,7 +29,7 @@ ONEDNN = "products by oneDNN"
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that rkmate does with names of torch that are not documented."""
+    """Something that rkmate does with undocumented names of torch."""
 
     name: str
     """The feature in a few words; names are unique."""

@@ -1,4 +1,4 @@
-"""Operations as expressions of Python, under names that are free."""
+"""Operations as Python expressions, under free names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
 
 
 class NameTable:
-    """Names of values that are seen together: each is given once, and none is a reserved word."""
+    """Names of values that are visible together: each name is given once, and none is a reserved word."""
 
     def __init__(self, reserved: Iterable[str] = ()) -> None:
         self._reserved = frozenset(reserved)

@@ -49,7 +49,7 @@ _DEPEND = "depend on values; the submodule around it can be named instead"
 
 
 class OpaqueError(CaptureError):
-    """A submodule cannot run as it is inside of a plan; the one around it perhaps can."""
+    """A submodule cannot run as it is inside of a plan; the module around it may be able to."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name} cannot run as it is inside of a plan: {why}")

@@ -22,7 +22,7 @@ _SCALARS = (int, float, complex, bool, str, type(None), torch.dtype, torch.devic
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor: those of the arguments come first, then what steps return."""
+    """Stands for a tensor: first the arguments, then the results of steps."""
 
     number: int
 
@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """The steps that lead to one observation: it is of the last one."""
+    """The steps that lead to one observation, which is made of the last step."""
 
     steps: tuple[Step, ...]
     given: tuple[tuple[int, bool], ...]
@@ -84,7 +84,7 @@ class Recipe:
 
 
 class Recipes:
-    """The recipes of one signature: what is observed on the way decides how it goes on."""
+    """The recipes of one signature: the observations on the way decide which recipe continues."""
 
     def __init__(self) -> None:
         self._next: dict[tuple[str, ...], Segment | None] = {}
@@ -157,7 +157,7 @@ def observed(out: Any, tensors: Iterable[torch.Tensor]) -> str:
 
 
 class Builder:
-    """Collects steps while a forward is recorded, and leaves out those that nothing is observed of."""
+    """Collects steps while a forward is recorded, without those that no observation depends on."""
 
     def __init__(self, arguments: int) -> None:
         self._slots = arguments

@@ -1,6 +1,5 @@
-"""Models that cannot be captured: what is refused before a trace, what a failed trace means for the user, and
-the way out.
-"""
+"""Models that cannot be captured: refusals before a trace, the meaning of a failed trace for the user, and
+the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captures of one call at several sizes, and that of a further size from theirs.
+"""Captures of one call at several sizes, from which the capture at a further size is derived.
 
 Two full captures of a call at different sizes, and dry runs of both, give the graph of a third (`resized`).
 """

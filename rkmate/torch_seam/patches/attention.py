@@ -1,4 +1,4 @@
-"""Attention as a GPU that is not here would compute it.
+"""Attention as a GPU of another machine would compute it.
 
 Torch asks the device that is there which kernel attention takes, and a trace on the CPU finds the CPU's. For
 a plan that is made for another device, the rules of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`

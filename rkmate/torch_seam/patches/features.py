@@ -1,4 +1,4 @@
-"""Features of captures that rest on names of torch which are not documented, each with its self test."""
+"""Features of captures that depend on undocumented names of torch, each with its self test."""
 
 from __future__ import annotations
 
