@@ -44,7 +44,7 @@ class Options(TypedDict, total=False):
     time and memory, and numbers agree with the original's within the type's precision. ``"auto"``: True if a
     compiler works. False, the default: all bits are the original's."""
     offload: Place | None
-    """Target to which a step may send data while it computes, to copy it back when needed: a folder on a
+    """Target to which a step may send data while it computes, to copy it back when needed. A folder on a
     disk; ``"host"``, the host's memory, for a model on a GPU; or `rkmate.Offload`, which also bounds the
     bytes. The planner decides what to send and what to recompute, from the measured speed of the target
     ([offload](offload.md)). None, the default: nothing is sent."""

@@ -149,7 +149,7 @@ def test_a_forked_child_asks_nothing_of_the_gpu(pool: Any, monkeypatch: pytest.M
     asked = len(pool.out.events), len(pool.back.events)
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 1)
-        with pytest.raises(OffloadError, match="host: what another process sent there is not a fork"):
+        with pytest.raises(OffloadError, match="host: a forked process cannot use data that its parent sent"):
             call.leave("a")
         call.close()
     assert asked == (len(pool.out.events), len(pool.back.events))

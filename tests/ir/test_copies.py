@@ -104,7 +104,7 @@ def test_what_somebody_else_holds_stays() -> None:
 
 
 def test_without_a_link_nothing_is_copied() -> None:
-    with pytest.raises(ScheduleError, match="no link"):
+    with pytest.raises(ScheduleError, match="not a saved Link"):
         simulate(graph(None), Schedule(AWAY))
 
 
@@ -114,7 +114,7 @@ def test_steps_and_link_are_written_and_read() -> None:
     link = Link(1.0, 2.0, 0.5, 3, 4, "host")
     assert read_link(link.content()) == link and read_link(LINK.content()) == LINK
     assert read_link(None) is None
-    with pytest.raises(ValueError, match="no link"):
+    with pytest.raises(ValueError, match="not a saved Link"):
         read_link({**LINK.content(), "in_bytes_per_second": 0})
 
 
