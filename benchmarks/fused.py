@@ -212,9 +212,10 @@ def write(turns: Turns, waits: Waits) -> None:
              "its own, and their steps took turns; times are medians. Parameters and their gradients are "
              "allocated before the step and are not counted. Predicted times are compared with steps of the "
              "same module right after it was planned, without existing gradients, because a machine's speed "
-             "changes from minute to minute. Planned modules [keep their pages](pages.md), which is the "
-             "default. Processes of other methods manage memory as the C library does: whether their steps "
-             "wait for fresh pages depends on what is at the end of their heaps. Errors of gradients, "
+             "changes from minute to minute. When this was measured, planned modules kept [pages of up to "
+             "32 MiB](pages.md), which they no longer do. Processes of other methods manage memory as the C "
+             "library does: whether their steps wait for fresh pages depends on what is at the end of their "
+             "heaps. Errors of gradients, "
              "compared with double precision, are the median of several batches. `python "
              "benchmarks/fused.py --turns FILE --waits FILE --write` makes this page. Measured on a CPU "
              f"({platform.machine()}), torch "
@@ -230,7 +231,10 @@ def write(turns: Turns, waits: Waits) -> None:
     for threads in sorted({row.threads for row in waits.values()}):
         names = list(dict.fromkeys(row.model for row in waits.values() if row.threads == threads))
         sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\nEach method in "
-                        f"processes of its own, with empty caches.\n\n{waits_table(names, threads, waits)}\n")
+                        "processes of its own, with empty caches. When this was measured, a second process "
+                        "found groups in files of rkmate, without the compiler. It now finds them in "
+                        "inductor's cache, which takes about 2 s more of processor time.\n\n"
+                        f"{waits_table(names, threads, waits)}\n")
     sections += [f"## {model}, {_threads(threads)}\n\n{MODELS[model].__doc__ or ''}\n\n"
                  f"{table(model, threads, turns)}\n"
                  for threads in sorted({threads for _, threads in kinds})

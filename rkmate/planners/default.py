@@ -63,10 +63,10 @@ class Entry:
     done_by: float = math.inf
     """Seconds after which it and those before it should be done; it has `LEAST_SECONDS` anyway."""
     gap: float | None = None
-    """It is asked only while the best schedule is more than this above the bound, relative to the bound;
-    None: always."""
+    """Smallest distance of the best schedule above the bound, relative to the bound, for which it is asked;
+    None: it is always asked."""
     most_nodes: float = math.inf
-    """It is asked for graphs with at most this number of computations."""
+    """Largest number of computations of a graph for which it is asked."""
     after_cut: bool = False
     """Whether it is asked only if the strategy that gives the bound was cut short, after the schedules found
     before are finished."""

@@ -77,7 +77,7 @@ class InPlace:
 
 
 def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[InPlace]:
-    """The ways in which an operation could overwrite an argument.
+    """Return the ways in which an operation could overwrite an argument.
 
     `storage` names where a value lives. An argument qualifies when it has the result's shape,
     strides and dtype, fills its storage, and no other argument lives there. Its strides must be what
@@ -133,7 +133,7 @@ def _fits(node: fx.Node, way: InPlace, result: torch.Tensor,
 
 
 def _plain(value: torch.Tensor) -> bool:
-    """Whether a contiguous tensor has the strides of a new one.
+    """Return whether a contiguous tensor has the strides of a new one.
 
     Along dimensions of size one, any stride is contiguous: a pixel of many channels may have those of
     channels-last, and a trace says that a pointwise operation keeps them. Kernels return plain ones,

@@ -16,6 +16,7 @@ from rkmate.graph.passes.literals import argument
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
 
+aten = torch.ops.aten
 MOST_WORDS = 3
 """Operations that a name tells."""
 
@@ -51,7 +52,7 @@ class Cluster(OwnFunction):
         return self.function(self.name)
 
     def function(self, name: str) -> str:
-        """The generated function under another name: a decorator that has it compiled, and its
+        """Return the generated function under another name: a decorator that compiles it, and its
         operations."""
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         forms = ",\n       ".join(repr(form_of(n.meta[VALUE])).replace("'", '"') for n in inputs)
@@ -99,5 +100,3 @@ def _made(text: str, name: str, threads: int, default: torch.dtype) -> Fused:
     exec(compile(text, f"<{name}>", "exec"), spaces)
     made: Fused = spaces[name]
     return made
-
-
