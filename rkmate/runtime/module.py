@@ -126,7 +126,7 @@ class PlannedModule(StandIn):
     def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
                 on_new_shape: NewShape, lengths: Lengths | None = None) -> None:
         if type(self) is PlannedModule:
-            object.__setattr__(self, "__class__", _class_for(type(self._original)))
+            object.__setattr__(self, "__class__", _class_for(type(self._original)))  # type: ignore[arg-type]
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
