@@ -34,8 +34,8 @@ def passes_text() -> str:
         "`python docs/make_passes.py`.\n",
         "Passes change how torch traces a model, and the graph that it traces, before a plan is made. "
         "There are two types, in ordered tables. A `Patch` is a context around a stage of the capture: "
-        "`run(model)` returns it. A `Rewrite` changes a graph: `run(graph)`. Each has a name and a reason. The "
-        "column `torch` names the versions on which it was needed "
+        "`run(model)` returns it. A `Rewrite` changes a graph: `run(graph)`. Each has a name and a reason. "
+        "The column `torch` names the versions on which it was needed "
         f"(the tests run with {', '.join(SEEN)}). It is empty if the reason is not in torch.\n",
         "In tests, `verify` (`rkmate/graph/passes/verify.py`) checks the joint graph after each rewrite; "
         "`simplify(..., verify=True)` does so anywhere. How to add one: "
