@@ -92,8 +92,8 @@ class HostEngine:
     place = "host"
 
     def __init__(self, device: torch.device, most_bytes: int | None = None, *, verify: bool = False) -> None:
-        """`most_bytes`: of the storages that the engine's calls have away at once. `verify`: whether data
-        that comes back must have its original checksum, for which the host waits."""
+        """`most_bytes`: limit of the storages that the engine's calls have away at once. `verify`: whether
+        data that comes back must have its original checksum, for which the host waits."""
         self.most_bytes, self._verify = most_bytes, verify
         self._device = device
         self._pool: PinnedPool | None = pool_of(device)

@@ -304,9 +304,9 @@ class FolderEngine:
     buffer_bytes = BUFFER_BYTES
 
     def __init__(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> None:
-        """`most_bytes`: of the storages that the engine's calls have away at once (in the file, the end of
-        each takes a whole block of 4 KiB, and its beginning another one). `verify`: whether data that comes
-        back must have its original checksum.
+        """`most_bytes`: limit of the storages that the engine's calls have away at once (in the file, the
+        end of each takes a whole block of 4 KiB, and its beginning another one). `verify`: whether
+        data that comes back must have its original checksum.
 
         Raises:
             ArgumentError: nothing can be written to the folder.

@@ -66,7 +66,7 @@ class _Loop:
                        and (donor := in_place_donor(self.graph, self.schedule.steps, k)) is not None}
 
     def step(self) -> None:
-        """Forward of every call, and their backwards."""
+        """Allocate and free as a step does: the forwards of all calls, the loss, and the backwards."""
         batch = [*map(self.allocator.allocate, self.beside.batch)]
         self.free(self.batch)
         self.batch = batch
@@ -79,7 +79,7 @@ class _Loop:
             self.free(run.held.values())
 
     def loss(self, runs: list[_Run]) -> None:
-        """Somebody else computes it; the gradients of outputs come."""
+        """Allocate the gradients of the outputs, after the temporaries of a loss that the caller computes."""
         sizes = [self.graph.d[j].size for j in self.graph.output_grads]
         if self.reserve_at_loss:
             self.free([*map(self.allocator.allocate, [LOSS_SCALARS, *sizes, *sizes, *sizes])])
@@ -90,7 +90,7 @@ class _Loop:
             self.gradients = {-1 - k: self.allocator.allocate(n) for k, n in enumerate(self.beside.gradients)}
 
     def update(self) -> None:
-        """The optimizer's, which makes its states at the first one; gradients go after it."""
+        """Follow the optimizer, which makes its states at its first step. Free the gradients."""
         if not self.states:
             self.states = [*map(self.allocator.allocate, self.beside.states)]
         self.free([*map(self.allocator.allocate, self.beside.updates)])

@@ -408,8 +408,9 @@ class PlanCache:
 
     def _for_calls_seen(self, known: Specialization, tensors: Sequence[torch.Tensor],
                         before: int) -> Executable:
-        """Return a plan for as many calls before a backward as an earlier step made; from now on, all plans
-        are for so many. Where the budget is too small for that, warn, and plan for `before` calls."""
+        """Return a plan for the number of calls before a backward that an earlier step made. From now on,
+        all plans are for this number. If the budget is too small for it, warn, and plan for `before`
+        calls."""
         calls = self.open_calls.seen
         with planning_lock:
             self._plan_for_calls(calls)
@@ -427,7 +428,7 @@ class PlanCache:
         return found
 
     def _plan_for_calls(self, calls: int) -> None:
-        """Let all plans be made anew, when they are needed, for so many calls before a backward."""
+        """Let all plans be made again, when they are needed, for a number of calls before a backward."""
         settings = replace(self.planning.settings, calls=calls)
         self.planning = replace(self.planning, settings=settings)
         with self._lock:

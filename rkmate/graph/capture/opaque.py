@@ -66,7 +66,7 @@ class OpaqueCall:
 
     def __init__(self, module: nn.Module, name: str, inputs: Structure, names: tuple[tuple[str, int], ...],
                  autocast: tuple[tuple[str, torch.dtype], ...]) -> None:
-        """`names`: of parameters and buffers, each with its position among the tensors."""
+        """`names`: names of parameters and buffers, each with its position among the tensors."""
         self.module = weakref.ref(module)
         self.name = name
         self.inputs = inputs

@@ -57,7 +57,7 @@ def scale(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 
 def scale_over(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """In-place `scale`. On the CPU, reading `by` needs no synchronisation, so a factor of one is skipped."""
+    """Scale in place. On the CPU, reading `by` needs no synchronisation, so a factor of one is skipped."""
     return x if devices.of(by).host and by.item() == 1 else x.mul_(by)
 
 

@@ -1,8 +1,8 @@
 """Operators of products: products of matrices by either of two libraries, and gradients of convolutions that
 are added to existing gradients.
 
-A convolution's weight gradient is computed a few channels at a time, so that no tensor of the weight's size
-stands beside the gradient.
+A convolution's weight gradient is computed a few channels at a time, so that no second tensor
+of the weight's size exists next to the gradient.
 """
 
 from __future__ import annotations

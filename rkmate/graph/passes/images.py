@@ -1,11 +1,12 @@
-"""Rewrites of images: networks of convolutions with the channels last, and what that layout makes faster or
-less exact.
+"""Rewrites of images: networks of convolutions with the channels last, and operations that this layout makes
+faster or less exact.
 
-Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels lie side
-by side in memory. Each operation takes the layout of what it reads, so that one copy where images enter turns
-a network around. A copy is an ordinary computation: a planner keeps it, or makes it again. Weights are not
-copied: convolutions take them in either layout, and rearrange them for themselves. That takes time and
-memory, so that small images of many channels, beside which the weights are large, keep the layout they have.
+Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels are next
+to each other in memory ("channels last"). Each operation takes the layout of its input, so that one copy of
+the images at the start changes the layout of the whole network. A copy is an ordinary computation: a planner
+keeps it, or makes it again. Weights are not copied: convolutions take them in either layout, and rearrange
+them themselves. That takes time and memory. Therefore small images with many channels, whose weights are
+large in comparison, keep their layout.
 """
 
 from __future__ import annotations
@@ -401,10 +402,10 @@ class _Writer:
 
 # -- Sums over many pixels -------------------------------------------------------------------------
 #
-# Torch's kernel of a batch norm adds up a channel's pixels one after the other on a CPU, where channels lie
-# side by side, in the type of the image. Over tens of thousands of pixels its statistics are some fifty
-# times less exact than those of its kernel for contiguous images, and what is near zero before a ReLU comes
-# out on the other side more often. The operator that takes its place adds up groups of pixels.
+# On a CPU, for channels last, torch's kernel of a batch norm adds up a channel's pixels one after the other,
+# in the type of the image. Over tens of thousands of pixels, its statistics are about fifty times less exact
+# than those of its kernel for contiguous images, and values near zero before a ReLU get the wrong sign more
+# often. The operator that replaces it adds up groups of pixels.
 
 LEAST_PIXELS = 4096
 """Of a channel: fewer are added up exactly enough."""

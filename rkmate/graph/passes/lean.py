@@ -1,6 +1,6 @@
 """Rewrites of operations whose kernels hold or allocate more memory than their result needs.
 
-Where an operator of the package takes the place of torch's, it has the same bits.
+An operator of the package that replaces torch's returns the same bits.
 """
 
 from __future__ import annotations

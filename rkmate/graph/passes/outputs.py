@@ -1,12 +1,11 @@
 """Rewrites of wide outputs that no loss is computed from: they are left out of the step.
 
-The logits that a language model returns beside its loss are as large as those that the loss is computed
-from, and the caller holds them: where the loss takes them a few rows at a time, they are all that is left
-of their size. What they are computed from is small: it is kept, and they are computed from it when somebody
-reads them.
+A language model returns logits next to its loss, and the caller holds them. If the loss takes its logits a
+few rows at a time, the returned logits are the only tensor of their size. The tensors that they are computed
+from are small: these are kept, and the logits are computed when somebody reads them.
 
-One pass takes such outputs off before losses are rewritten, which then see that nobody else reads the
-logits; a second one puts back what the step computes all the same.
+One pass removes such outputs before losses are rewritten, so that the rewrites of losses see no other reader
+of the logits. A second pass puts back the outputs that the step computes anyway.
 """
 
 from __future__ import annotations

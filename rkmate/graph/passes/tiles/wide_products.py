@@ -376,10 +376,10 @@ def weight_of(product: fx.Node) -> fx.Node:
 
 # -- MLPs ------------------------------------------------------------------------------------------
 #
-# A product, what is done to each number of its result, and a product back. Between the two products of a
-# transformer's MLP a token takes some four times what it takes elsewhere. In tiles, what a block works with
-# does not grow with the sequence, but for its inputs and results. The backward computes the first products
-# again.
+# A product, an elementwise operation on its result, and a product back. Between the two products of a
+# transformer's MLP, a token takes about four times the memory that it takes elsewhere. In tiles, the memory
+# of a block does not grow with the sequence, except for its inputs and results. The backward computes the
+# first products again.
 
 ROWS = 256
 """Of a tile, at least: with as many, adding up the weights' gradients is a small share of the products."""
