@@ -1,8 +1,8 @@
 """Capture: the joint forward and backward graph of a module, as ATen operations.
 
-`torch.export` first (it tells libraries that they are being compiled, so that data-dependent mask
-checks take the traceable path), then AOTAutograd's joint graph with descriptors. What has to be repaired
-on the way is in the table of `repairs`.
+`torch.export` runs first: it tells libraries that they are being compiled, so that mask checks that depend on
+data take the path that can be traced. AOTAutograd then makes the joint graph with descriptors. The table of
+`repairs` lists the corrections on the way.
 """
 
 from __future__ import annotations

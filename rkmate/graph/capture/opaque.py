@@ -1,9 +1,9 @@
-"""Submodules that run as they are inside of a plan: each call is one operation.
+"""Submodules that run unchanged inside of a plan: each call is one operation.
 
-A submodule whose inner shapes depend on values (experts that pick their rows) has no static graph. What
-goes into it and what comes out often has static shapes all the same. Then the whole call stands in the graph
-as one operation. It keeps nothing but what goes in; its backward runs the forward again and differentiates
-that, as `torch.utils.checkpoint` does: the kernels are eager mode's, on the rows that were picked.
+A submodule whose inner shapes depend on values (experts that pick their rows) has no static graph. If its
+inputs and outputs have static shapes, the whole call is one operation of the graph. The operation keeps only
+its inputs. Its backward runs the forward again and differentiates it, as `torch.utils.checkpoint` does, with
+eager mode's kernels on the rows that were picked.
 """
 
 from __future__ import annotations

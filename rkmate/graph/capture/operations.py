@@ -1,4 +1,5 @@
-"""Properties of operations, and of values' memory, that torch tells, for all readers of captured graphs."""
+"""Properties of operations, and of the memory of values, by torch's schemas, for all readers of captured
+graphs."""
 
 from __future__ import annotations
 

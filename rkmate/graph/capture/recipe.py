@@ -1,9 +1,9 @@
-"""Recipes of the values that a forward computes from its inputs' values, and that are computed anew before
-each planned step.
+"""Recipes of values that a forward computes from its inputs' values, and that are computed again before each
+planned step.
 
-A `Recipe` is the straight line of calls that lead from inputs to what a trace has not: tensors whose shapes
-depend on values, and values that Python reads. Each of these is an *observation*: a call of other inputs
-follows the same recipe as long as it observes the same, and so does the same as the forward did.
+A `Recipe` is a straight line of calls from inputs to the values that a trace lacks: tensors whose shapes
+depend on values, and values that Python reads. Each of these is an *observation*. A call with other inputs
+follows the same recipe, and computes what the forward does, if its observations are equal.
 """
 
 from __future__ import annotations

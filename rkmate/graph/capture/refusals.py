@@ -1,5 +1,5 @@
 """Models that cannot be captured: refusals before a trace, the meaning of a failed trace for the user, and
-the way out."""
+workarounds."""
 
 from __future__ import annotations
 

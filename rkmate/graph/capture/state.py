@@ -1,4 +1,4 @@
-"""Effects of a traced forward besides computing: attributes that it assigns, random numbers of the host."""
+"""Side effects of a traced forward: attributes that it assigns, and random numbers of the host."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Arguments and results of a module as flat lists of tensors with the structure around them; forms of
-tensors; parameters that are made of plain tensors."""
+"""Arguments and results of a module as flat lists of tensors and their structure, forms of tensors, and
+parameters that consist of plain tensors."""
 
 from __future__ import annotations
 

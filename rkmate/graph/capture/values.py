@@ -1,9 +1,9 @@
-"""Values that depend on inputs alone, while a forward is traced.
+"""Values that depend on inputs only, while a forward is traced.
 
-A trace knows shapes and no values, so a forward that looks at values stops it. Values are known if they come
-only from integers and masks among the arguments (labels, lengths, edges), and not from parameters or
-activations: for each traced tensor of that kind, a *twin* is computed from the real arguments. If a call
-would stop the trace, its twin answers. The computation of the twin becomes a recipe, which runs before each
+A trace knows shapes but no values, so that a forward that looks at values stops it. Values are known if they
+come only from integers and masks among the arguments (labels, lengths, edges), and not from parameters or
+activations. For each such traced tensor, a *twin* is computed from the real arguments. A call that would stop
+the trace returns the value of its twin. The computation of the twin becomes a recipe, which runs before each
 planned step (`recipe`).
 """
 

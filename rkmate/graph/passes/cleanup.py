@@ -1,6 +1,5 @@
-"""Rewrites that drop what a trace has too much of: dead code, copies, views that undo views, and copies of
-whole buffers for a part.
-"""
+"""Rewrites that remove superfluous nodes of a trace: dead code, copies, views that undo views, and copies of
+whole buffers of which only a part is read."""
 
 from __future__ import annotations
 

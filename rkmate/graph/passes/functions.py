@@ -1,4 +1,4 @@
-"""Functions of our own as the targets of nodes: what the generated source defines, and then calls."""
+"""Generated functions as the targets of nodes: the generated source defines and calls them."""
 
 from __future__ import annotations
 

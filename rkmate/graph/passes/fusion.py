@@ -1,6 +1,6 @@
-"""Groups of operations between the heavy ones become one computation each.
+"""Groups of small operations between the expensive ones become one computation each.
 
-Inductor compiles each into as few loops as it can: what is made in between never exists as a tensor.
+Inductor compiles each group into as few loops as it can: intermediate results never exist as tensors.
 """
 
 from __future__ import annotations

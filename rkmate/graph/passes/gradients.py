@@ -1,6 +1,5 @@
-"""Rewrites of gradients, as autograd computes and takes them: those that nobody asks for, parameters' own,
-rows of embeddings, and what is added straight to ``.grad``.
-"""
+"""Rewrites of gradients: gradients that nobody asks for, gradients of parameters and of rows of embeddings,
+and gradients that are added directly to ``.grad``."""
 
 from __future__ import annotations
 

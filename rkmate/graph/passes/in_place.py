@@ -1,9 +1,9 @@
-"""Operations that may write their result over an input that dies with them.
+"""Operations that can write their result over an input that is not read afterwards.
 
-Pointwise operations, and those that write to some places of a tensor, have in-place variants with the same
-arithmetic; some kernels, and the operators that work part by part, take their result's place as an argument.
-Which of the inputs dies is the schedule's business; here it only stands which could be overwritten, and how
-the call is then written.
+Pointwise operations, and operations that write to a part of a tensor, have in-place variants with the same
+arithmetic. Some kernels, and operators that work part by part, take the memory of their result as an
+argument. This module says which inputs can be overwritten, and how the call is written then. The schedule
+decides whether an input is overwritten.
 """
 
 from __future__ import annotations

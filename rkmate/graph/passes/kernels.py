@@ -1,8 +1,8 @@
-"""Other kernels of an operation: of one that works part by part, larger parts; of a product, another
-library's.
+"""Other kernels of an operation: larger parts of an operation that works part by part, and products by
+another library.
 
-The operation in the graph is the leanest. Which kernel runs is chosen at each step of a schedule, where it is
-known how much room there is (`rkmate.ir.kernels`).
+The graph contains the variant that needs the least memory. The kernel is chosen at each step of a schedule,
+where the free memory is known (`rkmate.ir.kernels`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Rewrites for what a step computes once, however often a schedule runs its operations: constants,
-decisions, and what the forward overwrites.
-"""
+"""Rewrites for values that a step computes once, even if a schedule runs their operations several times:
+constants, decisions, and values that the forward overwrites."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rewrites of the joint graph that is planned, in the order of their work, and the simplification
-(Rockmate, appendix A.3) that runs them on a copy of the captured graph.
+"""The table of the rewrites of the joint graph, in the order of their work, and the simplification (Rockmate,
+appendix A.3), which runs them on a copy of the captured graph.
 
-`graph.capture.repairs` has the passes that come before, and the types of all.
+`graph.capture.repairs` has the earlier passes, and the types of all passes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check the invariants of the joint graph between any two passes; used in tests."""
+"""Check the invariants of the joint graph between two passes. Used in tests."""
 
 from __future__ import annotations
 

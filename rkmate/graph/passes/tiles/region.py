@@ -1,6 +1,5 @@
-"""A region of the joint graph: what works row by row, from a wide product to what is narrow again; and
-whether its backward is linear in one incoming gradient.
-"""
+"""A region of the joint graph: operations that work row by row, from a wide product to the next narrow value,
+and the test whether its backward is linear in one incoming gradient."""
 
 from __future__ import annotations
 

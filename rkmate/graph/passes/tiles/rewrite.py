@@ -1,9 +1,9 @@
-"""A region of the joint graph becomes one call, with its gradients in the forward, or two; or ordinary
-operations on a few groups of rows.
+"""A region of the joint graph becomes one call that computes its gradients in the forward, or two calls, or
+ordinary operations on a few groups of rows.
 
-A backward is linear in the gradients that come in. Where a region's depends on one number alone, the
+A backward is linear in the incoming gradients. If the backward of a region depends on one number only, the
 gradient of a loss, it can run in the forward for a gradient of one, on the same tile: the backward then only
-multiplies. Else the region's backward computes its forward again, tile by tile.
+multiplies. Otherwise, the backward of the region computes the forward again, tile by tile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Row rules: how each operation treats the rows that a region is cut along, and what it is on a few of them.
+"""Row rules: how each operation treats the rows along which a region is cut, and how it is written for a few
+rows.
 
-`takes` says in which form an operation wants its operands so that its result has a form; `sums` does so for
-what sums over the rows: gradients of weights, of biases, and losses. `emit` and `emit_sum` write the same
-operation for one tile: the dimensions of the rows are one there, the first.
+`takes` returns the form that the operands of an operation must have so that its result has a given form.
+`sums` does so for operations that sum over the rows: gradients of weights and biases, and losses. `emit` and
+`emit_sum` write the operation for one tile, in which the dimensions of the rows are one dimension, the first.
 """
 
 from __future__ import annotations

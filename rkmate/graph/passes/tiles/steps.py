@@ -1,4 +1,4 @@
-"""The operations of one tile, in order: what each overwrites, and where each value ends."""
+"""The operations of one tile, in order, with the values that each of them overwrites and frees."""
 
 from __future__ import annotations
 

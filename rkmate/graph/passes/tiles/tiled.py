@@ -1,4 +1,5 @@
-"""A region of the joint graph as one computation: what runs on one tile, and how tiles make the whole."""
+"""A region of the joint graph as one computation: the operations on one tile, and the combination of the
+tiles."""
 
 from __future__ import annotations
 

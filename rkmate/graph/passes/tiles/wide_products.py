@@ -1,6 +1,5 @@
-"""Rewrites of wide products, which run a few rows at a time: heads, and MLPs. The gradients are exact, but
-those of weights are added up in another order, so that their last bits differ.
-"""
+"""Rewrites of wide products (heads and MLPs), which run a few rows at a time. The gradients are exact, except
+that weight gradients are added up in another order, so that their last bits differ."""
 
 from __future__ import annotations
 
