@@ -33,8 +33,8 @@ class StepCopies(Protocol):
         another, after its `leave`."""
 
     def arrive(self, key: str) -> None:
-        """Wait for the end of that copy: nobody may read the tensor before. Where none is under way, nothing
-        happens."""
+        """Wait for the end of this copy: nobody may read the tensor before. Does nothing if no copy is under
+        way."""
 
     def close(self) -> None:
         """Wait for, or give up, what is under way; free buffers and room. Idempotent; safe from any thread

@@ -26,7 +26,7 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torc
     """Return ``a @ b + bias`` on a CPU, in single precision and without a gradient: a [n, k], b [k, m], bias
     [m].
 
-    Where `a` is not contiguous, it is copied first.
+    If `a` is not contiguous, it is copied first.
     """
     assert _linear is not None
     result: torch.Tensor = _linear(a, b.t(), bias, "none", [], "")

@@ -53,8 +53,8 @@ class StatisticsMeter:
 class PeakWatch:
     """The peak from now on, read without a reset: an allocator has one peak, which belongs to the user.
 
-    Where that peak rises (or the user resets it), the most since now is known. Else it is at most
-    what it was before, and only the levels that were seen are known to have been reached.
+    If that peak rises (or the user resets it), the largest level since now is known. Otherwise it is at
+    most the earlier peak, and only the levels that were seen are known to have been reached.
     """
 
     def __init__(self, statistics: Statistics) -> None:

@@ -41,7 +41,7 @@ class BlockSolution:
     bound_seconds: float
     """No option within the budgets takes less time, among those that recompute right before a
     backward node that reads forward data, forward nodes in their order; infinite when there is
-    none, minus infinity when nothing is known. Where sizes have no large common divisor, memory
+    none, minus infinity when nothing is known. If sizes have no large common divisor, memory
     counts in units of 1/20000 of the save-all peak, and so do the budgets that this holds for."""
 
 

@@ -174,7 +174,7 @@ class BlockModel:
     def _memory(self, t: int) -> None:
         """Add U[t, t'] + tmp R[t, t'] <= M_peak at each step of stage t, including its backward node.
 
-        Where a step does not run, the sum is what stays alive from the step before: the
+        If a step does not run, the sum is what stays alive from the step before: the
         inequality holds without a big M.
         """
         stage = self.stages.stages[t]

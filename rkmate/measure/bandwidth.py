@@ -148,8 +148,8 @@ class _Pace:
 
 
 def _rate(size: int, seconds: float, each: float) -> float:
-    """Return bytes a second, of copies that take `each` however small they are; where that is nearly all of
-    the time, half of it is taken to be."""
+    """Return bytes a second of copies, without the `each` seconds that a copy of any size takes. At most half
+    of the time is subtracted."""
     return max(1, size) / max(seconds - TENSORS * each, seconds / 2)
 
 

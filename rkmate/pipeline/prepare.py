@@ -507,9 +507,9 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def with_compiler(settings: Settings, device: torch.device) -> Settings:
-    """Return the settings with a decision whether to compile, for "auto" by compiling something. Where groups
-    are compiled, images are laid out as is faster, unless the settings say otherwise. Raises `CompilerError`
-    where compiling is requested, and there is no compiler for the device."""
+    """Return the settings with a decision whether to compile, for "auto" by compiling something. If groups
+    are compiled, images get the faster layout, unless the settings say otherwise. Raises `CompilerError` if
+    compiling is requested, and there is no compiler for the device."""
     if settings.compile is False:
         return settings
     try:

@@ -78,11 +78,12 @@ CURVE = 10
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     """Return the fastest plan that a planner finds within a budget, over the variants of the graph.
 
-    Where the first variant's step fits whole, it is taken, unless the user asked for others. A fraction is
-    one of the peak of the first variant, which ``Settings.fraction_of`` chooses where the model checkpoints.
+    If the whole step of the first variant fits, it is taken, unless the user asked for others. A budget that
+    is a fraction refers to the peak of the first variant (``Settings.fraction_of`` chooses it for a model
+    that checkpoints).
 
     On a device with a caching allocator, fragments count, too: a budget that is a share of the device has to
-    hold them, and where others leave many, there is a warning.
+    hold them. With other budgets, many fragments lead to a warning.
 
     Raises:
         InfeasibleBudget: the planner has a schedule within a larger budget only, in every variant; it says

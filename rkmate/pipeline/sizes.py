@@ -66,12 +66,12 @@ class KnownPlan:
 @gc_pause()
 def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
                        known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
-    """Return a plan within the budget; None where the known plans lead to none, and one has to be searched
-    for.
+    """Return a plan within the budget, from the known plans; None if they lead to no plan, so that one has to
+    be searched for.
 
-    `traced`: the new size. `measured`: measure its costs, and scale none. Only the default way of planning
-    is short-cut: what a planner of another name is asked for is that planner's. Of variants of the graph,
-    those that known plans run over are compared; where the first fits whole, those that save memory are not.
+    `traced`: the new size. `measured`: measure its costs instead of scaling known ones. Only the default
+    planner has this short cut: other planners always search. Of the variants of the graph, those of the known
+    plans are compared. If the whole step of the first one fits, variants that save memory are left out.
     """
     method = find_planner(planner, traced.settings.of_planner)
     if not isinstance(method, Composed) or not known or traced.settings.calls != 1:

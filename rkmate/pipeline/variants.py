@@ -1,10 +1,10 @@
 """The variants of a model's graph: each trades something other than time for memory.
 
-Where the step fits whole, nothing is traded for memory. Else every variant that the settings allow, and that
-the graph has a place for, is planned; the fastest plan counts (`rkmate.pipeline.search`). One that computes
-more than the plain graph is planned where the others meet no budget. One that the user asked for because its
-kernels may be faster is compared at every budget. The pipeline prepares a variant when its turn comes, from
-the same capture.
+If the whole step fits, nothing is traded for memory. Otherwise every variant that the settings allow, and
+that changes this graph, is planned, and the fastest plan counts (`rkmate.pipeline.search`). A variant that
+computes more than the plain graph is planned if the others do not meet the budget. A variant that the user
+asked for because its kernels may be faster is compared at every budget. The pipeline prepares each variant
+when it is needed, from the same capture.
 """
 
 from __future__ import annotations

@@ -227,8 +227,8 @@ class Roundings:
 class CheckmateRounded:
     """Roundings of relaxations at a fixed set of budgets; the fastest that fits is taken.
 
-    Where the time is over before all of them are solved, the next call goes on with the others. The
-    one nearest to the budget comes first.
+    If the time is over before all of them are solved, the next call goes on with the others. The one
+    nearest to the budget comes first.
     """
 
     name: str = "checkmate-lp"

@@ -93,8 +93,9 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True)
 class Default:
-    """The planner. Its bound holds for schedules that run each backward computation once, in order; where
-    data can be sent away, for those of them that run the forward in order, too, and send forward values."""
+    """The default planner. Its bound holds for schedules that run each backward computation once, in order.
+    If data can be sent away, it holds for schedules that also run the forward in order, and send forward
+    values."""
 
     settings: PlannerSettings | None = None
     """Settings of the search; None: the default settings."""
@@ -252,7 +253,7 @@ class _Search:
                          if c.peak > self.budget]
 
     def finish(self, near: float) -> None:
-        """Finish what is pending; where the fastest is near the bound, only that one."""
+        """Finish the pending schedules; only the fastest one if it is near the bound."""
         pending = sorted(self.pending, key=lambda c: (c.seconds, c.peak))
         for c in pending if self._above_bound(near) else pending[:1]:
             schedule = finish(self.problem.graph, c.schedule, self.budget, pinned=self.problem.pinned,

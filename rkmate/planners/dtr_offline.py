@@ -207,8 +207,8 @@ def dtr_order(graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> tuple[l
 class DtrOffline:
     """The policy at a fixed set of limits, from the top; the fastest schedule that fits is taken.
 
-    What a limit gives is the problem's alone: each is replayed once. Where the time is over before all of
-    them are, the next call has time for the others.
+    The schedule of a limit depends only on the problem, so each limit is replayed once. If the time is over
+    before all limits are replayed, the next call has time for the others.
     """
 
     name: str = "dtr"

@@ -216,7 +216,7 @@ def whole_step(problem: Problem) -> Candidate:
 def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcome:
     """Return the fastest candidate whose simulated peak is within the budget.
 
-    Where a planner's candidates do not depend on the budget, more memory is never slower.
+    If a planner's candidates do not depend on the budget, a plan with more memory is never slower.
     """
     inside = [c for c in candidates if c.peak <= budget]
     if not inside:

@@ -164,8 +164,8 @@ class Copies:
 GAP = 0.01
 """Relative gap, of what runs again, at which a solution is good enough."""
 NODES = 30
-"""Branch-and-bound nodes per program: where this count ends a solve, the result is the same on every
-machine. The limit in seconds comes on top, and where that ends it, the result is the machine's."""
+"""Branch-and-bound nodes per program. If this count ends a solve, the result is equal on all machines. There
+is also a limit in seconds; if that ends it, the result depends on the machine."""
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,8 @@ class Call:
         return self.rerun
 
     def let_go(self) -> None:
-        """Forget the inputs once the backward is over: the loss may live on. Where the graph is to
-        stay (retain_graph=True) they stay, as autograd's own saved tensors do."""
+        """Forget the inputs when the backward is over, because the loss may live longer. With
+        retain_graph=True they stay, as autograd's own saved tensors do."""
         if self.next > self.last and not keeps_graph():
             self.rerun = None
 

@@ -1,5 +1,5 @@
 """Code that torch.compile leaves alone. It is a separate module because `torch.compiler.disable` loads
-Dynamo, which takes seconds; where this code is needed, Dynamo is loaded already."""
+Dynamo, which takes seconds. When this code is needed, Dynamo is loaded already."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Cut a CD graph into a chain of blocks (Rockmate, appendix A.4).
 
-1-separators first: places in the forward order where one storage alone is alive. Where a stretch
-between them is too long for an integer program, *frontier cuts*: places where the storages alive
-across the cut are few bytes. Backward nodes then join the block whose data they need.
+First at 1-separators: places in the forward order where only one storage is alive. If a stretch between them
+is too long for an integer program, then at *frontier cuts*: places where the storages alive across the cut
+take few bytes. Backward nodes then join the block whose data they need.
 
 No torch: indices, sizes and edges only.
 """

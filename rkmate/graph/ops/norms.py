@@ -1,7 +1,7 @@
 """Operators of batch norms: their gradients, channel by channel; their statistics, of groups of pixels.
 
 Torch's kernel adds up a channel's pixels one after the other where channels lie side by side, in the type of
-the image. Over tens of thousands of pixels its statistics are some fifty times less exact than those of its
+the image. Over tens of thousands of pixels its statistics are about fifty times less exact than those of its
 kernel for contiguous images. Here a channel's pixels are dealt out to groups, and the groups' statistics put
 together.
 """

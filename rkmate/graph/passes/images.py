@@ -116,7 +116,8 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def channels_last(joint: Joint) -> None:
-    """Name the convolutions that could have their channels last; where it is wanted, let them."""
+    """List the convolutions that could have their channels last, and change them if the choices ask for
+    it."""
     small = sizes_of_small_images(joint.graph)
     found = joint.concerned["channels-last"] = tuple(dict.fromkeys(
         joint.name(n.args[1]) for n in joint.graph.nodes

@@ -61,7 +61,7 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             multiply_pixels, (), when=("channels-last",)),
     Rewrite("sums over pixels",
             "On a CPU, torch's batch norm adds up a channel's pixels one after another if the channels are "
-            "last: over thousands of pixels, the statistics are some fifty times less exact than in the "
+            "last: over thousands of pixels, the statistics are about fifty times less exact than in the "
             "other layout. The replacement adds up groups of pixels, and then the groups.",
             add_up_by_groups, when=("channels-last",)),
     Rewrite("written parts",

@@ -1,9 +1,9 @@
 """Recurrent stacks that eager mode gives to cuDNN, as one operation. A trace would unroll them, step by step.
 
-A stack's weights are parts of one tensor (`flatten_parameters`), which cuDNN reads as it is; where they are
-not, they are copied into one for each call. Dropout between layers draws from torch's generator: cuDNN's own
-masks come from a state that nobody can put back, and a second run would draw others. So a stack with dropout
-is several of one layer.
+A stack's weights are parts of one tensor (`flatten_parameters`), which cuDNN reads as it is. If they are
+not, they are copied into one tensor for each call. Dropout between layers draws from torch's generator,
+because cuDNN's own masks come from a state that cannot be restored, so that a second run would draw other
+masks. Therefore a stack with dropout becomes several stacks of one layer.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _IGNORE = -100
 def by_rows(joint: Joint, loss: fx.Node) -> Callable[[], None]:
     """Write an `nll_loss_forward` as each row's loss and their reduction; returns what writes it as it was.
 
-    Where classes have no weights, torch's own kernel adds the rows up in its own order: it finds each one's
+    If classes have no weights, torch's own kernel adds the rows up in its own order: it finds each one's
     value as the score of the only class.
     """
     scores, target, weight, reduction, ignore = loss.args
