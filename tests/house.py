@@ -70,7 +70,7 @@ HOUSE: tuple[Room, ...] = (
     Room("integrations", "callbacks for training libraries"),
     Room("comparison", "compares all planners on one model at equal budgets"),
     Room("compile", 'the backend of `torch.compile(backend="rkmate")`',
-         ("errors", "runtime", "settings", "api")),
+         ("errors", "budget", "runtime", "settings", "api")),
     Room("dtr", "dynamic rematerialization, without a plan: a separate path",
          ("errors", "budget", "support", "devices", "torch_seam", "device", "stand_in", "measure")),
     Room("__init__", "the public names, loaded on first use"),

@@ -104,7 +104,7 @@ def test_what_somebody_else_holds_stays() -> None:
 
 
 def test_without_a_link_nothing_is_copied() -> None:
-    with pytest.raises(ScheduleError, match="not a saved Link"):
+    with pytest.raises(ScheduleError, match="no link"):
         simulate(graph(None), Schedule(AWAY))
 
 
