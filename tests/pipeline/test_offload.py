@@ -163,7 +163,7 @@ def test_a_folder_is_checked_when_a_budget_is_applied(tmp_path: Path) -> None:
 
 
 def test_recorded_steps_send_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"cuda_graph=True .* leave offload= out"):
+    with pytest.raises(ArgumentError, match=r"cuda_graph=True .* leave out offload="):
         rkmate.wrap(*model(), budget=0.5, offload=str(tmp_path),
                     settings=rkmate.Settings(run=rkmate.RunSettings(cuda_graph=True)), progress=False)
 
