@@ -8,7 +8,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -146,6 +146,12 @@ def _printing() -> tuple[ModuleType, ...]:
 
 
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+
+
+def said_to_export() -> AbstractContextManager[Any]:
+    """Let `torch.compiler.is_exporting` and `is_compiling` return True, as they do in a capture: libraries
+    then leave out what depends on values (whether a mask has only ones)."""
+    return mock.patch.multiple(torch.compiler, _is_exporting_flag=True, _is_compiling_flag=True)
 
 
 @contextmanager

@@ -224,8 +224,11 @@ def _autograd() -> None:
 def _graphs() -> None:
     from torch import fx
 
-    from rkmate.torch_seam import nodes
+    from rkmate.torch_seam import nodes, trace
 
+    with trace.said_to_export():
+        assert torch.compiler.is_exporting() and torch.compiler.is_compiling()
+    assert not torch.compiler.is_exporting()
     graph = fx.Graph()
     x = graph.placeholder("x")
     made = nodes.add_like(graph, graph.call_function(torch.neg, (x,)), (x,), {})

@@ -39,7 +39,7 @@ from rkmate.torch_seam.tensors import (
     without_modes,
     wrapper_tensor,
 )
-from rkmate.torch_seam.trace import quiet
+from rkmate.torch_seam.trace import quiet, said_to_export
 
 _SMALL = 1 << 16
 """Elements of a closed-over tensor that are compared; a larger one is not taken."""
@@ -96,6 +96,7 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         for context in (torch.inference_mode(False), torch.enable_grad(), quiet(), repaired("trace", model),
+                        said_to_export(),
                         torch.autograd.set_multithreading_enabled(False), way()):
             stack.enter_context(context)
         recorder = _Recorder()

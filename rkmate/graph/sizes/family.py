@@ -103,7 +103,9 @@ def _record(model: nn.Module, known: Sequence[KnownCall]) -> None:
 def _alike(known: Sequence[KnownCall], new: Recording) -> tuple[list[Known], SideBySide | None]:
     """Return the known calls that do the operations of another one, and what they have in common, if it is at
     hand in whatever order they came; None where they are too few, or have nothing in common."""
-    same = [k for k in known if k.recording is not None and k.recording.text == new.text]
+    # A first call may set an attribute that later ones find set (transformers' `problem_type`).
+    same = [k for k in known if k.recording is not None and k.recording.text == new.text
+            and [a.path for a in k.capture.assigned] == [a.path for a in known[-1].capture.assigned]]
     pairs = {id(k.capture): Known(k.capture, k.recording) for k in same if k.recording is not None}
     if len(pairs) < 2:
         return [], None
