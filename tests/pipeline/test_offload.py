@@ -119,7 +119,7 @@ def test_places_are_checked_before_any_work(call: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", [rkmate.wrap, rkmate.plan, rkmate.apply])
 def test_planners_that_send_nothing_are_refused(call: Any, tmp_path: Path) -> None:
     for planner in ("rk-rotor", "lower-sets"):
-        with pytest.raises(ArgumentError, match=f"planner is '{planner}', which recomputes.*'save-set'"):
+        with pytest.raises(ArgumentError, match=f"planner is '{planner}', which only recomputes.*'save-set'"):
             call(*model(), budget=0.5, settings=rkmate.Settings(planner=planner), offload=str(tmp_path),
                  progress=False)
 
