@@ -27,14 +27,14 @@ GROUPS = "compiled groups"
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that rkmate does with names of torch that are not documented."""
+    """Something that rkmate does with undocumented names of torch."""
 
     name: str
-    """What it is, in a few words; no two features share it."""
+    """The feature in a few words; names are unique."""
     check: Callable[[], None]
     """Self test of a few milliseconds: raises if this torch does not have what the feature needs."""
     without: str | None
-    """What a user loses if the feature is off; None if nothing works without it."""
+    """The loss for a user if the feature is off; None if nothing works without it."""
 
 
 _off: dict[str, str] = {}

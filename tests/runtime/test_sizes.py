@@ -18,7 +18,7 @@ from rkmate.pipeline import sizes as other_sizes
 from rkmate.runtime import plan_cache
 from rkmate.runtime import plan_cache as sizes
 from tests.equality import assert_same_step, measured_peak
-from tests.graph.test_resized import Attention, Branching, convolutions, images, tokens
+from tests.graph.sizes.test_resized import Attention, Branching, convolutions, images, tokens
 from tests.models.sample import Sample
 
 

@@ -1,7 +1,7 @@
 """Other kernels of an operation that works part by part: larger parts.
 
-The operation in the graph is the leanest. Which kernel runs is chosen at each step of a schedule, where it is
-known how much room there is (`rkmate.ir.kernels`).
+The graph contains the variant that needs the least memory. The kernel is chosen at each step of a schedule,
+where the free memory is known (`rkmate.ir.kernels`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Alternative:
 
 
 def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
-    """Torch's call for the gradients of a batch norm, with the same bits: it allocates the first of them
-    twice, and overwrites nothing."""
+    """Return torch's call for the gradients of a batch norm, with the same bits: it allocates the first of
+    them twice, and overwrites nothing."""
     grad, input, weight, mean, invstd, eps = node.args
     value = input.meta[VALUE]  # type: ignore[union-attr]
     return (Alternative(aten.native_batch_norm_backward.default,
@@ -44,13 +44,14 @@ def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
 KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
     BATCH_NORM_BACKWARD: whole_batch_norm,
 }
-"""What names them, by operator. The parts of a plain cross entropy are as fast as torch's kernel."""
+"""Functions that return the alternatives, by operator. The parts of a plain cross entropy are as fast as
+torch's kernel."""
 FEWER = 4
-"""An alternative has so many times fewer parts than the one before, which is a useful difference."""
+"""Factor between the parts of one alternative and the next: a useful difference."""
 
 
 def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
-    """The other kernels of an operation, the leanest first; none where it has one alone."""
+    """Return the other kernels of an operation, the smallest memory first; none if it has only one."""
     if isinstance(node.target, Tiled):
         return _of_tiles(node, node.target)
     find = KERNELS.get(node.target)
