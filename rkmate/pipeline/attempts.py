@@ -18,7 +18,7 @@ from rkmate.pipeline.solve import Solved, runs_of, runs_of_operations, summarise
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, found_in
 from rkmate.planners.several_calls import ask_for_calls
 from rkmate.show.plan import Plan
-from rkmate.support.gc_pause import gc_pause
+from rkmate.support.planning_lock import gc_pause
 
 # -- Attempts --------------------------------------------------------------------------------------
 #
