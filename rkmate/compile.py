@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from rkmate.api import wrap
+from rkmate.budget import Budget, parse_budget
 from rkmate.errors import ArgumentError
 from rkmate.runtime.module import PlannedModule
 from rkmate.settings import OPTIONS, check_no_settings_of_wrap, chosen
@@ -16,7 +18,7 @@ from rkmate.settings import OPTIONS, check_no_settings_of_wrap, chosen
 
 def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
             options: Mapping[str, Any] | None = None, **ignored: Any) -> Callable[..., Any]:
-    """Plans each graph that Dynamo captures, when it is first called with gradients.
+    """Plan each graph that Dynamo captures, when it is first called with gradients.
 
     The budget holds for each graph by itself, and so does what it may send away at once. Dynamo hands the
     parameters over as inputs, so their gradients leave together at the end of the graph's backward.
@@ -33,8 +35,8 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
     """
     rest = {"progress": False, **(options or {})}
     if "budget" not in rest:
-        raise ArgumentError(f"options of the rkmate backend are budget, {', '.join(OPTIONS)}, of which "
-                            f"budget is needed; given were {', '.join(sorted(options or {})) or 'none'}")
+        raise ArgumentError(f"the rkmate backend needs the option budget; other options are "
+                            f"{', '.join(OPTIONS)}. Given: {', '.join(sorted(options or {})) or 'none'}")
     budget = rest.pop("budget")
     call = chosen(rest, backend, own=("budget",), name="the rkmate backend")
     check_no_settings_of_wrap(call.settings, "the rkmate backend")
@@ -44,7 +46,7 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
 
 
 class _Planned:
-    """One captured graph: planned at the first call that records gradients."""
+    """A captured graph, planned at the first call that records gradients."""
 
     def __init__(self, graph: nn.Module, options: Mapping[str, Any]) -> None:
         self._graph = graph
@@ -56,5 +58,25 @@ class _Planned:
                 isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
             return self._graph(*inputs)
         if self._module is None:
-            self._module = wrap(self._graph, inputs, **self._options)
+            self._module = self._planned(inputs)
         return self._module(*inputs)
+
+    def _planned(self, inputs: Sequence[Any]) -> PlannedModule:
+        """Plan for a call. A graph of the same parameters that was planned before, for other shapes, leaves
+        this one as many bytes as it had."""
+        budget = self._options["budget"]
+        weight = next((t for t in inputs if isinstance(t, nn.Parameter)), None)
+        if weight is None or budget == "auto":
+            return wrap(self._graph, inputs, **self._options)
+        key = id(weight), budget
+        module = wrap(self._graph, inputs, **{
+            **self._options, "budget": _planned_before.get(key, parse_budget(budget))})
+        if key not in _planned_before:
+            weakref.finalize(weight, _planned_before.pop, key, None)
+        _planned_before[key] = parse_budget(budget).at_least(max(
+            module.plan.budget_bytes, _planned_before.get(key, Budget(bytes=0)).least))
+        return module
+
+
+_planned_before: dict[tuple[int, Any], Budget] = {}
+"""By the first parameter of a graph and the budget that the user gave: the budget of later plans."""

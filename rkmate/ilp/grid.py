@@ -1,33 +1,123 @@
-"""All options of one block: the integer program over a grid of budgets.
-
-Rockmate, section 3.1 (phase 2) and figure 4: M_peak evenly spaced between the least and the
-greatest peak that make a difference, M_save between 0 and M_peak.
-"""
+"""Options of one block over a grid of pairs of limits (M_peak, M_save): those that no other option beats."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from rkmate.ilp.evaluate_option import evaluate_option, without_waste
 from rkmate.ilp.eviction import candidates
 from rkmate.ilp.heuristic import keep_nothing, recompute_missing
 from rkmate.ilp.highs import Highs, Status
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
-from rkmate.ilp.pareto_front import ParetoFront, peak, seconds, undominated
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.stages import BlockStages, split_stages
+from rkmate.ir import recompute
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Option
+from rkmate.ir.schedule import Compute, Loss, from_order
+from rkmate.ir.simulate import simulate
+
+# -- Make an `Option` from an order of computations: the simulator determines its costs ------------
+
+def evaluate_option(graph: CDGraph, backward: Sequence[int]) -> Option:
+    """Return the option that runs every forward node once, then `backward`.
+
+    Bytes and seconds are the simulator's. The bytes of the graph's outputs do not count as saved.
+    The step of the loss itself belongs to neither phase: what the loss (or the next block)
+    allocates is its own. Raises `ScheduleError` when the order is not executable.
+    """
+    loss = graph.loss
+    schedule = from_order(graph, (*range(loss), *backward), loss)
+    result = simulate(graph, schedule)
+    at = next(k for k, step in enumerate(schedule.steps) if isinstance(step, Loss))
+    first = next((k for k in range(at + 1, len(schedule.steps))
+                  if isinstance(schedule.steps[k], Compute)), len(schedule.steps))
+    external = set(graph.inputs) | set(graph.output_grads)
+    forward_seconds = sum(graph.c[i].time for i in range(loss))
+    return Option(
+        forward=tuple(range(loss)),
+        backward=tuple(backward),
+        forward_seconds=forward_seconds,
+        backward_seconds=sum(graph.c[i].time for i in backward),
+        saved_bytes=result.saved - graph.bytes(set(graph.outputs) - external),
+        forward_peak_bytes=max(result.timeline[:at], default=0),
+        backward_peak_bytes=max(result.timeline[first:], default=0),
+    )
+
+
+def without_waste(graph: CDGraph, backward: Sequence[int]) -> tuple[int, ...]:
+    """Return `backward` without the recomputations that nothing reads before they are made anew."""
+    lean = recompute.without_waste(graph, (*graph.forward, *backward), graph.loss)
+    return tuple(lean.order[lean.loss_at:])
+
+
+# -- Results for a block while its grid of budgets is solved: options found, bounds proven ---------
+
+def peak(option: Option) -> int:
+    """Return the greater of an option's two peaks, in bytes: what M_peak bounds."""
+    return max(option.forward_peak_bytes, option.backward_peak_bytes)
+
+
+def seconds(option: Option) -> float:
+    """Time of forward and backward together."""
+    return option.forward_seconds + option.backward_seconds
+
+
+@dataclass
+class ParetoFront:
+    """Options found so far and lower bounds proven so far."""
+
+    tolerance: float = 0.0
+    """Seconds by which an answer may miss the optimum."""
+    options: list[Option] = field(default_factory=list)
+    proofs: list[tuple[int, int, float]] = field(default_factory=list)
+    """(M_peak, M_save, seconds): no option within these budgets is faster; infinite when there is
+    none at all."""
+
+    def best(self, m_peak: int, m_save: int) -> Option | None:
+        """Return the fastest known option within the budgets."""
+        fitting = [o for o in self.options if o.saved_bytes <= m_save and peak(o) <= m_peak]
+        return min(fitting, key=lambda o: (seconds(o), o.saved_bytes, peak(o)), default=None)
+
+    def bound(self, m_peak: int, m_save: int) -> float:
+        """Return seconds: the greatest lower bound known for these budgets."""
+        return max((b for p, s, b in self.proofs if p >= m_peak and s >= m_save), default=-math.inf)
+
+    def answered(self, m_peak: int, m_save: int) -> bool:
+        """Return whether nothing is left to find for this pair, within the tolerance."""
+        bound = self.bound(m_peak, m_save)
+        if bound == math.inf:
+            return True
+        best = self.best(m_peak, m_save)
+        return best is not None and seconds(best) <= bound + self.tolerance
+
+
+def undominated(options: Iterable[Option]) -> tuple[Option, ...]:
+    """Return the options that no other beats in time, saved bytes and both peaks; fastest first."""
+    def key(o: Option) -> tuple[float, int, int, int]:
+        return seconds(o), o.saved_bytes, o.backward_peak_bytes, o.forward_peak_bytes
+
+    kept: list[Option] = []
+    for option in sorted(options, key=key):
+        mine = key(option)
+        # Whatever dominates it comes before it, or is equal to it.
+        if not any(all(a <= b for a, b in zip(key(other), mine, strict=True)) for other in kept):
+            kept.append(option)
+    return tuple(kept)
+
+
+# -- Find all options of one block: the integer program over a grid of budgets ---------------------
 
 HEURISTIC_SHARE = 0.4
 """Part of a block's time that the heuristics may take at most."""
 MODEL_ENTRIES = 400_000
 """Programs with more coefficients than this are not built: seconds would not be enough."""
 PATIENCE = 3
-"""After so many solves in a row that ran out of time and found nothing new, the block is too hard
-for the program."""
+"""After this number of solves in a row that ran out of time and found nothing new, the block is too hard for
+the program."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +126,18 @@ class BlockSolution:
 
     status: Status
     option: Option | None
-    """None when there is none within the budgets, or none was found in time. Its bytes and seconds
+    """The option; None if there is none within the budgets, or if none was found in time. Bytes and seconds
     are the simulator's."""
     bound_seconds: float
     """No option within the budgets takes less time, among those that recompute right before a
     backward node that reads forward data, forward nodes in their order; infinite when there is
-    none, minus infinity when nothing is known. Where sizes have no large common divisor, memory
+    none, minus infinity when nothing is known. If sizes have no large common divisor, memory
     counts in units of 1/20000 of the save-all peak, and so do the budgets that this holds for."""
 
 
 @dataclass(frozen=True)
 class OptionSet:
-    """What the option stage knows of one block."""
+    """Result of the option stage for one block."""
 
     options: tuple[Option, ...]
     """Fastest first; none beaten by another in time, saved bytes and both peaks. Never empty: the
@@ -55,7 +145,7 @@ class OptionSet:
     solves: int
     """Integer programs solved."""
     timed_out: int
-    """How many pairs of budgets have an answer that is not proven, for lack of time."""
+    """Number of pairs of budgets whose answer is not proven, for lack of time."""
     seconds: float
     """Wall-clock time that it took; 0 when it came from the cache."""
 
@@ -101,7 +191,7 @@ class _BlockProgram:
 
 def solve_block(graph: CDGraph, m_peak: int, m_save: int,
                 settings: OptionSettings | None = None) -> BlockSolution:
-    """The fastest option of a block within two budgets.
+    """Return the fastest option of a block within two budgets.
 
     `m_peak`: bytes at any moment of forward and backward, block inputs not counted. `m_save`: bytes
     kept between them, outputs not counted. Infeasible and timed out are values of the result.
@@ -112,7 +202,7 @@ def solve_block(graph: CDGraph, m_peak: int, m_save: int,
 
 def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
                   stop: threading.Event | None = None) -> OptionSet:
-    """The options of a block over the whole grid of budgets, the answered pairs skipped.
+    """Return the options of a block over the whole grid of budgets, the answered pairs skipped.
 
     `stop`: ends the work early when somebody sets it, as if the time were over.
     """
@@ -125,7 +215,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
 
     def left(share: float = 1.0) -> float:
-        """Seconds that are left of a share of this block's time."""
+        """Return seconds that are left of a share of this block's time."""
         return 0.0 if stop is not None and stop.is_set() else (
             settings.block_limit * share - (time.perf_counter() - begin))
 
@@ -174,8 +264,8 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
 
 
 def lean_options(graph: CDGraph) -> OptionSet:
-    """Options that need no solver and no time: all is kept, or nothing, and what is made again goes at
-    once or stays until its last use."""
+    """Return the options that need no solver and no time: everything is kept, or nothing; recomputed values
+    are freed at once or stay until their last use."""
     stages = split_stages(graph)
     orders = [graph.backward] if not stages.stages else [
         graph.backward, keep_nothing(stages),
@@ -185,7 +275,7 @@ def lean_options(graph: CDGraph) -> OptionSet:
 
 
 def _gained(solution: BlockSolution, known: Option | None, tolerance: float) -> bool:
-    """Whether a solve proved something or found something better than what was known."""
+    """Return whether a solve proved something or found something better than what was known."""
     if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
         return True
     return solution.option is not None and (
@@ -193,8 +283,8 @@ def _gained(solution: BlockSolution, known: Option | None, tolerance: float) -> 
 
 
 def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[int, int]]:
-    """Pairs (M_peak, M_save) in bytes, loosest first: the answer to a loose pair often answers
-    tighter ones as well."""
+    """Return pairs (M_peak, M_save) in bytes, the loosest first: the answer to a loose pair often answers
+    tighter pairs, too."""
     rows, columns = grid
     top = max(peak(save_all), lowest)
     peaks = [lowest + (top - lowest) * k // max(1, rows - 1) for k in range(rows - 1)] + [top]
@@ -206,7 +296,7 @@ def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[
 
 
 def coarse_to_fine(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same pairs, every other one before those between them, and so on."""
+    """Return the pairs in another order: first every other pair, then the pairs between them, and so on."""
     if len(pairs) < 3:
         return pairs
     return coarse_to_fine(pairs[::2]) + pairs[1::2]

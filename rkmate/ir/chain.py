@@ -46,7 +46,7 @@ Op = ForwardPlain | Forward | Backward
 
 @dataclass(frozen=True)
 class Option:
-    """One way of running a block: a solution of the block's own problem."""
+    """A way to run a block: a solution of the block's own problem."""
 
     forward: tuple[int, ...]
     """Local C nodes that run in the forward, in order."""
@@ -66,7 +66,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the chain."""
+    """A block of the chain."""
 
     forward_seconds: float
     """Time of the plain forward, which saves nothing."""
@@ -92,8 +92,8 @@ class Chain:
     """Bytes of the gradients alive between the backward of block i and that of block i-1;
     ``grads[L]``: of the outputs, there from the loss on."""
     pinned: tuple[int, ...] = ()
-    """Per block: bytes that the user holds once its first forward runs, cumulative over the blocks
-    so far, and to the end (outputs of the model). Counted here and nowhere else. Empty: none."""
+    """For each block: bytes that the user holds once its first forward has run, cumulative over the blocks so
+    far, to the end (outputs of the model). Counted here and nowhere else."""
     grads_at_start: int = 0
     """The part of ``grads[L]`` that is there during the first forward already."""
 
@@ -156,7 +156,7 @@ class Chain:
         return option.forward_seconds if isinstance(op, Forward) else option.backward_seconds
 
     def nodes(self, op: Op) -> tuple[int, ...] | None:
-        """Local C nodes that an operation runs, in order; None: the block's whole forward."""
+        """Return the local C nodes that an operation runs, in order; None: the block's whole forward."""
         if isinstance(op, ForwardPlain):
             return None
         option = self.blocks[op.block].options[op.option]

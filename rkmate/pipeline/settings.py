@@ -37,8 +37,8 @@ class RunSettings:
     if that step exceeds its budget. On any device, compare checksums of what that step sends away (`offload`)
     and of what comes back."""
     on_new_shape: NewShape = "plan"
-    """What a call with other shapes, dtypes or constants does: ``"plan"`` makes a plan for it with the same
-    budget, ``"original"`` runs the original module, ``"error"`` raises."""
+    """The action for a call with other shapes, dtypes or constants: ``"plan"`` makes a plan for it with the
+    same budget, ``"original"`` runs the original module, ``"error"`` raises."""
     training: bool | None = None
     """The train flags to plan sample inputs for. None: the module's own; but a module in eval mode (as
     ``from_pretrained`` returns it) is planned as its `train` sets it, with a warning. True: always as `train`
@@ -131,9 +131,9 @@ class Settings:
     planner: str | PlannerSettings | None = None
     """Planner that makes the schedule: its name ([all planners](planners.md)), or `rkmate.PlannerSettings`
     with a name and limits of the default planner's search. None: the default planner, ``"rockmate"``."""
-    fraction_of: Literal["plain", "checkpointed"] = "plain"
+    fraction_of: Literal["plain", "checkpointed"] = "checkpointed"
     """The peak that a fractional budget refers to, for a model that calls ``torch.utils.checkpoint``: the
-    peak of its step without checkpointing, or with it."""
+    peak of its step with checkpointing, as you run it today, or without (``"plain"``)."""
     kept_plans_bytes: int = 1 << 30
     """Approximate limit, in bytes of host memory, of the plans that one wrapped module keeps. There is one
     plan for each signature (shapes, flags); the least recently used plans are dropped first, never the

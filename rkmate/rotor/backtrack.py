@@ -1,4 +1,4 @@
-"""From tables back to a sequence of operations, with budgets carried in exact bytes.
+"""Turn tables back into a sequence of operations, with budgets carried in exact bytes.
 
 Rockmate, appendix C, algorithm 3, with two differences. It is a loop, not a recursion: chains have
 hundreds of blocks. And the budget of a sub-problem is a number of bytes: only the look-up of what a
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from rkmate.ir.chain import Backward, Floats, Forward, ForwardPlain, Ints, Op
-from rkmate.rotor.memory_requirements import MemoryRequirements
-from rkmate.rotor.smallest import Smallest
+from rkmate.rotor.memory_requirements import MemoryRequirements, Smallest
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What is known of all sub-problems of a chain."""
+    """Data about all sub-problems of a chain."""
 
     needs: MemoryRequirements
     small: Smallest
@@ -26,7 +25,7 @@ class Layer:
     """``row`` and ``time``: ``time[row[s] + t, slot]``, least seconds in a table of slots; or empty."""
 
     def cost(self, s: Ints | int, t: Ints | int, memory: Ints, slot_bytes: int) -> Floats:
-        """Upper bounds of the time of sub-problems (s, t) with some bytes each."""
+        """Return upper bounds of the time of sub-problems (s, t) with some bytes each."""
         feasible = memory >= self.small.bytes[s, t]
         result: Floats = np.where(feasible, self.small.seconds[s, t], np.inf)
         row, time = self.table
@@ -46,7 +45,7 @@ class Backtrack:
         self.keep = keep
 
     def ops(self, budget: int) -> list[Op] | None:
-        """A sequence that needs at most `budget` bytes (first cut not included), or None."""
+        """Return a sequence that needs at most `budget` bytes (first cut not included), or None."""
         needs, n = self.layer.needs, self.layer.needs.blocks
         if budget < self.layer.small.bytes[0, n]:
             return None
@@ -73,7 +72,7 @@ class Backtrack:
         return result
 
     def _option(self, s: int, t: int, m: int) -> tuple[int, float]:
-        """The first case: the best option of block s, and the seconds of (s, t) with it."""
+        """Return the first case: the best option of block s, and the seconds of (s, t) with it."""
         needs = self.layer.needs
         options = needs.options[s]
         if t == s + 1:
@@ -87,7 +86,7 @@ class Backtrack:
         return best, float(direct[best])
 
     def _split(self, s: int, t: int, m: int) -> tuple[int, float]:
-        """The second case: the best cut, and the seconds of (s, t) with it."""
+        """Return the second case: the best cut, and the seconds of (s, t) with it."""
         if t == s + 1:
             return t, np.inf
         layer, needs = self.layer, self.layer.needs

@@ -1,14 +1,4 @@
-"""How many bytes each choice of the dynamic program needs: the part that budgets do not change.
-
-For the sub-problem (s, t) (forward and backward of blocks s .. t-1, cut s kept outside, gradients
-of cut t inside), Rockmate's appendix C.2 has two kinds of choice: run block s with an option and go
-on with (s+1, t), or run plain forwards up to cut i and solve (i, t), then (s, i). Arrays over
-options, over s, i or t hold bytes.
-
-Two remarks on the printed accounting. In its equation (1) the remainder starts at block s+1. And
-when t is the end of the chain, every forward of the sub-problem runs before the loss: the gradients
-of the outputs are not there yet, and are charged to the backward only.
-"""
+"""Memory that each operation of a chain needs, and the smallest budget of a chain."""
 
 from __future__ import annotations
 
@@ -18,6 +8,7 @@ import numpy as np
 
 from rkmate.ir.chain import Chain, Floats, Ints
 
+# -- Memory needs, in bytes, of each choice of the dynamic program: the part that budgets do not change ---
 
 @dataclass(frozen=True)
 class BlockOptions:
@@ -32,7 +23,7 @@ class BlockOptions:
     backward: Ints
     """Bytes during the backward, all included."""
     backward_last: Ints
-    """The same when the loss comes right between forward and backward (last block)."""
+    """Bytes during the backward if the loss comes right between forward and backward (last block)."""
 
 
 class MemoryRequirements:
@@ -45,9 +36,9 @@ class MemoryRequirements:
         """Bytes of the cuts that a sub-problem (s, t) spares for what (i, t) has."""
         pinned = chain.held_by
         self.base = np.array([g + pinned[-1] for g in chain.grads], dtype=np.int64)
-        """Per t < L: bytes of gradients and held outputs during forwards of sub-problem (s, t)."""
+        """For each t < L: bytes of gradients and held outputs during forwards of sub-problem (s, t)."""
         self.first = pinned + chain.grads_at_start
-        """Per block: the same during the first forward, where t = L."""
+        """For each block: bytes of gradients and held outputs during the first forward, where t = L."""
         self.options = [self._options(chain, s) for s in range(n)]
         peaks = np.array([b.forward_peak_bytes for b in chain.blocks], dtype=np.int64)
         during = chain.between[:n, :n] + peaks
@@ -55,7 +46,7 @@ class MemoryRequirements:
         self.run = np.maximum.accumulate(np.where(lower, 0, during), axis=1)
         """``run[s, i-1]``: bytes during plain forwards of blocks s .. i-1, cut s left out."""
         self.run_first = np.maximum.accumulate(np.where(lower, 0, during + self.first), axis=1)
-        """The same in the first forward, everything included."""
+        """Bytes during the first plain forwards, everything included."""
         self.duration = [b.forward_seconds for b in chain.blocks]
         """Seconds of each block's plain forward."""
         self.elapsed = np.concatenate(([0.0], np.cumsum(self.duration)))
@@ -77,7 +68,7 @@ class MemoryRequirements:
             np.maximum(backward, saved + outputs + pinned + chain.grads[-1]))
 
     def option(self, s: int, t: int) -> Ints:
-        """Bytes that running block s with each of its options needs in sub-problem (s, t)."""
+        """Return bytes that running block s with each of its options needs in sub-problem (s, t)."""
         o = self.options[s]
         if t == self.blocks:
             first: Ints = np.maximum(o.forward + self.first[s],
@@ -87,14 +78,14 @@ class MemoryRequirements:
         return need
 
     def option_rows(self, s: int, k: int) -> Ints:
-        """The needs of option k of block s for every t in s+1 .. L."""
+        """Return the needs of option k of block s for every t in s+1 .. L."""
         o = self.options[s]
         need: Ints = np.maximum(o.forward[k] + self.base[s + 1:], o.backward[k])
         need[-1] = self.option(s, self.blocks)[k]
         return need
 
     def split(self, s: int, t: int) -> Ints:
-        """Bytes that the plain forwards to each cut i in s+1 .. t-1 need in sub-problem (s, t)."""
+        """Return bytes that the plain forwards to each cut i in s+1 .. t-1 need in sub-problem (s, t)."""
         if t == self.blocks:
             need: Ints = self.run_first[s, s:t - 1]
         else:
@@ -102,7 +93,62 @@ class MemoryRequirements:
         return need
 
     def split_rows(self, s: int, i: int) -> Ints:
-        """The needs of the plain forwards from cut s to cut i for every t in i+1 .. L."""
+        """Return the needs of the plain forwards from cut s to cut i for every t in i+1 .. L."""
         need: Ints = self.run[s, i - 1] + self.base[i + 1:]
         need[-1] = self.run_first[s, i - 1]
         return need
+
+
+# -- The smallest memory in which a persistent sequence exists, to the byte ------------------------
+#
+# The recurrence of Rockmate's appendix C.2 with the smallest sufficient memory in place of the smallest time:
+# no memory slots, O(L^2 (L + B)).
+
+NEVER = np.int64(2**62)
+"""More bytes than any chain needs (sums of two of them still fit an int64)."""
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest memory of every sub-problem."""
+
+    bytes: Ints
+    """``bytes[s, t]``: smallest memory for blocks s .. t-1, cut s not included."""
+    seconds: Floats
+    """Time of a sequence that needs no more than that (an upper bound of the least time)."""
+
+
+def smallest(chain: Chain, needs: MemoryRequirements | None = None, *, keep: bool = True) -> Smallest:
+    """Fill the table of smallest memories.
+
+    `keep`: options may stay in memory while later blocks run; without it an option's backward
+    follows its forward at once (automatic differentiation's model).
+    """
+    needs = needs or MemoryRequirements(chain)
+    n = len(chain)
+    memory = np.full((n + 1, n + 1), NEVER, dtype=np.int64)
+    time = np.full((n + 1, n + 1), np.inf)
+    for s in range(n - 1, -1, -1):
+        options = needs.options[s]
+        for k, cost in enumerate(options.seconds):
+            need = needs.option_rows(s, k)
+            if keep:
+                need[1:] = np.maximum(need[1:], options.keep[k] + memory[s + 1, s + 2:])
+                total = np.concatenate(([cost], cost + time[s + 1, s + 2:]))
+            else:
+                need[1:] = NEVER
+                total = np.full(n - s, cost)
+            _improve(memory[s, s + 1:], time[s, s + 1:], need, total)
+        for i in range(s + 1, n):
+            need = np.maximum(needs.split_rows(s, i), needs.between[s, i] + memory[i, i + 1:])
+            need = np.maximum(need, memory[s, i])
+            elapsed = needs.elapsed[i] - needs.elapsed[s]
+            _improve(memory[s, i + 1:], time[s, i + 1:], need, time[i, i + 1:] + (elapsed + time[s, i]))
+    return Smallest(memory, time)
+
+
+def _improve(memory: Ints, time: Floats, need: Ints, total: Floats) -> None:
+    """Take over, in place, what needs less memory, or as much for less time."""
+    better = (need < memory) | ((need == memory) & (total < time))
+    np.copyto(memory, need, where=better)
+    np.copyto(time, total, where=better)

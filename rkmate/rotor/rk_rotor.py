@@ -12,16 +12,15 @@ from rkmate.errors import ArgumentError
 from rkmate.ir.chain import Backward, Chain, Forward, Op
 from rkmate.rotor.backtrack import Backtrack, Layer
 from rkmate.rotor.fill_table import fill_table
-from rkmate.rotor.memory_requirements import MemoryRequirements
+from rkmate.rotor.memory_requirements import MemoryRequirements, Smallest, smallest
 from rkmate.rotor.replay import Cost, replay
-from rkmate.rotor.smallest import Smallest, smallest
 
 BUDGETS = 128
 """Budgets at which `Table.sequence` prepares a sequence in exact bytes; fewer for chains of more
 than `LONG` blocks, in proportion to the square of their length, as each takes longer."""
 LONG = 24
 Least = tuple[MemoryRequirements, Smallest]
-"""What each choice of a chain needs, and the smallest memory of every sub-problem."""
+"""Memory needs of each choice of a chain, and the smallest memory of every sub-problem."""
 
 
 class Table:
@@ -45,7 +44,8 @@ class Table:
         self._pool: list[tuple[Cost, list[Op]]] | None = None
 
     def seconds(self, budget_bytes: int) -> float:
-        """What the table promises for a budget: `sequence` is at least as fast. inf: nothing."""
+        """Return the time that the table promises for a budget; `sequence` is at least as fast. Infinite: no
+        sequence."""
         slot = min((budget_bytes - self.chain.input_bytes) // self.slot_bytes, self.slots)
         if slot < 0:
             return np.inf
@@ -53,7 +53,7 @@ class Table:
         return float(time[row[0] + len(self.chain), slot])
 
     def sequence(self, budget_bytes: int, *, prepared: bool = True) -> list[Op] | None:
-        """The fastest sequence known within a budget; None below `minimum_bytes`.
+        """Return the fastest sequence known within a budget; None below `minimum_bytes`.
 
         Never slower than `seconds` promises: what it returns is the best of a set of sequences, of
         which it takes those that fit, and of what the table promises. With that set for every slot
@@ -68,13 +68,13 @@ class Table:
         return min(inside, key=lambda pair: pair[0].seconds)[1] if inside else None
 
     def promised(self, budget_bytes: int) -> tuple[Cost, list[Op]] | None:
-        """A sequence that is as fast as `seconds` promises; None where the table has none."""
+        """Return a sequence that is as fast as `seconds` promises; None where the table has none."""
         slot = min((budget_bytes - self.chain.input_bytes) // self.slot_bytes, self.slots)
         ops = self._backtrack.ops(slot * self.slot_bytes)
         return None if ops is None else (replay(self.chain, ops), ops)
 
     def candidates(self) -> list[tuple[Cost, list[Op]]]:
-        """Sequences for budgets between the smallest and the largest, with their costs."""
+        """Return sequences for budgets between the smallest and the largest, with their costs."""
         if self._pool is None:
             low = self.minimum_bytes - self.chain.input_bytes
             fast = fastest(self.chain) if self._keep else None
@@ -96,13 +96,13 @@ class Table:
 
 
 def least(chain: Chain, *, keep: bool = True) -> Least:
-    """What `minimum` and `solve` both begin from. `keep`: as in `rkmate.rotor.smallest.smallest`."""
+    """Return what both `minimum` and `solve` begin from. `keep`: as in `smallest`."""
     needs = MemoryRequirements(chain)
     return needs, smallest(chain, needs, keep=keep)
 
 
 def minimum(chain: Chain, known: Least | None = None) -> tuple[int, list[Op]]:
-    """The smallest memory, in bytes, that a persistent sequence needs, and a sequence within it.
+    """Return the smallest memory, in bytes, that a persistent sequence needs, and a sequence within it.
 
     The first cut is included. The sequence spends what memory sub-problems have to spare, but is
     not necessarily the fastest one at this budget. `known`: what `least` says of this chain.
@@ -115,7 +115,8 @@ def minimum(chain: Chain, known: Least | None = None) -> tuple[int, list[Op]]:
 
 
 def fastest(chain: Chain) -> list[Op]:
-    """Every block once, with its fastest option: the upper end of the trade."""
+    """Return the sequence that runs every block once, with its fastest option: the upper end of the
+    trade-off."""
     best = [min(range(len(b.options)), key=lambda k: (
         b.options[k].forward_seconds + b.options[k].backward_seconds, b.options[k].saved_bytes))
         for b in chain.blocks]
@@ -131,8 +132,8 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
     `slots`: into how many slots the memory of the fastest sequence is divided, when `slot_bytes`
     does not say how large one is. Sizes are rounded up to slots and budgets down, so what fits in
     slots fits in bytes. `most`: bytes above which more memory is not made use of; the slots of small
-    budgets are finer then. `keep`: as in `rkmate.rotor.smallest.smallest`. `known`: what `least` says of this
-    chain, where `keep` is.
+    budgets are finer then. `keep`: as in `smallest`. `known`: what `least` says of this chain, where
+    `keep` is.
     """
     chain.verify()
     if slots < 1 or (slot_bytes is not None and slot_bytes < 1):
@@ -161,13 +162,14 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
 
 
 def _top_without_keeping(chain: Chain, needs: MemoryRequirements) -> int:
-    """Memory that allows every cut to be kept while any block runs."""
+    """Return memory that allows every cut to be kept while any block runs."""
     own = max(int(needs.option(s, t).max()) for s in range(len(chain)) for t in (s + 1, len(chain)))
     return own + sum(int(chain.between[s, s + 1]) for s in range(len(chain)))
 
 
 def _slots_needed(chain: Chain, needs: MemoryRequirements, size: int, top: int, *, keep: bool) -> int:
-    """Slots above which nothing is gained, each size rounded up to slots of `size` bytes."""
+    """Return the number of slots above which nothing is gained, each size rounded up to slots of `size`
+    bytes."""
     if not keep:
         return -(-top // size) + len(chain)
     used = result = 0

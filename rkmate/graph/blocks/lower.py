@@ -1,4 +1,4 @@
-"""From the simplified joint graph to the CD graph and the statements that its nodes stand for.
+"""Lower the simplified joint graph to the CD graph and the statements of its nodes.
 
 Views join their owner's storage (Rockmate, appendix A.3); what an operation saves for its backward
 is an output of its own (the paper's phantoms, appendix A.6).
@@ -17,13 +17,12 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.alternatives import alternatives
-from rkmate.graph.passes.chunked_kernels import Alternative
+from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
-from rkmate.graph.passes.joint import adds
-from rkmate.graph.passes.simplify import Joint, is_backward, is_random, is_view
+from rkmate.graph.passes.joint import Joint, adds
+from rkmate.graph.passes.kernels import Alternative, alternatives
 from rkmate.ir.cd import CDGraph, CNode, DNode
-from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.nodes import VALUE, is_backward
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,9 @@ class Program:
     """The value that holds each D node's storage (a `getitem` where the operation has several
     outputs, a placeholder for the gradient of an output)."""
     position: tuple[int | None, ...]
-    """Which output of its operation each D node is; None for the only one."""
+    """The index of each D node among the outputs of its operation; None for a single output."""
     storage: dict[fx.Node, int | Source]
-    """Where each value lives: in a D node, or in what the caller holds."""
+    """The place of each value: a D node, or a tensor of the caller."""
     param_grads: tuple[tuple[Source, fx.Node], ...]
     """Gradients handed to autograd, in the order in which they are made; a parameter used in
     several places has several."""
@@ -54,24 +53,24 @@ class Program:
     """D nodes that stay: the module's outputs live in them, or they are copies and choices that are made
     once."""
     in_place: Mapping[fx.Node, Mapping[int, InPlace]]
-    """Per operation with donors, how its result is written over each of them."""
+    """For each operation with donors, how its result is written over each of them."""
     alternatives: Mapping[fx.Node, tuple[Alternative, ...]]
     """The other kernels of operations, where there are any."""
     views: frozenset[fx.Node] = frozenset()
     """The operations whose value shares its input's storage."""
 
     def d_of(self, node: fx.Node) -> int | None:
-        """The D node that a value lives in; None for what the caller holds."""
+        """Return the D node that a value lives in; None for what the caller holds."""
         where = self.storage[node]
         return where if isinstance(where, int) else None
 
     def reads(self, c: int) -> Iterator[fx.Node]:
-        """The values that a C node's operation takes."""
+        """Return the values that a C node's operation takes."""
         return iter(self.operation[c].all_input_nodes)
 
 
 def storage_bytes(value: Any) -> int:
-    """Bytes that the allocator hands out for the storage behind a (fake) tensor."""
+    """Return bytes that the allocator hands out for the storage behind a (fake) tensor."""
     if not isinstance(value, torch.Tensor):
         return 0
     size = int(value.untyped_storage().nbytes())
@@ -79,8 +78,8 @@ def storage_bytes(value: Any) -> int:
 
 
 def _storage_of_result(node: fx.Node) -> int:
-    """Bytes behind an operation's result. A functional copy over a part of a tensor has the whole storage of
-    that tensor, which another may have taken the place of since the trace."""
+    """Return the bytes behind an operation's result. A functional copy over a part of a tensor has the whole
+    storage of that tensor, which another tensor may have replaced since the trace."""
     size = storage_bytes(node.meta[VALUE])
     if node.target is torch.ops.aten.copy.default and isinstance(node.args[0], fx.Node):
         return max(size, storage_bytes(node.args[0].meta[VALUE]))
@@ -113,8 +112,7 @@ class _Builder:
         self.tangents: list[int] = []
         self.views: list[fx.Node] = []
         self.in_place: dict[fx.Node, dict[int, InPlace]] = {}
-        self.results = {n for n in joint.outputs if n is not None} \
-            | {n for _, n in joint.mutations} | {n for _, n in joint.grads} | set(joint.kept)
+        self.results = joint.handed()
         for node, source in joint.sources.items():
             if source.kind == "tangent":
                 if (node.users or node in self.results) and joint.wanted[int(source.key)]:
@@ -203,8 +201,7 @@ class _Builder:
         read_in_forward = {j for c in self.c[:loss] for j in c.inputs}
         outputs = [n for n in (*joint.outputs, *joint.kept) if n is not None]
         # A copy of what the forward overwrites can be made only once: it stays, as outputs do.
-        targets = {s for s, _ in joint.mutations}
-        overwritten = {n for n, s in joint.sources.items() if s in targets}
+        overwritten = joint.overwritten()
         outputs += [n for n in self.operation if n.target is torch.ops.aten.clone.default
                     and n.args[0] in overwritten]
         pinned = dict.fromkeys(w for n in outputs if isinstance(w := self.storage[n], int))

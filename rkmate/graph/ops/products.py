@@ -1,7 +1,7 @@
 """Operators of products: convolutions' gradients that are added where others stand.
 
-A convolution's weight gradient is computed a few channels at a time, so that no tensor of the weight's size
-stands beside the gradient.
+A convolution's weight gradient is computed a few channels at a time, so that no second tensor
+of the weight's size exists next to the gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def add_convolution_gradient(
 
 
 def weight_parts(weight: torch.Tensor, groups: int) -> list[slice]:
-    """Stretches of a convolution's weight, along its first dimension, whose gradients are made one by one."""
+    """Return stretches of a convolution's weight, along its first dimension, whose gradients are made one by
+    one."""
     rows = weight.shape[0]
     if groups != 1:
         return [slice(0, rows)]
@@ -58,7 +59,7 @@ def _convolution_flops(into: Any, into_bias: Any, grad_output: Any, input: Any, 
 
 
 def _part_of_weight(inputs: Tensors, outputs: Tensors) -> int:
-    """The gradient of a part of a convolution's weight, and the channels that it is computed from."""
+    """Return the gradient of a part of a convolution's weight, and the channels that it is computed from."""
     part, whole = part_bytes(outputs[0], outputs[0].nbytes), outputs[0].nbytes
     read = max(t.nbytes for t in inputs if t.shape != outputs[0].shape)
     return whole if part >= whole else part + -int(-read * part // whole)

@@ -1,16 +1,21 @@
-"""A region of the joint graph: what works row by row, from a wide product to what is narrow again."""
+"""A region of the joint graph: operations that work row by row, from a wide product to the next narrow value,
+and the test whether its backward is linear in one incoming gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import fx
 
-from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, lead_of, row_numel, shape_of
-from rkmate.graph.passes.tiles.rules import Forms, takes
-from rkmate.graph.passes.tiles.sums import sums
+from rkmate.graph.capture.operations import is_view
+from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Forms, lead_of, row_numel, shape_of, sums, takes
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import record_of
+
+aten = torch.ops.aten
 
 
 @dataclass
@@ -22,14 +27,14 @@ class Region:
     """Numbers per row of the product that it has grown from; half as many are wide."""
     forms: dict[fx.Node, int] = field(default_factory=dict)
     sums: set[fx.Node] = field(default_factory=set)
-    """Those of its operations that sum over all rows."""
+    """Operations of the region that sum over all rows."""
 
     def wide(self, node: fx.Node) -> bool:
-        """Whether a value has about as many numbers per row."""
+        """Return whether a value has about as many numbers per row."""
         return 2 * row_numel(node, self.rows) >= self.width
 
     def needs(self, node: fx.Node) -> Forms:
-        """The forms in which one of its operations takes its operands."""
+        """Return the forms in which an operation of the region takes its operands."""
         found = sums(node, self.rows) if node in self.sums else takes(node, self.forms[node], self.rows)
         assert found is not None
         return found
@@ -53,20 +58,20 @@ class Region:
         return False
 
     def _agrees(self, needed: Forms | None) -> bool:
-        """Whether operands may come in the forms that are needed."""
+        """Return whether operands may come in the forms that are needed."""
         return needed is not None and all(
             form == self.forms[n] if n in self.forms
             else form != TURNED or (n.op == "call_function" and takes(n, TURNED, self.rows) is not None)
             for n, form in needed.items())
 
     def results(self, leaving: Collection[fx.Node]) -> list[fx.Node]:
-        """Its values that others read, or that leave the graph."""
+        """Return the region's values that others read, or that leave the graph."""
         return [n for n in self.forms if n in leaving or any(u not in self.forms for u in n.users)]
 
 
 def grow(seed: fx.Node, entering: Iterable[fx.Node] = ()) -> Region:
-    """The region around a wide product: its readers until they are narrow, and what makes their other wide
-    operands. `entering`: values whose readers belong to it, too."""
+    """Return the region around a wide product: its readers until they are narrow, and the operations that
+    make their other wide operands. `entering`: values whose readers belong to it, too."""
     shape = shape_of(seed)
     assert shape is not None
     region = Region(shape[0], shape[1])
@@ -89,7 +94,7 @@ def grow(seed: fx.Node, entering: Iterable[fx.Node] = ()) -> Region:
 
 def seeds_of(graph: fx.Graph, is_seed: Callable[[fx.Node], bool],
              region_of: Callable[[fx.Node], Region | None]) -> list[fx.Node]:
-    """The seeds that have a region, none of them in the region of one before."""
+    """Return the seeds that have a region and are not in the region of an earlier seed."""
     found: list[fx.Node] = []
     taken: set[fx.Node] = set()
     for node in graph.nodes:
@@ -109,7 +114,7 @@ def close(region: Region) -> bool:
 
 
 def needed(region: Region, results: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """The operations of the region that results need; those in `stop` are there already."""
+    """Return the operations of the region that results need; those in `stop` exist already."""
     found: set[fx.Node] = set()
     todo = list(results)
     while todo:
@@ -121,12 +126,12 @@ def needed(region: Region, results: Iterable[fx.Node], stop: Collection[fx.Node]
 
 
 def readers_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All that depends on some values, themselves left out."""
+    """Return everything that depends on some values, without these."""
     return _reached(nodes, lambda n: n.users)
 
 
 def makers_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All that some values depend on, themselves left out."""
+    """Return everything that some values depend on, without these."""
     return _reached(nodes, lambda n: n.all_input_nodes)
 
 
@@ -139,3 +144,62 @@ def _reached(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
             found.add(node)
             todo += step(node)
     return found
+
+
+# -- Linear backwards ------------------------------------------------------------------------------
+
+_IN_FIRST = {getattr(aten, name) for name in (
+    "_to_copy", "clone", "neg", "sum", "mean", "expand", "slice_backward", "select_backward", "cumsum",
+    "nll_loss_backward", "_log_softmax_backward_data", "_softmax_backward_data", "tanh_backward",
+    "sigmoid_backward", "gelu_backward", "silu_backward", "threshold_backward", "leaky_relu_backward",
+    "elu_backward", "hardtanh_backward", "gather", "index", "index_select")}
+"""Linear in the first operand, whatever the others are, so long as they do not depend on the gradient."""
+_IN_ONE = {aten.mul, aten.mm, aten.bmm}
+"""Linear in each operand."""
+_TOGETHER = {aten.add, aten.sub, aten.cat}
+"""Linear where all operands are."""
+
+
+def is_linear(node: fx.Node, late: Collection[fx.Node]) -> bool:
+    """Return whether an operation's result is linear in the gradient, if its operands among `late` are."""
+    args: tuple[Any, ...] = tuple(node.args)
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    if is_zero(node):
+        return True
+    given = [n for n in node.all_input_nodes if n in late and not is_zero(n)]
+    first = args[0] if args else None
+    only_first = given == [first] and args.count(first) == 1
+    record = record_of(node.target)
+    if is_view(node) or packet in _IN_FIRST or (record is not None and record.linear):
+        return only_first
+    if packet in _IN_ONE:
+        return len(given) == 1 and args.count(given[0]) == 1
+    if packet is aten.div:
+        return only_first
+    if packet in _TOGETHER:
+        operands = [n for a in args[:2] for n in (a if isinstance(a, (list, tuple)) else [a])
+                    if not isinstance(n, int) or packet is not aten.cat]
+        return all(isinstance(n, fx.Node) and (n in late or is_zero(n)) for n in operands)
+    if packet is aten.where:
+        return args[0] not in late and all(
+            isinstance(n, fx.Node) and (n in late or is_zero(n)) for n in args[1:3])
+    if packet in (aten.masked_fill, aten.scatter) and not isinstance(args[-1], fx.Node):
+        return only_first and bool(args[-1] == 0)
+    if packet in (aten.scatter, aten.scatter_add):
+        return args[2] not in late and all(
+            isinstance(n, fx.Node) and (n in late or is_zero(n)) for n in (first, args[3]))
+    if packet is aten.constant_pad_nd:
+        return only_first and (len(args) < 3 or bool(args[2] == 0))
+    return False
+
+
+def is_zero(node: Any) -> bool:
+    """Return whether a value consists of zeros."""
+    if not isinstance(node, fx.Node):
+        return False
+    target = node.target
+    if target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
+        return True
+    if target in (aten.full.default, aten.full_like.default):
+        return bool(node.args[1] == 0)
+    return target is aten.scalar_tensor.default and bool(node.args[0] == 0)

@@ -1,26 +1,75 @@
-"""Row rules: how each operation treats the rows, and what it is on a few of them.
+"""Row rules: how each operation treats the rows along which a region is cut, and how it is written for a few
+rows.
 
-`takes` says in which form an operation wants its operands so that its result has a form. `emit` writes the
-same operation for one tile: the dimensions of the rows are one there, the first. What sums over the
-rows is in `sums`.
+`takes` returns the form that the operands of an operation must have so that its result has a given form.
+`sums` does so for operations that sum over the rows: gradients of weights and biases, and losses. `emit` and
+`emit_sum` write the operation for one tile, in which the dimensions of the rows are one dimension, the first.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, aligned, lead_of, shape_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
 from rkmate.torch_seam.schema import OpOverload, operator_name, schema_of
 
 aten = torch.ops.aten
+
+
+# -- Forms -----------------------------------------------------------------------------------------
+#
+# How a value holds the rows that a region is cut along.
+
+WHOLE = 0
+"""The form of a value that is the same for all rows."""
+TURNED = -1
+"""The form of a matrix whose last dimension are the rows. Any other form is how many leading dimensions are
+the rows: 2 of ``[batch, time, width]``."""
+
+
+def lead_of(shape: Sequence[int], rows: int) -> int | None:
+    """Return the smallest number of leading dimensions that are the rows; None if none are."""
+    count = 1
+    for k, size in enumerate(shape, 1):
+        count *= size
+        if count == rows:
+            return k
+    return None
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...] | None:
+    """Return the shape of a node's value, or of the first of several; None if it is not a tensor."""
+    value = node.meta.get(VALUE)
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def aligned(shape: Sequence[int], result: Sequence[int], rows: int, form: int) -> int | None:
+    """Return the form of an operand that is broadcast to a result of a form; None if it has a part of the
+    rows' dimensions."""
+    if form == TURNED:
+        return TURNED if tuple(shape) == tuple(result) else WHOLE if math.prod(shape) == 1 else None
+    full = (1,) * (len(result) - len(shape)) + tuple(shape)
+    if full[:form] == tuple(result[:form]):
+        return lead_of(shape, rows)
+    return WHOLE if all(size == 1 for size in full[:form]) else None
+
+
+def row_numel(node: fx.Node, rows: int) -> int:
+    """Return the number of elements of a value per row."""
+    return math.prod(shape_of(node) or (0,)) // rows
+
+
+# -- Rules -----------------------------------------------------------------------------------------
 
 Forms = dict[fx.Node, int]
 """Operands -> the form that each is wanted in."""
@@ -29,7 +78,7 @@ Form = Callable[[fx.Node, int, int], Forms | None]
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile while it is written."""
+    """A tile while it is written."""
 
     graph: fx.Graph
     n: fx.Node | int
@@ -58,8 +107,8 @@ class Rule:
 
 
 def takes(node: fx.Node, form: int, rows: int) -> Forms | None:
-    """The forms of the operands of an operation whose result has a form; None where it is no operation on
-    each row by itself."""
+    """Return the forms of the operands of an operation whose result has a form; None if it is not an
+    operation on each row by itself."""
     rule = _rule(node)
     shape = shape_of(node)
     if rule is None or shape is None or (form > 0 and lead_of(shape, rows) != form):
@@ -68,7 +117,7 @@ def takes(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def emit(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    """The operation on one tile."""
+    """Write the operation on one tile."""
     rule = _rule(node)
     assert rule is not None
     return rule.emit(node, form, tile)
@@ -88,12 +137,12 @@ def _rule(node: fx.Node) -> Rule | None:
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Its arguments, without their types."""
+    """Return a node's arguments, without their types."""
     return tuple[Any, ...](node.args)
 
 
 def together(pairs: list[tuple[Any, int | None]]) -> Forms | None:
-    """The forms together; None where one is missing, or an operand is wanted in two."""
+    """Return the forms together; None if one is missing, or if an operand is needed in two forms."""
     found: Forms = {}
     for node, form in pairs:
         if node is None:
@@ -103,7 +152,7 @@ def together(pairs: list[tuple[Any, int | None]]) -> Forms | None:
     return found
 
 
-# -- pointwise --------------------------------------------------------------------------
+# -- Rules: pointwise ------------------------------------------------------------------------------
 
 
 def _pointwise(node: fx.Node, form: int, rows: int) -> Forms | None:
@@ -113,8 +162,8 @@ def _pointwise(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def fitted(operand: Any, form: int, rank: int, tile: Tile) -> Any:
-    """An operand whose value is broadcast: without the ones that stand where the result has rows. `form`,
-    `rank`: of the result."""
+    """Return an operand whose value is broadcast, without the dimensions of size one at the places where the
+    result has rows. `form`, `rank`: of the result."""
     if not isinstance(operand, fx.Node) or tile.forms.get(operand, WHOLE) != WHOLE:
         return tile.value[operand] if isinstance(operand, fx.Node) else operand
     shape = shape_of(operand)
@@ -135,13 +184,13 @@ POINTWISE = Rule(_pointwise, _emit_pointwise)
 
 
 def _emit_clone(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    """No copy of what has the copy's layout."""
+    """Return the value itself if it has the copy's layout, without a copy."""
     base = arguments(node)[0]
     kept = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
     return tile.value[base] if form > 0 and kept else _emit_pointwise(node, form, tile)
 
 
-# -- along other dimensions -------------------------------------------------------------
+# -- Rules: along other dimensions -----------------------------------------------------------------
 
 
 def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), default: Any = None) -> Rule:
@@ -189,10 +238,10 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
 
 _SIZED = (aten.slice_backward.default, aten.select_backward.default)
 _WIDER = (aten.unsqueeze.default, aten.select_backward.default)
-"""Whose results have a dimension more than their first argument."""
+"""Operators whose results have one dimension more than their first argument."""
 
 
-# -- products ---------------------------------------------------------------------------
+# -- Rules: products -------------------------------------------------------------------------------
 
 
 def _mm(node: fx.Node, form: int, rows: int) -> Forms | None:
@@ -219,12 +268,12 @@ def _bmm(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def emit_same(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    """The operation itself on a tile's values."""
+    """Run the operation itself on a tile's values."""
     args, kwargs = fx.node.map_arg((arguments(node), node.kwargs), tile.value.__getitem__)
     return tile.call(node.target, *args, **kwargs)
 
 
-# -- views and sizes --------------------------------------------------------------------
+# -- Rules: views and sizes ------------------------------------------------------------------------
 
 
 def _view(node: fx.Node, form: int, rows: int) -> Forms | None:
@@ -260,7 +309,7 @@ def _turn(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def _turns(node: fx.Node) -> bool:
-    """Whether the two dimensions of a matrix change places."""
+    """Return whether the two dimensions of a matrix change places."""
     rest = arguments(node)[1:]
     return node.target is aten.t.default or rest == ([1, 0],) or rest in ((0, 1), (1, 0), (-1, -2), (-2, -1))
 
@@ -304,7 +353,7 @@ def _emit_cat(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     return tile.call(node.target, [tile.value[n] for n in arguments(node)[0]], dim % rank - form + 1)
 
 
-# -- pieces of losses, and what several results are made of ------------------------------
+# -- Rules: pieces of losses, and what several results are made of ---------------------------------
 
 
 def _item(node: fx.Node, form: int, rows: int) -> Forms | None:
@@ -312,7 +361,7 @@ def _item(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def _nll(node: fx.Node, form: int, rows: int) -> Forms | None:
-    """Each row's own loss; a reduced one is taken apart before."""
+    """Return the forms for the separate loss of each row; a reduced loss is taken apart before."""
     scores, target, weight, reduction = arguments(node)[:4]
     return together([(scores, 1), (target, 1), (weight, WHOLE)]) if form == 1 and reduction == 0 else None
 
@@ -326,7 +375,7 @@ def _nll_backward(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def _look_up(node: fx.Node, form: int, rows: int) -> Forms | None:
-    """Of a table that is whole, the rows that each row asks for."""
+    """Return the forms for looking up rows in a whole table."""
     table, index = arguments(node)[:2]
     if isinstance(index, (list, tuple)):
         if len(index) != 1:
@@ -335,7 +384,7 @@ def _look_up(node: fx.Node, form: int, rows: int) -> Forms | None:
     return together([(table, WHOLE), (index, form)]) if form > 0 else None
 
 
-# -- the table --------------------------------------------------------------------------
+# -- Rules: the table ------------------------------------------------------------------------------
 
 _VIEW = Rule(_view, _emit_view)
 _TURN = Rule(_turn, _emit_turn)
@@ -375,3 +424,43 @@ for _reduction in (aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim, 
                    aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
                    aten.any.dim, aten.all.dim, aten.cumsum.default, aten.var_mean.correction):
     RULES[_reduction] = _along((0,), 1)
+
+
+# -- Sums over the rows ----------------------------------------------------------------------------
+
+
+def sums(node: fx.Node, rows: int) -> Forms | None:
+    """Return the forms of the operands of an operation that sums over all rows; None for other operations."""
+    target, args = node.target, arguments(node)
+    if target is aten.mm.default:
+        return together([(args[0], TURNED), (args[1], 1)])
+    if target is aten.nll_loss_forward.default and args[3] != 0:      # taken apart before it is tiled
+        return together([(args[0], 1), (args[1], 1), (args[2], WHOLE)])
+    if target in (aten.sum.default, aten.mean.default):
+        return together([(args[0], lead_of(shape_of(args[0]) or (), rows))])
+    if target is aten.sum.dim_IntList:
+        shape = shape_of(args[0]) or ()
+        lead = lead_of(shape, rows)
+        dims = {d % len(shape) for d in args[1] or range(len(shape))} if shape else set()
+        if lead is not None and dims.issuperset(range(lead)):
+            return together([(args[0], lead)])
+    return None
+
+
+def emit_sum(node: fx.Node, tile: Tile) -> fx.Node:
+    """Write a tile's part of a sum, in the shape of the whole result."""
+    if node.target is aten.mm.default:
+        return emit_same(node, WHOLE, tile)
+    base: Any = arguments(node)[0]
+    shape, lead, value = shape_of(base) or (), tile.forms[base], tile.value[base]
+    if node.target is aten.mean.default:
+        part = tile.call(aten.sum.default, value, **node.kwargs)
+        return tile.call(aten.div.Scalar, part, math.prod(shape))
+    if node.target is aten.sum.default:
+        return tile.call(aten.sum.default, value, **node.kwargs)
+    dims = {d % len(shape) for d in arguments(node)[1] or range(len(shape))}
+    left = [0, *(d - lead + 1 for d in sorted(dims) if d >= lead)]
+    part = tile.call(aten.sum.dim_IntList, value, left, **node.kwargs)
+    after = list(shape_of(node) or ())
+    keep = len(arguments(node)) > 2 and bool(arguments(node)[2])
+    return tile.call(aten.reshape.default, part, after) if keep else part

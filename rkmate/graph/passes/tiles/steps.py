@@ -1,4 +1,4 @@
-"""What runs on one tile, in order: what overwrites what, and where each value ends."""
+"""The operations of one tile, in order, with the values that each of them overwrites and frees."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
+from rkmate.graph.passes.joint import owner_of
 from rkmate.torch_seam.nodes import VALUE
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation."""
+    """An operation of a tile."""
 
     node: fx.Node
     way: InPlace | None
@@ -26,12 +26,12 @@ class Step:
 
 
 def steps_of(graph: fx.Graph) -> tuple[Step, ...]:
-    """The operations of a tile's graph."""
+    """Return the operations of a tile's graph."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     at = {n: k for k, n in enumerate(nodes)}
     # A result is put where it belongs at once, so that it counts as read where it is made.
     last = {n: max((at[u] for u in n.users if u in at), default=at[n]) for n in nodes}
-    owner = {n: _owner(n) for n in graph.nodes if n.op != "output"}
+    owner = {n: owner_of(n) for n in graph.nodes if n.op != "output"}
     storage_ends: dict[fx.Node, int] = {}
     for n in nodes:
         storage_ends[owner[n]] = max(storage_ends.get(owner[n], 0), last[n])
@@ -55,22 +55,16 @@ def _argument(node: fx.Node, way: InPlace) -> fx.Node:
     return found
 
 
-def _owner(node: fx.Node) -> fx.Node:
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx.Node], int]) -> int:
-    """The most bytes that a tile's own values take at once. `added`: products that are added where their sum
-    stands. `inside`: of an operation, its temporaries."""
+    """Return the most bytes that a tile's own values take at once. `added`: products that are added to their
+    sum in place. `inside`: the temporaries of an operation."""
     live = peak = 0
     held: dict[fx.Node, int] = {}
     count: dict[fx.Node, int] = {}
     owner: dict[fx.Node, fx.Node] = {}
     for step in steps_of(graph):
         node = step.node
-        base = _argument(node, step.way) if step.way is not None else _owner(node)
+        base = _argument(node, step.way) if step.way is not None else owner_of(node)
         owner[node] = owner.get(base, base) if base is not node else node
         if owner[node] is node:
             held[node] = 0 if node in added else _bytes(node.meta[VALUE])

@@ -1,0 +1,63 @@
+"""The cache folder, and JSON files in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from rkmate.support.warn import warn
+
+# -- The folder in which the package keeps what it need not do twice -------------------------------
+
+def cache_folder() -> Path:
+    """Return the folder of cached entries: ``RKMATE_CACHE_DIR``, else the platform's cache folder."""
+    named = os.environ.get("RKMATE_CACHE_DIR")
+    if named:
+        return Path(named)
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData" / "Local") / "rkmate" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rkmate"
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "rkmate"
+
+
+# -- JSON files that appear whole or not at all, whoever else writes them --------------------------
+
+def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
+    """Write a file, replacing the one that was there. If that fails, the old file stays, and no other file is
+    left.
+
+    Raises:
+        OSError: the file cannot be written: a full disk, no folder, no permission.
+        TypeError: `content` is not JSON.
+    """
+    text = json.dumps(content, indent=indent) + "\n"
+    path = path.resolve()                       # a link stays a link
+    if path.exists() and not path.is_file():    # a pipe, or a device: there is nothing to replace
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """Return a file's content; None where there is none. Warns about a file that is no JSON, and counts it as
+    none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except ValueError as error:
+        warn(f"{path} is broken and will not be used ({error})")
+        return None
