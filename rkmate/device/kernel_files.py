@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from rkmate.support.cache_folder import cache_folder
+from rkmate.support.generated import load
 from rkmate.support.json_store import read_json, write_json
 from rkmate.torch_seam import compiler
 from rkmate.torch_seam.versions import KERNELS, is_off
@@ -68,8 +69,7 @@ def kept(key: str) -> Call | None:
         names: dict[str, Any] = {name: _names()[name] for name in content["names"]}
         for name, file in content["kernels"].items():
             names[name] = _kernel(folder / file)
-        exec(compile(content["source"], f"<{key[:12]}>", "exec"), names)
-        return functools.partial(names["call"], None)
+        return functools.partial(load(content["source"], f"<{key[:12]}>", names)["call"], None)
     except (OSError, ImportError, ValueError, KeyError, TypeError, AttributeError, SyntaxError):
         return None
 

@@ -4,14 +4,11 @@ original's forward.
 
 from __future__ import annotations
 
-import linecache
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import starmap
 from operator import attrgetter, getitem
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +17,6 @@ from torch import fx, nn
 from rkmate import device as devices
 from rkmate.codegen.emit import Generated
 from rkmate.device.copy_engine import CopyEngine
-from rkmate.device.quick_code import load
 from rkmate.device.random_state import RandomState
 from rkmate.errors import BackwardError, OffloadError
 from rkmate.graph.blocks.expressions import source_key
@@ -40,8 +36,10 @@ from rkmate.runtime.segments import (
     unseen,
     without_autocast,
 )
+from rkmate.support.generated import load, show
 from rkmate.torch_seam.modules import buffers_of, parameters_of
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import quickest
 from rkmate.torch_seam.tensors import all_ordinary, version_of
 
 # -- Backwards of backwards ------------------------------------------------------------------------
@@ -152,10 +150,13 @@ Redo = Callable[[RerunState, Mapping[int, torch.Tensor]], Gradients]
 """Gradients for output gradients (by output number) that this plan does not take."""
 
 
-def _is_of_a_slice(value: Any) -> bool:
-    """Whether this is a function that computes: it takes names of values, beside the environment."""
-    return (isinstance(value, FunctionType) and value.__code__.co_argcount > 1
-            and value.__code__.co_varnames[0] == "env")
+def loaded(generated: Generated, filename: str) -> dict[str, Any]:
+    """Return the names of generated source: each operator stands for what it calls, which takes less time."""
+    names = load(generated.text, filename)
+    names.update([(name, quickest(value)) for name, value in names.items()])
+    if generated.below_autograd:
+        names.update([(name, unseen(names[name])) for name in generated.slices])
+    return names
 
 
 class PlannedStep:
@@ -173,12 +174,8 @@ class PlannedStep:
         joint = partition.program.joint
         self.wanted = joint.wanted
         filename = f"<rkmate plan {next(_numbers)}>"
-        namespace = load(generated.text, filename)
-        if generated.below_autograd:
-            namespace.update((name, unseen(f)) for name, f in list(namespace.items()) if _is_of_a_slice(f))
-        # Tracebacks and debuggers show the generated lines, as long as they can run.
-        linecache.cache[filename] = (len(generated.text), None, generated.text.splitlines(True), filename)
-        weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
+        namespace = loaded(generated, filename)
+        show(generated.text, filename, self)
         self._forward = namespace["forward"]
         self._backward = [namespace[s.function] for s in generated.segments]
         self._deferred = DeferredOutputs(joint, capture.result,

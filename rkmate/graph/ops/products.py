@@ -15,9 +15,8 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from rkmate.device import onednn
-from rkmate.device.quick_code import quickest
 from rkmate.graph.ops.parts import Tensors, part_bytes, stretches
-from rkmate.torch_seam.own import OwnOperator, own_operator, register
+from rkmate.torch_seam.own import OwnOperator, own_operator, quickest, register
 
 aten = torch.ops.aten
 _mm, _addmm = quickest(aten.mm.default), quickest(aten.addmm.default)

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from rkmate.ir.calls import Writer
+
 
 class OwnFunction(ABC):
     """Operations as one node with several results. Two of equal text are equal."""
@@ -30,12 +32,8 @@ class OwnFunction(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def function(self, name: str) -> str:
-        """The generated function under another name."""
-
-    @abstractmethod
-    def namespaces(self) -> set[str]:
-        """Namespaces of operators in the text."""
+    def function(self, name: str, write: Writer = Writer()) -> str:
+        """Return the generated function under another name. `write`: what its operations are written with."""
 
     @abstractmethod
     def values(self) -> tuple[torch.Tensor, ...]:

@@ -1,32 +1,42 @@
-"""Constant arguments as Python."""
+"""Arguments and operators of nodes as values of generated source."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+from rkmate.ir.calls import Argument, Constant, Device, Name, Operator
+from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
 
-def literal(value: Any) -> str:
-    """A Python expression for a constant argument."""
-    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
+
+def _named(node: fx.Node) -> Argument:
+    return Name(node.name)
+
+
+def argument(value: Any, of_node: Callable[[fx.Node], Argument] = _named) -> Argument:
+    """Return an argument of a node as a value. `of_node`: of another node, by default its name."""
+    if isinstance(value, fx.Node):
+        return of_node(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([argument(v, of_node) for v in value])
+    return Device(str(value)) if isinstance(value, torch.device) else Constant(_literal(value))
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, (bool, int, str, complex)) or value is None:
         return repr(value)
     if isinstance(value, float):
         return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
-    if isinstance(value, complex):
-        return repr(value)
-    if isinstance(value, torch.device):
-        return f'torch.device("{value}")'
     if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
         return str(value)
     raise TypeError(f"no literal for {value!r}")
 
 
-def argument(value: Any) -> str:
-    """The same of an argument that may be a node, by its name, or a list of them."""
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(argument, value))}]"
-    return literal(value)
+@functools.lru_cache(maxsize=1 << 12)
+def operator_of(target: OpOverload) -> Operator:
+    """Return an operator by its name."""
+    return Operator(f"torch.ops.{target.namespace}.{operator_name(target)}.{overload_name(target)}")
