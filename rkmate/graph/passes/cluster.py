@@ -18,6 +18,7 @@ from rkmate.support.generated import load
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, operator_name
 
+aten = torch.ops.aten
 MOST_WORDS = 3
 """Operations that a name tells."""
 
@@ -97,5 +98,3 @@ def _value(node: fx.Node) -> Call | Item:
 def _made(text: str, name: str, threads: int, default: torch.dtype) -> Fused:
     made: Fused = load(text, f"<{name}>", {"torch": torch, "aten": torch.ops.aten, "fused": fused})[name]
     return made
-
-
