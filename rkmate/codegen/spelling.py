@@ -21,7 +21,6 @@ from rkmate.codegen.slices import Look
 from rkmate.graph.blocks.expressions import Expressions, Naming
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.literals import argument
 from rkmate.graph.passes.view_methods import view_method
 from rkmate.ir.calls import Argument, Call, Defined, Item, Method, Name, Operator
 from rkmate.torch_seam.nodes import VALUE
@@ -146,7 +145,7 @@ class Spelled(Expressions):
     def call(self, node: fx.Node) -> Call:
         method = view_method(node)
         if method in _SPREAD and not node.kwargs and isinstance(node.args[1], (list, tuple)) and node.args[1]:
-            return Call(Method(method), tuple(map(self.argument, (node.args[0], *node.args[1]))))
+            return Call(Method(method), self.arguments((node.args[0], *node.args[1])))
         return super().call(node)
 
     def _target(self, target: OpOverload | OwnFunction, args: Sequence[Any],
@@ -191,7 +190,7 @@ class Views:
         if found is None:
             base = view.args[0]
             of = (self._key(base),) if base in self._program.views else self._program.storage[base]
-            key = view.target, of, argument((view.args[1:], *view.kwargs.items()))
+            key = view.target, of, repr(view.args[1:]), repr(view.kwargs)
             found = self._keys[view] = self._keys.setdefault(key, len(self._keys))
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import fx
@@ -80,18 +80,19 @@ class Expressions:
             where = self.program.storage[node]
             return self.naming.value(where) if isinstance(where, int) else self.naming.source(where)
         if node.target is operator.getitem:
-            return Item(self.argument(node.args[0]), int(node.args[1]))  # type: ignore[arg-type]
+            return Item(self.value(node.args[0]), int(node.args[1]))  # type: ignore[arg-type]
         return self.call(node)
 
-    def argument(self, value: Any) -> Argument:
-        """Return an argument of an operation."""
-        return argument(value, self.value)
+    def arguments(self, values: Iterable[Any]) -> tuple[Argument, ...]:
+        """Return the arguments of an operation."""
+        of_node = self.value
+        return tuple([argument(value, of_node) for value in values])
 
     def call(self, node: fx.Node) -> Call:
         """Return the call of an operation; the everyday views as methods of their tensor."""
         method = view_method(node)
         if method is not None and not node.kwargs and isinstance(node.args[0], fx.Node):
-            return Call(Method(method), tuple(map(self.argument, node.args)))
+            return Call(Method(method), self.arguments(node.args))
         return self._call(node.target, node.args, node.kwargs)
 
     def call_alternative(self, node: fx.Node, which: int) -> Call:
@@ -111,8 +112,8 @@ class Expressions:
         return self._call(way.target, arguments, keywords)
 
     def _call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        return Call(self._target(target, args, kwargs), tuple(map(self.argument, args)),
-                    tuple([(k, self.argument(v)) for k, v in kwargs.items()]))
+        return Call(self._target(target, args, kwargs), self.arguments(args),
+                    tuple(zip(kwargs, self.arguments(kwargs.values()), strict=True)))
 
     def _target(self, target: OpOverload | OwnFunction, args: Sequence[Any],
                 kwargs: Mapping[str, Any]) -> Operator | Method | Defined:

@@ -21,19 +21,25 @@ def argument(value: Any, of_node: Callable[[fx.Node], Argument] = _named) -> Arg
     """Return an argument of a node as a value. `of_node`: of another node, by default its name."""
     if isinstance(value, fx.Node):
         return of_node(value)
+    if isinstance(value, int) or value is None:
+        return _number(value)
     if isinstance(value, (list, tuple)):
         return tuple([argument(v, of_node) for v in value])
-    return Device(str(value)) if isinstance(value, torch.device) else Constant(_literal(value))
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, (bool, int, str, complex)) or value is None:
-        return repr(value)
     if isinstance(value, float):
-        return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
+        finite = value == value and abs(value) != float("inf")
+        return Constant(repr(value) if finite else f'float("{value}")')
+    if isinstance(value, (str, complex)):
+        return Constant(repr(value))
+    if isinstance(value, torch.device):
+        return Device(str(value))
     if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
-        return str(value)
+        return Constant(str(value))
     raise TypeError(f"no literal for {value!r}")
+
+
+@functools.lru_cache(maxsize=1 << 12, typed=True)
+def _number(value: int | None) -> Constant:
+    return Constant(repr(value))
 
 
 @functools.lru_cache(maxsize=1 << 12)
