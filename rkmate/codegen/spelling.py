@@ -20,8 +20,7 @@ from torch import fx
 from rkmate.codegen.slices import Look
 from rkmate.graph.blocks.expressions import Expressions, Naming
 from rkmate.graph.blocks.lower import Program
-from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.view_methods import view_method
+from rkmate.graph.passes.node_calls import OwnFunction, view_method
 from rkmate.ir.calls import Argument, Call, Defined, Item, Method, Name, Operator
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, operator_name

@@ -11,9 +11,7 @@ from torch import fx
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.literals import argument, operator_of
-from rkmate.graph.passes.view_methods import view_method
+from rkmate.graph.passes.node_calls import OwnFunction, argument, operator_of, view_method
 from rkmate.ir.calls import Argument, Call, Defined, Item, Method, NameTable, Operator, letters
 from rkmate.torch_seam.schema import OpOverload, operator_name
 

@@ -11,9 +11,8 @@ from torch import fx
 
 from rkmate.device.inductor import Fused, form_of, fused
 from rkmate.graph.capture.operations import is_view
-from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.literals import argument, operator_of
-from rkmate.ir.calls import Call, Item, Writer, in_full
+from rkmate.graph.passes.node_calls import OwnFunction, call_of
+from rkmate.ir.calls import Writer, in_full
 from rkmate.support.generated import load
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, operator_name
@@ -63,7 +62,7 @@ class Cluster(OwnFunction):
                  f'    """{len(self.operations)} operations, compiled as one."""']
         for node in self.graph.nodes:
             if node.op == "call_function":
-                lines.append(f"    {node.name} = {write(_value(node))}")
+                lines.append(f"    {node.name} = {write(call_of(node.target, node.args, node.kwargs))}")
         results: Any = self.graph.output_node().args[0]
         lines.append(f"    return ({', '.join(n.name for n in results)},)")
         return "\n".join(lines) + "\n"
@@ -85,13 +84,6 @@ class Cluster(OwnFunction):
 
     def __repr__(self) -> str:
         return f"{self.name}({len(self.operations)} operations)"
-
-
-def _value(node: fx.Node) -> Call | Item:
-    if not isinstance(node.target, OpOverload):            # one of several results
-        return Item(argument(node.args[0]), int(node.args[1]))  # type: ignore[arg-type]
-    return Call(operator_of(node.target), tuple(map(argument, node.args)),
-                tuple([(k, argument(v)) for k, v in node.kwargs.items()]))
 
 
 @functools.lru_cache(maxsize=256)

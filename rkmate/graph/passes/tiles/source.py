@@ -8,11 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from rkmate.graph.passes.literals import argument, operator_of
+from rkmate.graph.passes.node_calls import call_of, operator_of
 from rkmate.graph.passes.tiles.steps import Step, steps_of
-from rkmate.ir.calls import Call, Item, Writer
+from rkmate.ir.calls import Writer
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.schema import OpOverload
 
 aten = torch.ops.aten
 
@@ -148,9 +147,5 @@ def _statement(step: Step, write: Writer) -> str:
             kwargs[step.way.keyword] = node.args[step.way.argument]
         if step.way.swapped:
             args[:2] = reversed(args[:2])
-    if not isinstance(target, OpOverload):     # one of several results
-        return f"{node.name} = {write(Item(argument(args[0]), int(args[1])))}"  # type: ignore[arg-type]
-    call = Call(operator_of(target), tuple(map(argument, args)),
-                tuple([(k, argument(v)) for k, v in kwargs.items()]))
-    return f"{node.name} = {write(call)}"
+    return f"{node.name} = {write(call_of(target, args, kwargs))}"
 

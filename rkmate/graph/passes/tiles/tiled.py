@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.functions import OwnFunction
+from rkmate.graph.passes.node_calls import OwnFunction
 from rkmate.graph.passes.tiles import source
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.steps import peak_bytes
