@@ -59,7 +59,7 @@ _INSTEAD = ("compute the inner gradient in the forward of the module that is wra
 
 
 class Original(NamedTuple):
-    """What a call does without a plan."""
+    """A call without a plan."""
 
     run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     reader: ModuleReader
@@ -67,8 +67,8 @@ class Original(NamedTuple):
     """The signature of the call."""
 
     def outputs(self, capture: Capture, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The output tensors of the original, on the call's arguments. Raises `BackwardError` where the
-        module is no longer what it was."""
+        """Return the output tensors of the original, on the call's arguments. Raises `BackwardError` where
+        the module is no longer what it was."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             given = dict(self.key.autocast)
@@ -83,23 +83,23 @@ class Original(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What a second run of one call's original needs."""
+    """Data that a second run of one call's original needs."""
 
     original: Original
     capture: Capture
     tensors: Sequence[torch.Tensor]
     """Among the arguments."""
     draws: RandomState | None
-    """Of the generators before the forward; None where nothing is drawn."""
+    """State of the generators before the forward; None if nothing is drawn."""
     targets: Mapping[str, torch.Tensor | int]
-    """What gradients are of, by source key: a parameter, or the number of an input."""
+    """Targets of the gradients, by source key: a parameter, or the number of an input."""
     buffers: Sequence[torch.Tensor]
-    """What the forward overwrites."""
+    """Buffers that the forward overwrites."""
     obstacle: str
-    """Why it cannot run a second time; empty where it can."""
+    """Why the call cannot run a second time; empty if it can."""
 
     def gradients(self, call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        """By source key, with a graph. `given`: gradients of the outputs, by number."""
+        """Return gradients by source key, with a graph. `given`: gradients of the outputs, by number."""
         if self.obstacle:
             raise BackwardError("there is no double backward (create_graph=True) of this step: "
                                 f"{self.obstacle}; {_INSTEAD}")
@@ -132,8 +132,8 @@ _version = attrgetter("_version")
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a module keeps a tensor, or a piece of one: looked up at each call, so
-    that ``model.to()`` is followed."""
+    """The attribute in which a module keeps a tensor, or a piece of one. It is read at each call, so that
+    ``model.to()`` is followed."""
 
     registry: Mapping[str, torch.Tensor | None]
     owner: str
@@ -141,7 +141,7 @@ class TensorSlot:
     """The name of a piece; empty for a whole tensor."""
 
     def get(self) -> torch.Tensor:
-        """The tensor that stands there now."""
+        """Return the tensor that stands there now."""
         value = self.registry[self.owner]
         assert value is not None
         return piece_of(value, self.piece) if self.piece else value
@@ -281,7 +281,7 @@ def _unrepeatable(joint: Joint) -> list[str]:
 
 
 Gradients = dict[str, torch.Tensor]
-"""By source key."""
+"""Gradients by source key."""
 Redo = Callable[[RerunState, Mapping[int, torch.Tensor]], Gradients]
 """Gradients for output gradients (by output number) that this plan does not take."""
 
@@ -324,7 +324,7 @@ class PlannedStep:
         self._draws = any(c.random for c in program.cd.c)
 
     def _why_not_twice(self) -> str:
-        """Why the original's forward cannot run again after this one; empty where it can."""
+        """Return why the original's forward cannot run again after this one; empty if it can."""
         if self._additions:
             return 'with gradients="in_place" the backward adds to .grad itself'
         written = [k for k in self.caller.inputs if k in self.caller.overwritten]
@@ -393,7 +393,7 @@ class PlannedStep:
 
     def _again(self, original: Original, tensors: Sequence[torch.Tensor], sources: Held,
                draws: RandomState | None) -> WithGraph:
-        """For a double backward, which is rare: nothing is looked up before."""
+        """Return the gradients for a double backward. It is rare, so nothing is looked up in advance."""
         def gradients(call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
             return Again(original, self.capture, tensors[:self.capture.inputs.count], draws,
                          {k: self.caller.inputs.get(k, sources[k]) for k in self.targets.all},
@@ -409,12 +409,14 @@ class PlannedStep:
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
 
     def run_forward(self, env: Environment) -> list[Any]:
-        """The generated forward: the outputs, and what is kept for those that are computed later."""
+        """Run the generated forward. Returns the outputs, and the values that outputs computed later depend
+        on."""
         found: list[Any] = self._forward(env)
         return found
 
     def run_backward(self, env: Environment, given: dict[int, torch.Tensor]) -> Gradients:
-        """All segments after another. `given`: by output number; the dictionary is emptied."""
+        """Run all segments of the backward, one after another. `given`: gradients by output number; the
+        dictionary is emptied."""
         self._give(env, given)
         found: Gradients = {}
         for function, targets in zip(self._backward, self.targets.returned, strict=True):
@@ -444,7 +446,7 @@ class PlannedStep:
             env.give((name,), self._as_traced(i, given.pop(i)))
 
     def again(self, state: RerunState, given: dict[int, torch.Tensor]) -> Gradients:
-        """Gradients by a second run of a forward; nothing is written, nothing is drawn anew.
+        """Return gradients by a second run of a forward; nothing is written, nothing is drawn anew.
 
         `given`: by output number, the gradients of exactly the outputs that this plan takes. The
         dictionary is emptied.
@@ -452,7 +454,7 @@ class PlannedStep:
         if self._unrepeatable:
             name = self._unrepeatable[0].partition(":")[2]
             raise BackwardError(
-                f"the loss leads to other outputs than this forward was planned for, and the forward "
+                f"the loss depends on other outputs than this forward was planned for, and the forward "
                 f"cannot be run again, because it has overwritten {name!r}: run this step again; "
                 "from now on the plan expects this loss")
         env = Environment(state.sources, state.versions, self.device, dry=True, away=self._opened())
@@ -465,7 +467,7 @@ class PlannedStep:
             return self.run_backward(env, given)
 
     def _opened(self, verify: bool = False) -> Away | None:
-        """What copies the values of one call away; None where nothing is."""
+        """Return the copies away of one call; None if the step sends nothing."""
         return Away(self._engine, verify=verify) if self._engine is not None else None
 
     def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
@@ -482,7 +484,7 @@ class PlannedStep:
 
 @contextmanager
 def _cleared(env: Environment) -> Iterator[None]:
-    """After a whole step, or where it fails, its environment holds nothing."""
+    """Clear the environment after a whole step, or if the step fails."""
     try:
         yield
     finally:
@@ -491,8 +493,8 @@ def _cleared(env: Environment) -> Iterator[None]:
 
 @contextmanager
 def _undone(env: Environment, draws: RandomState | None) -> Iterator[None]:
-    """Around a forward: where it fails, it holds nothing; and where it could not send its data away, its
-    draws are not missing, so that it can be run again."""
+    """Clear the environment if the forward fails. If its data could not be sent away, also restore the random
+    state, so that the forward can run again."""
     try:
         yield
     except BaseException as error:
@@ -503,7 +505,7 @@ def _undone(env: Environment, draws: RandomState | None) -> Iterator[None]:
 
 
 def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
-    """Whether one of the results depends on a value."""
+    """Return whether one of the results depends on a value."""
     seen, todo = {node}, [node]
     while todo:
         n = todo.pop()
@@ -516,7 +518,7 @@ def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
 
 
 def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
-    """The registry entry behind a dotted name."""
+    """Return the registry entry behind a dotted name."""
     owner = owner_name(name)
     path, _, leaf = owner.rpartition(".")
     module = model.get_submodule(path)

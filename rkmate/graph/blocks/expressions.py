@@ -27,7 +27,7 @@ class Naming(Protocol):
 
 
 def source_key(source: Source) -> str:
-    """The key under which the run time finds what the caller holds."""
+    """Return the key under which the run time finds what the caller holds."""
     return f"{source.kind}:{source.key}"
 
 
@@ -41,8 +41,8 @@ def operators_of(node: fx.Node) -> Iterator[OpOverload]:
 
 def local_names(program: Program, block: Block | None, c: tuple[int, ...],
                 table: NameTable) -> dict[int, str]:
-    """Names of one block's values, by what they are and not by where they stand: the same for identical
-    blocks, so that their functions are the same.
+    """Return names of one block's values, by what they are and not by where they stand: the same for
+    identical blocks, so that their functions are the same.
 
     `c`: the block's C nodes.
     """

@@ -1,4 +1,4 @@
-"""When two blocks are the same: a text of each, and classes of equal texts."""
+"""Find identical blocks: a text of each block, and classes of equal texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced forward does besides computing: attributes it assigns, host random numbers."""
+"""Side effects of a traced forward: attributes that it assigns, and random numbers of the host."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Assigned:
                 torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), self.new)
 
     def makes_tensors(self) -> bool:
-        """Whether it is a new attribute, of tensors in lists, tuples or dictionaries."""
+        """Return whether it is a new attribute, of tensors in lists, tuples or dictionaries."""
         leaves = pytree.tree_leaves(self.new)
         return self.old is MISSING and len(tensors_in(self.new)) == sum(
             isinstance(t, torch.Tensor) for t in leaves) > 0
@@ -88,7 +88,7 @@ class PythonState:
                 m.__dict__[field].update(registries[field])
 
     def assigned(self) -> list[Assigned]:
-        """The attributes that are other objects now."""
+        """Return the attributes that are other objects now."""
         found = []
         for path, holder, attributes in self._holders:
             if _same(holder.__dict__, attributes):
@@ -102,7 +102,7 @@ class PythonState:
 
 
 def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether these are the same objects under the same names."""
+    """Return whether these are the same objects under the same names."""
     return len(now) == len(before) and all(now.get(k, MISSING) is v for k, v in before.items())
 
 
@@ -113,7 +113,7 @@ def _is_object(value: Any) -> bool:
 
 
 def all_transient(assigned: Sequence[Assigned]) -> bool:
-    """Whether a forward may assign these: numbers and other plain values, new attributes, and the
+    """Return whether a forward may assign these: numbers and other plain values, new attributes, and the
     weights that torch's own (old) normalisations and pruning assign before each forward."""
     for a in assigned:
         known = {id(t) for t in tensors_in(a.old)}

@@ -1,4 +1,4 @@
-"""A group of operations as the target of one node: its text, and how it is called."""
+"""A group of operations as the target of one node: its text, and its calls."""
 
 from __future__ import annotations
 
