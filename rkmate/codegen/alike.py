@@ -17,7 +17,7 @@ from torch import fx
 
 from rkmate.codegen.liveness import Computed, Flow
 from rkmate.codegen.slices import Draws, Slice
-from rkmate.graph.blocks.expressions import operator_namespaces
+from rkmate.graph.blocks.expressions import operators_of
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.ir.cd import HOISTED
@@ -118,7 +118,7 @@ class Alike:
 
 def _says_all(node: fx.Node) -> bool:
     """Whether the class of a block decides what an operation of it does, by whichever kernel."""
-    spaces = operator_namespaces(node)
+    spaces = {o.namespace for o in operators_of(node)}
     return bool(spaces) and spaces <= _PLAIN
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from rkmate.codegen.deferred import function_of
 from rkmate.codegen.from_schedule import Segment, listing_of
 from rkmate.codegen.printer import print_listing
-from rkmate.codegen.slices import Call, Copy, Function, Run
+from rkmate.codegen.slices import Copy, Enter, Function, Run
+from rkmate.graph.blocks.expressions import operators_of
 from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
@@ -25,6 +26,8 @@ class Generated:
     """Generated source. `forward` and the segments' functions take the environment of one step."""
 
     text: str
+    slices: tuple[str, ...]
+    """Functions that compute; the forward, the segments and the deferred outputs' functions call them."""
     segments: tuple[Segment, ...]
     """In the order of the backward."""
     input_grads: tuple[int, ...]
@@ -48,14 +51,15 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
          summary: str = "", graph: CDGraph | None = None) -> Generated:
     """The source of a schedule that the simulator has accepted; arguments as of `listing_of`."""
     listing, segments = listing_of(partition, schedule, labels, summary, graph)
-    aliases = {space: alias for alias, space in listing.namespaces.items()}
-    later = tuple(function_of(d, f"output_{d.output}", aliases) for d in partition.program.joint.deferred)
+    later = tuple(function_of(d, f"output_{d.output}") for d in partition.program.joint.deferred)
     for part in (listing.functions, *((f,) for f in later)):       # each has an environment of its own
         replace(listing, functions=part).verify()
     listing = replace(listing, functions=(*listing.functions, *later))
-    known = _KNOWN.issuperset(listing.namespaces.values())
-    own = [r for o in _operators(partition) if (r := record_of(o)) is not None]
-    return Generated(print_listing(listing), segments,
+    operators = _operators(partition)
+    known = _KNOWN.issuperset(o.namespace for o in operators)
+    own = [r for o in operators if (r := record_of(o)) is not None]
+    printed = print_listing(listing)
+    return Generated(printed.text, printed.slices, segments,
                      tuple(int(s.key) for s, _ in partition.program.input_grads),
                      tuple(f.name for f in later), known and not any(r.uses_autograd for r in own),
                      known and not any(r.reads_host for r in own),
@@ -64,16 +68,12 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
 
 
 def _operators(partition: Partition) -> set[OpOverload]:
-    """All operators, those in tiles and groups included."""
-    found: set[OpOverload] = set()
-    for node in partition.program.operation:
-        inside = getattr(node.target, "graph", None)
-        for n in (node, *(inside.nodes if inside is not None else ())):
-            if isinstance(n.target, OpOverload):
-                found.add(n.target)
-    return found
+    """All operators, those in tiles and groups, and of deferred outputs, included."""
+    joint = partition.program.joint
+    graphs = (joint.graph, *(d.graph for d in joint.deferred))
+    return {o for graph in graphs for node in graph.nodes for o in operators_of(node)}
 
 
 def _draws(functions: Sequence[Function]) -> tuple[str, ...]:
-    return tuple(call.rng[step.state] for f in functions for call in f.body if isinstance(call, Call)
+    return tuple(call.rng[step.state] for f in functions for call in f.body if isinstance(call, Enter)
                  for step in call.slice.body if isinstance(step, Run) and step.state is not None)

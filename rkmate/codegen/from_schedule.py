@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,11 @@ from rkmate.codegen.alike import Alike, Way, source_name
 from rkmate.codegen.liveness import Computed, Flow, Freed, flow
 from rkmate.codegen.slices import (
     RESERVED,
-    Call,
     Copy,
     Count,
     Draws,
     Drop,
+    Enter,
     Function,
     Listing,
     Look,
@@ -27,10 +27,10 @@ from rkmate.codegen.slices import (
 )
 from rkmate.codegen.spelling import Spelled, Views
 from rkmate.codegen.stretches import Part, Stretch, cut_schedule
-from rkmate.graph.blocks.expressions import NameTable, local_names, operator_namespaces, source_key
+from rkmate.graph.blocks.expressions import local_names, source_key
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.functions import OwnFunction
+from rkmate.ir.calls import Argument, Constant, Held, Name, NameTable
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.schedule import Compute, Schedule, kernel_of
 from rkmate.torch_seam.nodes import VALUE
@@ -70,18 +70,6 @@ class _Maker:
         self.ran: set[int] = set()
         self.stored: set[int] = set()
         """D nodes in the environment."""
-        joint = self.program.joint
-        graphs = [joint.graph, *(d.graph for d in joint.deferred)]
-        spaces = {"aten"}.union(*(operator_namespaces(n) for g in graphs for n in g.nodes))
-        table = NameTable({*RESERVED, "forward"})
-        self.aliases = {space: table.fresh(space) for space in sorted(spaces)}
-        kernels = dict.fromkeys(k for n in self.program.operation for k in (
-            n.target, *(other.target for other in self.program.alternatives.get(n, ()))))
-        self.tiled = {t: table.fresh(f"{t.prefix}_{t.name}") for t in kernels if isinstance(t, OwnFunction)}
-        """Names of the functions of tiled and of fused computations, in each of their kernels."""
-        self.called: set[str] = set()
-        """Those that a statement calls."""
-        self.functions = table
         self.names: dict[int, tuple[dict[int, str], NameTable]] = {}
         """Of each block's values, and the table that they were taken from."""
         self.view_keys: dict[Any, int] = {}
@@ -93,12 +81,12 @@ class _Maker:
 
     def listing(self, summary: str) -> tuple[Listing, tuple[Segment, ...]]:
         cut = cut_schedule(self.cd, self.schedule, self.partition.block_of, self.partition.segments)
-        body: list[Call | Drop | Copy | Write | Count] = [c for s in cut.before for c in self._steps(s)]
+        body: list[Enter | Drop | Copy | Write | Count] = [c for s in cut.before for c in self._steps(s)]
         made = [self._forward_end(body, cut.at_loss)]
         self.stored.update(self.cd.output_grads)
         segments: list[Segment] = []
         stretches: list[Stretch] = []
-        calls: list[Call | Drop | Copy] = []
+        calls: list[Enter | Drop | Copy] = []
         for number, (parts, end) in enumerate(cut.segments):
             last = number + 1 == len(cut.segments)
             stretches += [s for s in parts if isinstance(s, Stretch)]
@@ -108,21 +96,17 @@ class _Maker:
                 p for s in stretches for c in s.steps if isinstance(c, Compute) for p in self._added(c.c)))
             if not (params or added or last):       # nothing for autograd: it runs with the next one
                 continue
-            name = self.functions.fresh(f"backward_{len(segments)}")
+            name = f"backward_{len(segments)}"
             where = sorted({s.block for s in stretches}, reverse=True)
             made.append(Function(name, f"block {', '.join(map(str, where))}", tuple(calls), returns, pops))
             segments.append(Segment(name, params, added))
             stretches, calls = [], []
         arriving = tuple(self._key(j) for j in self.cd.output_grads)
-        spaces = {alias: space for space, alias in self.aliases.items()}
-        tiled = {name: t.function(name) for t, name in self.tiled.items() if name in self.called}
-        imports = tuple(dict.fromkeys(i for t, name in self.tiled.items() if name in self.called
-                                      for i in t.imports))
-        return Listing(summary, spaces, tuple(made), arriving, tiled, imports), tuple(segments)
+        return Listing(summary, tuple(made), arriving), tuple(segments)
 
     # -- one slice ------------------------------------------------------------------------
 
-    def _steps(self, part: Part) -> Sequence[Call | Drop | Copy]:
+    def _steps(self, part: Part) -> Sequence[Enter | Drop | Copy]:
         if isinstance(part, Stretch):
             return self._calls(part)
         if part.word == "leave":
@@ -131,7 +115,7 @@ class _Maker:
             self.stored.add(part.d)
         return [Copy(part.word, self._key(part.d))]
 
-    def _calls(self, part: Stretch) -> list[Call | Drop]:
+    def _calls(self, part: Stretch) -> list[Enter | Drop]:
         found = flow(self.cd, part.steps, self.stored, self.handed)
         if not found.body:
             self.stored = found.after(self.stored)
@@ -148,8 +132,8 @@ class _Maker:
             made = known.slice
             give = [stretch.block.d[k] for k in known.give]
             sources = [stretch.sources[k] for k in known.sources]
-        call = Call(made, self._keys(found.take), self._keys(found.read),
-                    tuple(map(source_key, sources)), self._keys(give), tuple(rng))
+        call = Enter(made, self._keys(found.take), self._keys(found.read),
+                     tuple(map(source_key, sources)), self._keys(give), tuple(rng))
         self.stored = found.after(self.stored)
         return [call, Drop(self._keys(found.drop))] if found.drop else [call]
 
@@ -170,7 +154,7 @@ class _Maker:
     def _slice(self, part: Stretch, found: Flow,
                ways: Sequence[Way]) -> tuple[Slice, Sequence[int], Sequence[Source]]:
         """A stretch as a function; the D nodes that it gives, and the sources of what it reads."""
-        naming = _Locals(self, part.block)
+        naming = self._naming(part.block)
         views = Views(self.program, naming, [self.program.operation[s.c] for s in part.steps
                                              if isinstance(s, Compute)], self.view_keys)
         expressions = Spelled(self.program, naming, views)
@@ -187,15 +171,26 @@ class _Maker:
             f"block_{self.labels[part.block] if self.labels else part.block}"
         phase = "backward" if any(isinstance(s, Compute) and s.c >= self.cd.loss for s in part.steps) \
             else "forward"
-        made = Slice(f"{label}_{phase}", naming.values(found.take),
-                     naming.values(found.read), tuple(naming.sources.values()), tuple(body),
-                     naming.values(give), sum(way.state is not None for way in ways))
+        made = Slice(f"{label}_{phase}", naming.names(found.take),
+                     naming.names(found.read), tuple(naming.sources.values()), tuple(body),
+                     naming.names(give), sum(way.state is not None for way in ways))
         return made, give, tuple(naming.sources)
 
-    def _run(self, do: Computed, way: Way, expressions: Spelled, naming: _Locals) -> Run:
+    def _naming(self, block: int) -> LocalNames:
+        """Names of a block's values, for one slice."""
+        naming = LocalNames()
+        if block not in self.names:
+            whole = None if block == HOISTED else self.partition.blocks[block]
+            c = tuple(i for i, b in enumerate(self.partition.block_of) if b == HOISTED) if whole is None \
+                else whole.c
+            self.names[block] = local_names(self.program, whole, c, naming.table), naming.table
+        names, table = self.names[block]
+        naming.local, naming.table = {**names}, table.copied()
+        return naming
+
+    def _run(self, do: Computed, way: Way, expressions: Spelled, naming: LocalNames) -> Run:
         c = do.step.c
         node = self.program.operation[c]
-        naming.used.clear()
         if do.step.kernel:
             call = expressions.call_alternative(node, do.step.kernel - 1)
         elif do.donor is not None:
@@ -206,10 +201,9 @@ class _Maker:
         several = isinstance(results, (tuple, list))
         makes: list[str | None] = [None] * (len(results) if several else 1)
         for j in do.keeps:
-            makes[self.program.position[j] or 0] = naming.value(j, read=False)
-        return Run(call, tuple(naming.used), tuple(makes), several,
-                   None if do.donor is None else naming.value(do.donor, read=False), way.again, way.draws,
-                   way.adds, way.state)
+            makes[self.program.position[j] or 0] = naming.name(j)
+        return Run(call, tuple(makes), several, None if do.donor is None else naming.name(do.donor),
+                   way.again, way.draws, way.adds, way.state)
 
     def _added(self, c: int) -> list[str]:
         """The parameters whose gradients a computation adds to."""
@@ -225,10 +219,10 @@ class _Maker:
 
     # -- what leaves the functions --------------------------------------------------------
 
-    def _expression(self, node: fx.Node, pops: Collection[int] = ()) -> str:
-        return Spelled(self.program, InEnvironment(self.cd, self.aliases, pops)).value(node)
+    def _value(self, node: fx.Node, pops: Collection[int] = ()) -> Argument:
+        return Spelled(self.program, InEnvironment(self.cd, pops)).value(node)
 
-    def _forward_end(self, body: list[Call | Drop | Copy | Write | Count],
+    def _forward_end(self, body: list[Enter | Drop | Copy | Write | Count],
                      at_loss: Sequence[int]) -> Function:
         """The forward: writes what it overwrites, and returns the outputs, then what is kept for those that
         are computed later."""
@@ -237,16 +231,17 @@ class _Maker:
         early = self._keys([j for j in gone if j not in written])
         late = self._keys(sorted(j for j in gone if j in written))
         body += [Drop(early)] if early else []
-        body += [Write(source_key(s), self._expression(n)) for s, n in self.program.overwritten]
+        body += [Write(source_key(s), self._value(n)) for s, n in self.program.overwritten]
         for by in dict.fromkeys(by for _, by in self.program.joint.counters):
             body.append(Count(tuple(source_key(s) for s, n in self.program.joint.counters if n == by), by))
         body += [Drop(late)] if late else []
         self.stored.difference_update(gone)
         return Function("forward", "the forward, up to the loss", tuple(body), tuple(
-            "None" if n is None else self._expression(n)
+            Constant("None") if n is None else self._value(n)
             for n in (*self.program.joint.outputs, *self.program.joint.kept)))
 
-    def _gradients(self, end: int, last: bool) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    def _gradients(self, end: int,
+                   last: bool) -> tuple[tuple[str, ...], tuple[Argument, ...], tuple[str, ...]]:
         """Of the segment that ends with C node `end`: the parameters, what it returns, and the keys that
         this takes out of the environment."""
         ends = self.partition.segments
@@ -254,84 +249,58 @@ class _Maker:
         first = ends[k - 1] + 1 if k else self.cd.loss
         mine = [j for j in self.handed if (made := self.cd.producer[j]) is not None and first <= made <= end]
         params = tuple(str(self.handed[j][0].key) for j in mine)
-        returns = [self._expression(self.handed[j][1], {j}) for j in mine]
+        returns = [self._value(self.handed[j][1], {j}) for j in mine]
         if last:
-            returns += [self._expression(n) for _, n in self.program.input_grads]
+            returns += [self._value(n) for _, n in self.program.input_grads]
         self.stored.difference_update(mine)
         return params, tuple(returns), self._keys(mine)
 
 
-def _free(do: Freed, naming: _Locals, views: Views, cd: CDGraph) -> slices.Free:
-    return slices.Free(naming.values(do.d), sum(cd.d[j].size for j in do.d if j != do.donor), views.end(do.d))
+def _free(do: Freed, naming: LocalNames, views: Views, cd: CDGraph) -> slices.Free:
+    return slices.Free(naming.names(do.d), sum(cd.d[j].size for j in do.d if j != do.donor), views.end(do.d))
 
 
 class LocalNames:
-    """Names of what one generated function reads from outside, and what it has read."""
+    """Names of what one generated function reads and makes."""
 
-    def __init__(self, aliases: Mapping[str, str], taken: Collection[str] = ()) -> None:
-        """`aliases`: of namespaces of operators. `taken`: names that stand for something else."""
-        self.aliases = aliases
-        self.table = NameTable({*RESERVED, *aliases.values(), *taken})
+    def __init__(self) -> None:
+        self.table = NameTable(RESERVED)
+        self.local: dict[int, str] = {}
+        """Of D nodes."""
         self.sources: dict[Source, str] = {}
-        self.used: dict[str, None] = {}
-        """What was read since this was emptied."""
 
-    def source(self, source: Source) -> str:
-        if source not in self.sources:
-            self.sources[source] = self.table.fresh(source_name(source))
-        self.used[self.sources[source]] = None
-        return self.sources[source]
-
-    def namespace(self, name: str) -> str:
-        return self.aliases[name]
-
-
-class _Locals(LocalNames):
-    """Names inside one slice's function."""
-
-    def __init__(self, maker: _Maker, block: int) -> None:
-        super().__init__(maker.aliases, maker.tiled.values())
-        self.tiled, self.called = maker.tiled, maker.called
-        if block not in maker.names:
-            parts = maker.partition
-            whole = None if block == HOISTED else parts.blocks[block]
-            c = tuple(i for i, b in enumerate(parts.block_of) if b == HOISTED) if whole is None else whole.c
-            maker.names[block] = local_names(maker.program, whole, c, self.table), self.table
-        names, table = maker.names[block]
-        self.local, self.table = {**names}, table.copied()
-
-    def value(self, j: int, *, read: bool = True) -> str:
+    def name(self, j: int) -> str:
+        """Return the name of a D node."""
         if j not in self.local:
             self.local[j] = self.table.fresh("v")
-        if read:
-            self.used[self.local[j]] = None
         return self.local[j]
 
-    def values(self, ds: Collection[int]) -> tuple[str, ...]:
-        return tuple(self.value(j, read=False) for j in ds)
+    def names(self, ds: Collection[int]) -> tuple[str, ...]:
+        """Return the names of D nodes."""
+        return tuple(map(self.name, ds))
 
-    def function(self, tiled: OwnFunction) -> str:
-        self.called.add(self.tiled[tiled])
-        return self.tiled[tiled]
+    def value(self, j: int) -> Name:
+        """Return a D node's tensor."""
+        return Name(self.name(j))
+
+    def source(self, source: Source) -> Name:
+        """Return what the caller holds."""
+        if source not in self.sources:
+            self.sources[source] = self.table.fresh(source_name(source))
+        return Name(self.sources[source])
 
 
 class InEnvironment:
     """Outside the slices everything comes from the environment."""
 
-    def __init__(self, cd: CDGraph, aliases: Mapping[str, str], pops: Collection[int]) -> None:
+    def __init__(self, cd: CDGraph, pops: Collection[int]) -> None:
         self.cd = cd
-        self.aliases = aliases
         self.pops = pops
 
-    def value(self, j: int) -> str:
-        key = self.cd.d[j].name
-        return f"env.pop({key!r})" if j in self.pops else f"env[{key!r}]"
+    def value(self, j: int) -> Held:
+        """Return a D node's tensor, which may be taken out."""
+        return Held(self.cd.d[j].name, "ends" if j in self.pops else "stays")
 
-    def source(self, source: Source) -> str:
-        return f"env.source({source_key(source)!r})"
-
-    def namespace(self, name: str) -> str:
-        return self.aliases[name]
-
-    def function(self, tiled: OwnFunction) -> str:
-        raise AssertionError("outside the slices nothing is computed")
+    def source(self, source: Source) -> Held:
+        """Return what the caller holds."""
+        return Held(source_key(source), "source")

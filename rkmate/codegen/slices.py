@@ -6,19 +6,17 @@ shares with others is in the environment, under keys: a call says which.
 
 from __future__ import annotations
 
-import ast
-import functools
 import keyword
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from rkmate.errors import GraphError
+from rkmate.ir.calls import Argument, Call, Held, Item, Name, leaves
 
 RESERVED = frozenset({*keyword.kwlist, "_", "env", "torch", "take", "read", "give", "sources", "rng",
                       "float"})
-"""What a value cannot be called, beside the namespaces of operators: the words of the printed text."""
+"""What a value cannot be called: the words of the printed text."""
 
 CopyWord = Literal["copy_out", "leave", "copy_in", "arrive"]
 """Of a copy: begin it, wait for its end and free the value; make room and begin the copy back, wait for its
@@ -31,9 +29,7 @@ Draws = Literal["", "draw", "remember", "replay"]
 class Run:
     """Call one operation."""
 
-    call: str
-    """Python of the call; it reads `reads`, and namespaces of operators."""
-    reads: tuple[str, ...]
+    call: Call
     makes: tuple[str | None, ...]
     """Per result of the operation, the value that it becomes; None for what goes at once."""
     several: bool = False
@@ -54,9 +50,7 @@ class Look:
     """A name for a view that several statements read."""
 
     name: str
-    call: str
-    """Python of the view; it reads `reads`, and namespaces of operators."""
-    reads: tuple[str, ...]
+    call: Call | Item
     of: str
     """The value that it looks at: the name ends with it."""
 
@@ -90,12 +84,23 @@ class Slice:
     states: int = 0
     """How many generator states it stores or restores."""
 
-    def verify(self, namespaces: Iterable[str]) -> Slice:
-        """Check that each value is there when it is read and ends once; returns the slice itself.
+    def __hash__(self) -> int:
+        return hash((self.label, self.take, self.read, self.sources, self.give))        # the body is long
+
+    def names(self) -> Iterator[str]:
+        """Yield all names that it gives to values, some several times."""
+        yield from (*self.take, *self.read, *self.sources)
+        for step in self.body:
+            if isinstance(step, Look):
+                yield step.name
+            elif isinstance(step, Run):
+                yield from (name for name in step.makes if name is not None)
+
+    def verify(self) -> Slice:
+        """Check that each value is there when it is read and ends once; return the slice itself.
 
         Raises `GraphError`.
         """
-        known = {*namespaces, *RESERVED}
         entering = (*self.take, *self.read, *self.sources)
         own = {*self.take}                     # what may end here
         there = set(entering)
@@ -118,11 +123,11 @@ class Slice:
                 for v in step.views:
                     del views[v]
                 continue
-            used = _names_in(step.call)
-            if used - known != set(step.reads) - known or not there.issuperset(step.reads):
+            reads = {leaf.name for leaf in leaves(step.call) if isinstance(leaf, Name)}
+            if not there.issuperset(reads):
                 raise GraphError(f"{self.label}: {step.call} does not read what is there")
             if isinstance(step, Look):
-                if step.name in there or step.name in known or step.of not in there:
+                if step.name in there or step.name in RESERVED or step.of not in there:
                     raise GraphError(f"{self.label}: {step.call} cannot be called {step.name}")
                 there.add(step.name)
                 views[step.name] = step.of
@@ -131,39 +136,27 @@ class Slice:
                 raise GraphError(f"{self.label}: {step.call} makes one value")
             if (step.state is not None) != (step.draws in ("remember", "replay")):
                 raise GraphError(f"{self.label}: {step.call} repeats its draws without a state")
-            states += [step.state] if step.state is not None else []
-            if step.over is not None and step.over not in (*step.reads, *(views.get(r) for r in step.reads)):
+            if step.state is not None:
+                states.append(step.state)
+            if step.over is not None and step.over not in (*reads, *map(views.get, reads)):
                 raise GraphError(f"{self.label}: {step.call} overwrites {step.over}, which it does not read")
             over = step.over
             for name in step.makes:
                 if name is None:
                     continue
-                if name in there or name in known or not name.isidentifier():
+                if name in there or name in RESERVED or not name.isidentifier():
                     raise GraphError(f"{self.label}: {step.call} makes a second {name}")
                 there.add(name)
                 own.add(name)
         if over is not None or own != set(self.give) or len(self.give) > len(own):
             raise GraphError(f"{self.label}: gives {', '.join(self.give)}, has {', '.join(sorted(own))}")
-        if states != list(range(self.states)) or known & set(entering):
+        if states != list(range(self.states)) or RESERVED.intersection(entering):
             raise GraphError(f"{self.label}: generator states or names are not its own")
         return self
 
 
-_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
-
-
-def _names_in(call: str) -> frozenset[str]:
-    """The names of an expression. Blocks, and plans of other sizes, have the same calls but for numbers."""
-    return _parsed(_NUMBER.sub("0", call))
-
-
-@functools.lru_cache(maxsize=1 << 13)
-def _parsed(call: str) -> frozenset[str]:
-    return frozenset(n.id for n in ast.walk(ast.parse(call, mode="eval")) if isinstance(n, ast.Name))
-
-
 @dataclass(frozen=True)
-class Call:
+class Enter:
     """A slice run on the environment: the keys of what its values are."""
 
     slice: Slice
@@ -195,8 +188,8 @@ class Write:
     """Write back what the forward overwrites."""
 
     key: str
-    value: str
-    """Its new value: Python over the environment."""
+    value: Argument
+    """Its new value, from the environment."""
 
 
 @dataclass(frozen=True)
@@ -213,9 +206,9 @@ class Function:
 
     name: str
     comment: str
-    body: tuple[Call | Drop | Copy | Write | Count, ...]
-    returns: tuple[str, ...]
-    """Python over the environment."""
+    body: tuple[Enter | Drop | Copy | Write | Count, ...]
+    returns: tuple[Argument, ...]
+    """From the environment."""
     pops: tuple[str, ...] = ()
     """Keys of what `returns` takes out of the environment."""
 
@@ -225,19 +218,13 @@ class Listing:
     """All functions of a step: the forward first, then the backward's segments in order."""
 
     summary: str
-    namespaces: Mapping[str, str]
-    """Namespaces of operators, by the name that the text gives them."""
     functions: tuple[Function, ...]
     arriving: tuple[str, ...]
     """Keys of the outputs' gradients, which are there when the backward starts."""
-    tiled: Mapping[str, str] = field(default_factory=dict)
-    """Functions that run a few rows at a time, or that are compiled: names, and their text."""
-    imports: tuple[str, ...] = ()
-    """Statements that these need before them."""
 
     def verify(self) -> Listing:
         """Check every slice, that the environment has what is taken and read, and that nothing ends or is
-        overwritten while it is copied; returns the listing itself. Raises `GraphError`."""
+        overwritten while it is copied; return the listing itself. Raises `GraphError`."""
         there = _Environment()
         verified: set[int] = set()              # by identity: equal blocks call the very same ones
         for number, function in enumerate(self.functions):
@@ -245,9 +232,9 @@ class Listing:
             if number == 1:
                 there.keys.update(self.arriving)
             for step in function.body:
-                if isinstance(step, Call):
+                if isinstance(step, Enter):
                     if id(step.slice) not in verified:
-                        step.slice.verify((*self.namespaces, *self.tiled))
+                        step.slice.verify()
                         verified.add(id(step.slice))
                     there.enter(step)
                 elif isinstance(step, Drop):
@@ -256,7 +243,7 @@ class Listing:
                     there.copy(step)
                 elif isinstance(step, Write):
                     there.look(_keys_in(step.value))
-            returned = _keys_in(", ".join(function.returns))
+            returned = _keys_in(function.returns)
             there.look(returned)
             if number == 0:
                 there.hand_out(returned)
@@ -264,19 +251,9 @@ class Listing:
         return self
 
 
-@functools.lru_cache(maxsize=1 << 10)
-def _keys_in(expression: str) -> frozenset[str]:
-    """The keys that Python over the environment reads."""
-    found = set()
-    for node in ast.walk(ast.parse(f"({expression})", mode="eval")):
-        inside: ast.expr | None = None
-        if isinstance(node, ast.Subscript):
-            name, inside = node.value, node.slice
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "pop":
-            name, inside = node.func.value, node.args[0]
-        if isinstance(inside, ast.Constant) and isinstance(name, ast.Name) and name.id == "env":
-            found.add(str(inside.value))
-    return frozenset(found)
+def _keys_in(value: Argument) -> frozenset[str]:
+    """The keys of the environment that a value comes from."""
+    return frozenset(leaf.key for leaf in leaves(value) if isinstance(leaf, Held) and leaf.how != "source")
 
 
 class _Environment:
@@ -294,7 +271,7 @@ class _Environment:
         """Of each key that was copied, what was last done with it."""
         self._handed_out: frozenset[str] = frozenset()
 
-    def enter(self, call: Call) -> None:
+    def enter(self, call: Enter) -> None:
         """A slice runs."""
         part = call.slice
         if any(len(a) != len(b) for a, b in ((part.take, call.take), (part.read, call.read),

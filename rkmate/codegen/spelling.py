@@ -20,8 +20,8 @@ from torch import fx
 from rkmate.codegen.slices import Look
 from rkmate.graph.blocks.expressions import Expressions, Naming
 from rkmate.graph.blocks.lower import Program
-from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.view_methods import view_method
+from rkmate.graph.passes.node_calls import OwnFunction, view_method
+from rkmate.ir.calls import Argument, Call, Defined, Item, Method, Name, Operator
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, operator_name
 from rkmate.torch_seam.tensors import TorchDispatchMode
@@ -128,41 +128,32 @@ def _values(argument: Any) -> Any:
 
 
 class Spelled(Expressions):
-    """Expressions of generated source. Views that are read several times get names of their own."""
+    """Calls of generated source, each as the quickest. Views that are read several times get names of their
+    own."""
 
     def __init__(self, program: Program, naming: Naming, views: Views | None = None) -> None:
         """`views`: of one function; without them each view is written where it is read."""
         super().__init__(program, naming)
         self.views = views
 
-    def value(self, node: fx.Node) -> str:
+    def value(self, node: fx.Node) -> Argument:
         if self.views is None or node not in self.program.views:
-            return self._inline(node)
-        return self.views.name(node, lambda: self._inline(node))
+            return super().value(node)
+        return self.views.value(node, super().value)
 
-    def _inline(self, node: fx.Node) -> str:
-        if node in self.program.views and not isinstance(node.target, OpOverload):      # operator.getitem
-            return f"{self.value(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
-        return super().value(node)
-
-    def call(self, node: fx.Node) -> str:
+    def call(self, node: fx.Node) -> Call:
         method = view_method(node)
         if method in _SPREAD and not node.kwargs and isinstance(node.args[1], (list, tuple)) and node.args[1]:
-            rest = ", ".join(map(self._argument, node.args[1]))
-            return f"{self.value(node.args[0])}.{method}({rest})"  # type: ignore[arg-type]
+            return Call(Method(method), self.arguments((node.args[0], *node.args[1])))
         return super().call(node)
 
-    def _call(self, target: Any, args: Any, kwargs: Any) -> str:
-        how = ""
-        if not isinstance(target, OwnFunction):
-            how = spelling(target, args, kwargs)
+    def _target(self, target: OpOverload | OwnFunction, args: Sequence[Any],
+                kwargs: Mapping[str, Any]) -> Operator | Method | Defined:
+        how = "" if isinstance(target, OwnFunction) else spelling(target, args, kwargs)
         if not how:
-            return super()._call(target, args, kwargs)
-        parts = [self._argument(a) for a in args]
-        parts += [f"{k}={self._argument(v)}" for k, v in kwargs.items()]
-        if how == "method":
-            return f"{parts[0]}.{operator_name(target)}({', '.join(parts[1:])})"
-        return f"torch.{operator_name(target)}({', '.join(parts)})"
+            return super()._target(target, args, kwargs)
+        name = operator_name(target)
+        return Method(name) if how == "method" else Operator(f"torch.{name}")
 
 
 class Views:
@@ -202,23 +193,21 @@ class Views:
             found = self._keys[view] = self._keys.setdefault(key, len(self._keys))
         return found
 
-    def name(self, node: fx.Node, write: Callable[[], str]) -> str:
-        """The view's name, or what `write` writes where it is read once."""
+    def value(self, node: fx.Node, inline: Callable[[fx.Node], Argument]) -> Argument:
+        """Return the view's name; where it is read once, what `inline` makes of it."""
         key, naming = self._key(node), self._naming
         if self._uses[key] < 2:
-            return write()
+            return inline(node)
         if key not in self._names:
-            outside, naming.used = naming.used, {}
-            text, reads = write(), tuple(naming.used)
-            naming.used = outside
+            call = inline(node)
+            assert isinstance(call, (Call, Item))
             word = view_method(node) or operator_name(node.target, "part")
             where = self._program.storage[node]
-            owner = naming.value(where, read=False) if isinstance(where, int) else naming.sources[where]
+            owner = naming.name(where) if isinstance(where, int) else naming.sources[where]
             name = naming.table.fresh(f"{owner}_{word}")
             self._names[key] = name, where
-            self.new.append(Look(name, text, reads, owner))
-        naming.used[self._names[key][0]] = None
-        return self._names[key][0]
+            self.new.append(Look(name, call, owner))
+        return Name(self._names[key][0])
 
     def take_new(self) -> list[Look]:
         """The views that the statement written last is the first to read."""

@@ -151,9 +151,7 @@ class PlanData:
         return max(0.0, 1 - self.bound_seconds / self.step_seconds)
 
     def __repr__(self) -> str:
-        return (f"<rkmate.Plan {self.planner}: peak {_mb(self.peak_bytes)} of budget "
-                f"{_mb(self.budget_bytes)} (without: {_mb(self.baseline_peak_bytes)}), "
-                f"time {self.overhead:+.1%}, {len(self.blocks)} blocks>")
+        return f"<{in_one_line(self)}>"
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, completely or not at all. Loading a plan runs no code."""
@@ -201,6 +199,13 @@ class PlanData:
             **({"gradients": self.gradients} if self.gradients != "returned" else {}),
             **({"compiled": self.compiled, "fused": [list(f) for f in self.fused]} if self.compiled else {}),
         }
+
+
+def in_one_line(plan: PlanData) -> str:
+    """Return the planner, peak, budget, time and number of blocks of a plan in one line."""
+    return (f"rkmate.Plan {plan.planner}: peak {_mb(plan.peak_bytes)} of budget {_mb(plan.budget_bytes)} "
+            f"(without: {_mb(plan.baseline_peak_bytes)}), "
+            f"time {plan.overhead:+.1%}, {len(plan.blocks)} blocks")
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:

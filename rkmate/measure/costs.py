@@ -17,7 +17,6 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.device import Device, PartsMeter
-from rkmate.device.quick_code import quickest
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
@@ -31,6 +30,7 @@ from rkmate.measure.runs import Caches, Timings, as_in_a_step, copied_forms, mad
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import temporary_bytes
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import quickest
 from rkmate.torch_seam.schema import OpOverload
 
 LONG = 1e-3

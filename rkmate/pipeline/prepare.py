@@ -22,7 +22,7 @@ from rkmate import device as devices
 from rkmate.device.inductor import check_compiler, form_of, fused
 from rkmate.device.inductor import version as compiler_version
 from rkmate.errors import ArgumentError, CaptureError, CompilerError, DeviceMemoryError, RkmateError
-from rkmate.graph.blocks.identity import block_text, classes_of
+from rkmate.graph.blocks.identity import block_texts, classes_of
 from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
@@ -267,8 +267,8 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
         parts = partition(program, traced.settings.cut)
         stages = cut_children(parts.program, traced.children)
         parts = reordered(parts, () if stages is None else stages.blocks)
-        texts = tuple(block_text(parts.program, b) for b in parts.blocks)
-        classes = tuple(classes_of(texts))
+        texts = block_texts(parts)
+        classes = classes_of(texts)
     cd = parts.program.cd
     nodes = {"captured": joint.nodes_before, "computations": len(cd.c), "forward": cd.loss,
              "storages": len(cd.d), "blocks": len(parts.blocks), "unique": len(set(classes)),

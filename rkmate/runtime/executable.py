@@ -4,14 +4,12 @@ original's forward.
 
 from __future__ import annotations
 
-import linecache
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import starmap
 from operator import attrgetter, getitem
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +18,14 @@ from torch import fx, nn
 from rkmate import device as devices
 from rkmate.codegen.emit import Generated
 from rkmate.device.copy_engine import CopyEngine
-from rkmate.device.quick_code import load
 from rkmate.device.random_state import RandomState
 from rkmate.errors import BackwardError, OffloadError
 from rkmate.graph.blocks.expressions import source_key
+from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.structure import owner_name, piece_of, take_apart
+from rkmate.graph.passes.joint import Joint
 from rkmate.runtime.added_gradients import Additions, Held
 from rkmate.runtime.deferred import DeferredOutputs
 from rkmate.runtime.environment import Away, Environment, RerunState, generator_state, generators_at
@@ -40,8 +39,10 @@ from rkmate.runtime.segments import (
     unseen,
     without_autocast,
 )
+from rkmate.support.generated import load, show
 from rkmate.torch_seam.modules import buffers_of, parameters_of
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import quickest
 from rkmate.torch_seam.tensors import all_ordinary, version_of
 
 # -- Backwards of backwards ------------------------------------------------------------------------
@@ -146,17 +147,152 @@ class TensorSlot:
         return piece_of(value, self.piece) if self.piece else value
 
 
+@dataclass(frozen=True)
+class CallerTensors:
+    """Where a step finds the tensors that its caller holds, by source key."""
+
+    slots: Mapping[str, TensorSlot]
+    """Parameters and buffers."""
+    constants: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, int]
+    """Numbers among the tensors in the arguments."""
+    overwritten: frozenset[str]
+    """What the forward writes to."""
+
+    @cached_property
+    def _whole(self) -> dict[str, tuple[Mapping[str, torch.Tensor | None], str]]:
+        return {k: (s.registry, s.owner) for k, s in self.slots.items() if not s.piece}
+
+    @cached_property
+    def _pieces(self) -> list[tuple[str, TensorSlot]]:
+        return [(k, s) for k, s in self.slots.items() if s.piece]
+
+    @cached_property
+    def _versioned(self) -> list[str]:
+        return [k for k in (*self.slots, *self.constants, *self.inputs) if k not in self.overwritten]
+
+    def now(self, tensors: Sequence[torch.Tensor]) -> Held:
+        """Return what the caller holds now. `tensors`: those in the arguments."""
+        found = Held(zip(self._whole, starmap(getitem, self._whole.values()), strict=True))
+        for key, slot in self._pieces:
+            found[key] = slot.get()
+        found.update(self.constants)
+        for key, i in self.inputs.items():
+            found[key] = tensors[i].detach()                   # detach: the boundary of autograd
+        return found
+
+    def versions(self, sources: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Return the versions of what the backward may read, and nobody may change before it."""
+        try:
+            return dict(zip(self._versioned, map(_version, map(sources.__getitem__, self._versioned)),
+                            strict=True))
+        except RuntimeError:                # inference tensors have none
+            return {k: version_of(sources[k]) for k in self._versioned if not sources[k].is_inference()}
+
+    def target(self, key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the parameter or input that a gradient is of."""
+        return tensors[self.inputs[key]] if key in self.inputs else self.slots[key].get()
+
+    @property
+    def written_inputs(self) -> list[int]:
+        """Tensors in the arguments that the forward writes to."""
+        return [i for k, i in self.inputs.items() if k in self.overwritten]
+
+
+def _caller_tensors(model: nn.Module, capture: Capture, joint: Joint, generated: Generated) -> CallerTensors:
+    slots: dict[str, TensorSlot] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs: dict[str, int] = {}
+    for source in capture.sources.values():
+        key = source_key(source)
+        if source.kind == "input":
+            inputs[key] = int(source.key)
+        elif source.kind == "constant":
+            constants[key] = capture.constants[str(source.key)]
+        elif source.kind != "tangent":
+            slots[key] = slot(model, str(source.key), source.kind)
+    for name in (p for s in generated.segments for p in (*s.params, *s.added)):
+        slots.setdefault(f"param:{name}", slot(model, name, "param"))
+    return CallerTensors(slots, constants, inputs, frozenset(map(source_key, joint.written())))
+
+
+class Targets(NamedTuple):
+    """What the gradients of a step are of, by source key."""
+
+    params: tuple[tuple[str, ...], ...]
+    """Per segment of the backward: parameters whose gradients it returns."""
+    returned: tuple[tuple[str, ...], ...]
+    """Per segment: all that it returns gradients of. The last one's inputs are among them."""
+    added: tuple[tuple[str, ...], ...]
+    """Per segment: parameters whose gradients it adds to."""
+    all: tuple[str, ...]
+    """Whatever the captured backward has gradients of."""
+
+    @property
+    def last(self) -> int:
+        """The last segment that autograd asks for."""
+        return max(k for k, keys in enumerate(self.returned) if keys or self.added[k])
+
+
+def _targets(capture: Capture, generated: Generated) -> Targets:
+    params = tuple([tuple([f"param:{p}" for p in s.params]) for s in generated.segments])
+    inputs = tuple([f"input:{i}" for i in generated.input_grads])
+    return Targets(params, (*params[:-1], (*params[-1], *inputs)),
+                   tuple([tuple([f"param:{p}" for p in s.added]) for s in generated.segments]),
+                   tuple(dict.fromkeys(source_key(s) for s, _ in capture.grads)))
+
+
+class Outputs(NamedTuple):
+    """The outputs of a step, by number."""
+
+    forms: tuple[tuple[tuple[int, ...], torch.dtype, tuple[int, ...]] | None, ...]
+    """Shape, dtype and strides of each in the trace."""
+    tangents: tuple[tuple[int, str], ...]
+    """Those that the backward takes a gradient of, with the key of the gradient."""
+    fixed: tuple[int, ...]
+    """The others."""
+    unplanned: tuple[int, ...]
+    """The others that autograd could differentiate."""
+    keys: tuple[str, ...]
+    """What the environment has that the caller gets."""
+
+
+def _outputs(capture: Capture, program: Program) -> Outputs:
+    meta = [n.meta[VALUE] if n is not None else None for n in program.joint.outputs]
+    wanted = program.joint.wanted
+    return Outputs(
+        tuple([None if m is None else (tuple(m.shape), m.dtype, tuple(m.stride())) for m in meta]),
+        tuple([(i, f"grad_output_{i}") for i, w in enumerate(wanted) if w]),
+        tuple([i for i, w in enumerate(wanted) if not w]),
+        tuple([i for i, d in enumerate(capture.differentiable) if d and not wanted[i]]),
+        tuple([program.cd.d[j].name for j in program.pinned]))
+
+
+def _unrepeatable(joint: Joint) -> list[str]:
+    """What a second run of the forward would find changed, by source key.
+
+    What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second run may
+    find another value where it leads to new values of such things only (a counter).
+    """
+    results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads} | joint.additions()
+    written = joint.written()
+    return [source_key(s) for n, s in joint.sources.items() if s in written and any(
+        u.target is torch.ops.aten.clone.default and _leads_to(u, results) for u in n.users)]
+
+
 Gradients = dict[str, torch.Tensor]
 """Gradients by source key."""
 Redo = Callable[[RerunState, Mapping[int, torch.Tensor]], Gradients]
 """Gradients for output gradients (by output number) that this plan does not take."""
 
 
-def _is_of_a_slice(value: Any) -> bool:
-    """Return whether `value` is a function that computes: it takes names of values, in addition to the
-    environment."""
-    return (isinstance(value, FunctionType) and value.__code__.co_argcount > 1
-            and value.__code__.co_varnames[0] == "env")
+def loaded(generated: Generated, filename: str) -> dict[str, Any]:
+    """Return the names of generated source: each operator stands for what it calls, which takes less time."""
+    names = load(generated.text, filename)
+    names.update([(name, quickest(value)) for name, value in names.items()])
+    if generated.below_autograd:
+        names.update([(name, unseen(names[name])) for name in generated.slices])
+    return names
 
 
 class PlannedStep:
@@ -164,78 +300,34 @@ class PlannedStep:
 
     def __init__(self, model: nn.Module, capture: Capture, partition: Partition,
                  generated: Generated, device: torch.device, engine: CopyEngine | None = None) -> None:
-        """`engine`: copies values away, if the source says so."""
+        """`engine`: what copies values away, where the source says so."""
+        assert engine is not None or not generated.copies, "nothing copies values away"
+        program = partition.program
+        filename = f"<rkmate plan {next(_numbers)}>"
+        names = loaded(generated, filename)
+        show(generated.text, filename, self)
         self.capture = capture
         self.generated = generated
         self.device = device
-        assert engine is not None or not generated.copies, "nothing copies values away"
+        self.wanted = program.joint.wanted
+        self.caller = _caller_tensors(model, capture, program.joint, generated)
+        self.targets = _targets(capture, generated)
+        self.outputs = _outputs(capture, program)
         self._engine = engine
-        self.result = capture.result
-        joint = partition.program.joint
-        self.wanted = joint.wanted
-        filename = f"<rkmate plan {next(_numbers)}>"
-        namespace = load(generated.text, filename)
-        if generated.below_autograd:
-            namespace.update((name, unseen(f)) for name, f in list(namespace.items()) if _is_of_a_slice(f))
-        # Tracebacks and debuggers show the generated lines, as long as they can run.
-        linecache.cache[filename] = (len(generated.text), None, generated.text.splitlines(True), filename)
-        weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
-        self._forward = namespace["forward"]
-        self._backward = [namespace[s.function] for s in generated.segments]
-        self._deferred = DeferredOutputs(joint, capture.result,
-                                         [namespace[name] for name in generated.deferred], device)
-        self._slots: dict[str, TensorSlot] = {}
-        self.inputs: dict[str, int] = {}
-        self._fixed: dict[str, torch.Tensor] = {}
-        for source in capture.sources.values():
-            key = source_key(source)
-            if source.kind == "input":
-                self.inputs[key] = int(source.key)
-            elif source.kind == "constant":
-                self._fixed[key] = capture.constants[str(source.key)]
-            elif source.kind != "tangent":
-                self._slots[key] = slot(model, str(source.key), source.kind)
-        self._params = [[f"param:{p}" for p in s.params] for s in generated.segments]
-        targets = [[f"param:{p}" for p in s.params] for s in generated.segments]
-        targets[-1] += [f"input:{i}" for i in generated.input_grads]
-        self._targets = targets
-        self._added = [[f"param:{p}" for p in s.added] for s in generated.segments]
-        for key in (k for keys in (*self._params, *self._added) for k in keys):
-            self._slots.setdefault(key, slot(model, key.partition(":")[2], "param"))
+        self._forward = names["forward"]
+        self._backward = [names[s.function] for s in generated.segments]
+        self._deferred = DeferredOutputs(program.joint, capture.result,
+                                         [names[name] for name in generated.deferred], device)
         self._additions = list(dict.fromkeys(p for s in generated.segments for p in s.added))
-        self._last = max(k for k, t in enumerate(targets) if t or self._added[k])
-        self._fixed_outputs = [i for i, w in enumerate(self.wanted) if not w]
-        self._tangents = [(i, f"grad_output_{i}") for i, w in enumerate(self.wanted) if w]
-        self.unplanned = [i for i, d in enumerate(capture.differentiable)
-                           if d and not self.wanted[i]]
-        self._all_targets = list(dict.fromkeys(source_key(s) for s, _ in capture.grads))
-        meta = [n.meta[VALUE] if n is not None else None for n in joint.outputs]
-        self._meta = [(tuple(m.shape), m.dtype, tuple(m.stride())) if m is not None else None
-                      for m in meta]
-        written = joint.written()
-        self._free = {source_key(s) for s in written}
-        slots = self._slots.items()
-        self._whole = {k: (s.registry, s.owner) for k, s in slots if not s.piece}
-        self._pieces = [(k, s) for k, s in slots if s.piece]
-        self._versioned = [k for k in (*self._slots, *self._fixed, *self.inputs) if k not in self._free]
-        self.written = [i for k, i in self.inputs.items() if k in self._free]
-        """Tensors among the arguments that the forward writes to."""
-        # What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second
-        # run may find another value where it leads to new values of such things only (a counter).
-        results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads} \
-            | joint.additions()
-        self._unrepeatable = [source_key(s) for n, s in joint.sources.items() if s in written and any(
-            u.target is torch.ops.aten.clone.default and _leads_to(u, results) for u in n.users)]
-        self._not_twice = self._why_not_twice()
-        cd = partition.program.cd
-        self._output_names = [cd.d[j].name for j in partition.program.pinned]
-        self._draws = any(c.random for c in cd.c)
+        self._last = self.targets.last
+        self._unrepeatable = _unrepeatable(program.joint)
+        self._draws = any(c.random for c in program.cd.c)
 
     def _why_not_twice(self) -> str:
         """Return why the original's forward cannot run again after this one; empty if it can."""
         if self._additions:
             return 'with gradients="in_place" the backward adds to .grad itself'
-        written = [k for k in self._free if k in self.inputs]
+        written = [k for k in self.caller.inputs if k in self.caller.overwritten]
         if written or self._unrepeatable:
             return f"the forward has overwritten {(*written, *self._unrepeatable)[0].partition(':')[2]!r}"
         return ""
@@ -245,22 +337,23 @@ class PlannedStep:
                  opened: Callable[[Call], None] | None = None,
                  read: Callable[[str], None] | None = None, original: Original | None = None,
                  verify: bool = False) -> Any:
-        """Run the forward of one step. The backward follows through autograd, and calls `finished`. `opened`:
-        called with the call when its forward has run; `read`: called with the name of an output that is read
-        and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of data
-        that is sent away."""
-        sources = self.sources(tensors)
+        """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
+        told of the call when its forward has run; `read`: told the name of an output that is
+        read and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of
+        what is sent away."""
+        caller, targets, known = self.caller, self.targets, self.outputs
+        sources = caller.now(tensors)
         additions = Additions(sources, self._additions) if self._additions else None
-        versions = self.versions(sources)
-        several = len(self.unplanned) + len(self._tangents) > 1
+        versions = caller.versions(sources)
+        several = len(known.unplanned) + len(known.tangents) > 1
         state = generator_state(self.device) if self._draws else None
         env = Environment(sources, {}, self.device, away=self._opened(verify))
         env.unrecorded = self.generated.below_autograd and all_ordinary(sources.values())
         with torch.no_grad(), without_autocast(self.device), unrecorded(env.unrecorded), _undone(env, state):
             results = self._forward(env)
-        env.watch(self._output_names)
+        env.watch(known.keys)
         env.watch_sources(versions)
-        call = Call(env, self._backward, self._last, self._targets)
+        call = Call(env, self._backward, self._last, targets.returned)
         call.rerun = RerunState(sources, versions, state) if several else None
         call.finished = finished
         call.additions = additions
@@ -268,11 +361,11 @@ class PlannedStep:
             call.again_with_graph = self._again(original, tensors, sources, state)
         if opened is not None:
             opened(call)
-        params = [[sources[k] for k in keys] for keys in self._params]
-        added = [[sources[k] for k in keys] for keys in self._added]
+        params = [[sources[k] for k in keys] for keys in targets.params]
+        added = [[sources[k] for k in keys] for keys in targets.added]
         inputs = [tensors[i] for i in self.generated.input_grads]
         # Fresh aliases: what the user gets refers to the environment, and must not stand in it.
-        count = len(self._meta)
+        count = len(known.forms)
         outputs: list[Any] = [o if o is None else o.detach() for o in results[:count]]
         self._deferred.fill(outputs, results[count:], sources, read)
         del results
@@ -280,8 +373,8 @@ class PlannedStep:
         def receive(call: Call, grads: list[torch.Tensor | None]) -> None:
             self._receive(call, grads, redo)
 
-        flat = connect(call, receive, outputs, self._fixed_outputs, params, inputs, added)
-        if self.unplanned:
+        flat = connect(call, receive, outputs, known.fixed, params, inputs, added)
+        if known.unplanned:
             def unplanned(given: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
                 if additions is not None:
                     additions.check()
@@ -291,51 +384,28 @@ class PlannedStep:
                     if additions is not None:
                         additions.were_interrupted()
                     raise
-                return [found.get(k) for k in self._all_targets]
+                return [found.get(k) for k in targets.all]
 
-            places = self.inputs
-            targets = [tensors[places[k]] if k in places else sources[k] for k in self._all_targets]
-            connect_unplanned(call, unplanned, flat, self.unplanned, targets)
-        return self.result.fill(flat)
+            places = caller.inputs
+            connect_unplanned(call, unplanned, flat, known.unplanned, [
+                tensors[places[k]] if k in places else sources[k] for k in targets.all])
+        return self.capture.result.fill(flat)
 
     def _again(self, original: Original, tensors: Sequence[torch.Tensor], sources: Held,
                draws: RandomState | None) -> WithGraph:
         """Return the gradients for a double backward. It is rare, so nothing is looked up in advance."""
         def gradients(call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
             return Again(original, self.capture, tensors[:self.capture.inputs.count], draws,
-                         {k: self.inputs[k] if k in self.inputs else sources[k]
-                          for k in self._all_targets},
-                         [sources[k] for k in self._free if k in self._slots], self._not_twice
-                         ).gradients(call, given)
+                         {k: self.caller.inputs.get(k, sources[k]) for k in self.targets.all},
+                         [sources[k] for k in self.caller.overwritten if k in self.caller.slots],
+                         self._why_not_twice()).gradients(call, given)
         return gradients
 
     # -- parts of a step --------------------------------------------------------------------
 
-    def sources(self, tensors: Sequence[torch.Tensor]) -> Held:
-        """Return the caller's current tensors. `tensors`: those among the arguments."""
-        found = Held(zip(self._whole, starmap(getitem, self._whole.values()), strict=True))
-        for key, slot in self._pieces:
-            found[key] = slot.get()
-        found.update(self._fixed)
-        for key, i in self.inputs.items():
-            found[key] = tensors[i].detach()                   # detach: the boundary of autograd
-        return found
-
-    def versions(self, sources: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Return the versions of tensors that the backward may read and that nobody may change before it."""
-        try:
-            return dict(zip(self._versioned, map(_version, map(sources.__getitem__, self._versioned)),
-                            strict=True))
-        except RuntimeError:                # inference tensors have none
-            return {k: version_of(sources[k]) for k in self._versioned if not sources[k].is_inference()}
-
-    def target(self, key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the parameter or input that a gradient is of."""
-        return tensors[self.inputs[key]] if key in self.inputs else self._slots[key].get()
-
     def empty_gradient(self, i: int) -> torch.Tensor:
-        """Allocate the gradient of output `i`, as the traced backward expects it."""
-        shape, dtype, stride = self._meta[i]  # type: ignore[misc]
+        """Room for the gradient of output `i`, as the traced backward expects it."""
+        shape, dtype, stride = self.outputs.forms[i]  # type: ignore[misc]
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
 
     def run_forward(self, env: Environment) -> list[Any]:
@@ -349,7 +419,7 @@ class PlannedStep:
         dictionary is emptied."""
         self._give(env, given)
         found: Gradients = {}
-        for function, targets in zip(self._backward, self._targets, strict=True):
+        for function, targets in zip(self._backward, self.targets.returned, strict=True):
             for key, grad in zip(targets, function(env), strict=True):
                 if grad is not None:
                     found[key] = found[key] + grad if key in found else grad
@@ -358,13 +428,13 @@ class PlannedStep:
     def _receive(self, call: Call, grads: list[torch.Tensor | None], redo: Redo) -> None:
         """Move the gradients of the outputs into the environment; empties the list."""
         given: dict[int, torch.Tensor] = {}
-        for i, _ in self._tangents:
+        for i, _ in self.outputs.tangents:
             grad, grads[i] = grads[i], None
             if grad is not None:
                 given[i] = grad
                 del grad
         call.goes_through(given)
-        if len(given) == len(self._tangents) and call.ready is None:
+        if len(given) == len(self.outputs.tangents) and call.ready is None:
             self._give(call.env, given)
             return
         # The gradients of what only the others lead to have to be None, not zeros.
@@ -372,7 +442,7 @@ class PlannedStep:
         call.ready = redo(call.rerun, given) if given and call.rerun is not None else {}
 
     def _give(self, env: Environment, given: dict[int, torch.Tensor]) -> None:
-        for i, name in self._tangents:
+        for i, name in self.outputs.tangents:
             env.give((name,), self._as_traced(i, given.pop(i)))
 
     def again(self, state: RerunState, given: dict[int, torch.Tensor]) -> Gradients:
@@ -401,8 +471,8 @@ class PlannedStep:
         return Away(self._engine, verify=verify) if self._engine is not None else None
 
     def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of output `i` in the layout that the traced backward expects."""
-        _, dtype, stride = self._meta[i]  # type: ignore[misc]
+        """The gradient of output `i` in the layout that the traced backward expects."""
+        _, dtype, stride = self.outputs.forms[i]  # type: ignore[misc]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         same = grad.dtype is dtype and not grad.is_conj() and not grad.is_neg() and all(

@@ -27,6 +27,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.sizes import family
 from rkmate.graph.sizes.dry_run import Recording
 from rkmate.graph.sizes.family import KnownCall, derived, known_call, possible
+from rkmate.ir.plan import in_one_line
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable
@@ -514,7 +515,7 @@ class PlanCache:
         prepared, plan = planned.prepared, planned.plan
         labels = [b.label for b in prepared.infos]
         compile_all(prepared.partition.program.operation, traced.progress)
-        generated = emit(prepared.partition, plan.schedule, labels, repr(plan)[1:-1], prepared.graph)
+        generated = emit(prepared.partition, plan.schedule, labels, in_one_line(plan), prepared.graph)
         plan = replace(plan, source=generated.text)
         step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device,
                            self._engines.of(prepared.device) if generated.copies else None)

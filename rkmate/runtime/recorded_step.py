@@ -49,10 +49,9 @@ def check_plan(plan: Plan, step: PlannedStep) -> None:
     if not step.generated.only_known:
         raise ArgumentError(f"{_OPTION} records operations that ask the host for nothing, and the plan has "
                             "others (submodules that run as they are, or custom operators), which may")
-    if step.written:
+    if written := step.caller.written_inputs:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward writes to tensor "
-                            f"{min(step.written)} among them (counted from 0), which the caller would not "
-                            "see")
+                            f"{min(written)} among them (counted from 0), which the caller would not see")
     if plan.deferred:
         raise ArgumentError(f"{_OPTION} writes over what a forward has left, and this plan has outputs "
                             'that are computed later: rkmate.Settings(deferred_outputs="never")')
@@ -79,12 +78,12 @@ class RecordedStep:
     def __init__(self, step: PlannedStep, tensors: Sequence[torch.Tensor]) -> None:
         """Record the step. Raises `ArgumentError` if a part of it cannot be recorded."""
         self._step = step
-        sources = step.sources(tensors)
+        sources = step.caller.now(tensors)
         elsewhere = sorted(k for k, t in sources.items() if t.device != step.device)
         if elsewhere:
             raise ArgumentError(f"{_OPTION}: {elsewhere[0]} is on {sources[elsewhere[0]].device}, and a "
                                 f"recorded step reads tensors of {step.device} only")
-        self._inputs = {k: sources[k].clone() for k in step.inputs}
+        self._inputs = {k: sources[k].clone() for k in step.caller.inputs}
         sources.update(self._inputs)
         self._addresses = _addresses(step, sources)
         self._open = 0
@@ -122,24 +121,25 @@ class RecordedStep:
         env.clear()
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether parameters, buffers and constants stand where they stood."""
-        return self._addresses == _addresses(self._step, self._step.sources(tensors))
+        """Whether parameters, buffers and constants stand where they stood."""
+        return self._addresses == _addresses(self._step, self._step.caller.now(tensors))
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Replay the forward; the backward follows through autograd."""
         step = self._step
-        targets = [step.target(k, tensors) for k in self._grads]
+        targets = [step.caller.target(k, tensors) for k in self._grads]
         flat = list(_Replayed.apply(self, tensors, *targets))
-        for i in step.unplanned:
+        for i in step.outputs.unplanned:
             flat[i] = _Refused.apply(flat[i], *targets)
-        return step.result.fill(flat)
+        return step.capture.result.fill(flat)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor | None]]:
-        """Replay the forward. Returns its number, and copies of the outputs."""
-        sources = self._step.sources(tensors)
+        """Replays the forward: its number, and copies of the outputs."""
+        sources = self._step.caller.now(tensors)
         for key, static in self._inputs.items():
             static.copy_(sources[key])
-        self._versions = {k: v for k, v in self._step.versions(sources).items() if k not in self._inputs}
+        versions = self._step.caller.versions(sources)
+        self._versions = {k: v for k, v in versions.items() if k not in self._inputs}
         self._recorder.seed(self._draws)
         self._forward()
         self._open += 1
@@ -156,7 +156,7 @@ class RecordedStep:
             raise BackwardError(f"with {_OPTION} a loss must depend on all planned outputs, and this one "
                                 f"does not depend on output {missing[0]} (counted from 0): name the outputs "
                                 "that the loss depends on with Settings(trains=...)")
-        sources = self._step.sources(tensors)
+        sources = self._step.caller.now(tensors)
         check_versions(self._versions, [*sources], [*sources.values()])
         self._open += 1
         self._make_room(tensors)
@@ -170,7 +170,7 @@ class RecordedStep:
         for key, grad in self._grads.items():
             if storage_users(grad) == self._unshared[key]:
                 continue
-            target = self._step.target(key, tensors)
+            target = self._step.caller.target(key, tensors)
             if target.grad is not None and \
                     target.grad.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
                 target.grad = target.grad.clone()
@@ -181,7 +181,7 @@ class RecordedStep:
 
 
 def _addresses(step: PlannedStep, sources: dict[str, torch.Tensor]) -> list[int]:
-    return [t.data_ptr() for k, t in sources.items() if k not in step.inputs]
+    return [t.data_ptr() for k, t in sources.items() if k not in step.caller.inputs]
 
 
 class _Replayed(torch.autograd.Function):

@@ -13,6 +13,7 @@ from rkmate.codegen.printer import print_slice
 from rkmate.codegen.slices import Free, Look, Run, Slice
 from rkmate.codegen.spelling import spelling
 from rkmate.errors import GraphError
+from rkmate.ir.calls import Call, Constant, Method, Name
 from tests.semantics.steps import planned
 
 aten = torch.ops.aten
@@ -58,17 +59,19 @@ def test_a_step_runs_the_operations_of_its_trace() -> None:
         module(x).sum().backward()
     assert {"aten.addmm.default", "aten.native_layer_norm.default", "aten.gelu.default",
             "aten.native_layer_norm_backward.default", "aten.mm.default"} <= {*names.found}
-    assert "aten.addmm" not in module.source and "torch.addmm" in module.source
+    assert "aten.addmm" not in module.source and module.source.count("torch.addmm") == 1
 
 
 def test_a_view_that_is_read_twice_has_a_name() -> None:
     part = Slice("f", ("x",), (), (), (
-        Look("x_t", "x.t()", ("x",), "x"), Run("x_t.mm(x)", ("x_t", "x"), ("mm",)),
-        Run("x_t.mul_(2)", ("x_t",), ("mul",), over="x"), Free(("x",), 0, ("x_t",))), ("mm", "mul"))
-    text = print_slice(part.verify(()), "f")
+        Look("x_t", Call(Method("t"), (Name("x"),)), "x"),
+        Run(Call(Method("mm"), (Name("x_t"), Name("x"))), ("mm",)),
+        Run(Call(Method("mul_"), (Name("x_t"), Constant("2"))), ("mul",), over="x"),
+        Free(("x",), 0, ("x_t",))), ("mm", "mul"))
+    text = print_slice(part.verify(), "f")
     assert "x_t = x.t()\n" in text and "del x, x_t" in text
     with pytest.raises(GraphError, match="without its views"):
-        Slice("f", ("x",), (), (), (*part.body[:2], Free(("x",), 0)), ("mm",)).verify(())
+        Slice("f", ("x",), (), (), (*part.body[:2], Free(("x",), 0)), ("mm",)).verify()
 
 
 def test_views_of_a_step_are_made_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkmate.graph.blocks.identity import block_text
+from rkmate.graph.blocks.identity import block_texts
 from rkmate.measure.analytic import Costs
 from rkmate.measure.costs import measure
 from rkmate.measure.remembered import CostMemory
@@ -38,7 +38,7 @@ def measured(prepared: Prepared, tmp_path: Path) -> Measure:
     """Costs of all operations on a device whose n-th timed call takes `seconds(n)`. What is remembered
     lies in `folder`."""
     parts = prepared.partition
-    texts = [block_text(parts.program, b) for b in parts.blocks]
+    texts = block_texts(parts)
     sources = held_tensors(prepared.capture, MODEL, [X])
 
     def run(seconds: Callable[[int], float], folder: str | None = None, name: str = "fake",

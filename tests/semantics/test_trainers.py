@@ -29,7 +29,7 @@ def _same_weights(train: Callable[[bool], nn.Module]) -> None:
     call = PlannedStep.__call__
 
     def spied(run: PlannedStep, *args: Any) -> Any:
-        seen.append([run.target(k, ()).detach().clone() for keys in run._params for k in keys])
+        seen.append([run.caller.target(k, ()).detach().clone() for keys in run.targets.params for k in keys])
         return call(run, *args)
 
     plain = train(False)

@@ -1,9 +1,9 @@
-"""Operations as Python expressions, under free names."""
+"""A program's operations and values as calls, under names that somebody gives."""
 
 from __future__ import annotations
 
-import string
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import fx
@@ -11,69 +11,19 @@ from torch import fx
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.literals import literal
-from rkmate.graph.passes.view_methods import view_method
-from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
-
-# -- Names -----------------------------------------------------------------------------------------
-#
-# Names that are given once each.
-
-
-class NameTable:
-    """Names of values that are visible together: each name is given once, and none is a reserved word."""
-
-    def __init__(self, reserved: Iterable[str] = ()) -> None:
-        self._reserved = frozenset(reserved)
-        self._taken: set[str] = set()
-        self._counts: dict[str, int] = {}
-
-    def copied(self) -> NameTable:
-        """Return an independent copy with the names given so far."""
-        made = NameTable()
-        made._reserved, made._taken, made._counts = self._reserved, {*self._taken}, {**self._counts}
-        return made
-
-    def fresh(self, base: str) -> str:
-        """Return `base` for the first use of this name, then ``base_2``, ``base_3``; a reserved word gets an
-        underscore."""
-        if base in self._reserved:
-            return self.fresh(f"{base}_")
-        name, n = base, self._counts.get(base, 0)
-        while not n or name in self._taken or name in self._reserved:
-            n += 1
-            name = base if n == 1 else f"{base}_{n}"
-        self._counts[base] = n
-        self._taken.add(name)
-        return name
-
-
-def letters(n: int) -> str:
-    """Return the letters of number `n`, counted from 0: ``a`` to ``z``, then ``aa``, ``ab`` ..."""
-    text = string.ascii_lowercase[n % 26]
-    return letters(n // 26 - 1) + text if n >= 26 else text
-
-
-# -- Expressions -----------------------------------------------------------------------------------
-#
-# Python expressions for the values and operations of a program.
+from rkmate.graph.passes.node_calls import OwnFunction, argument, operator_of, view_method
+from rkmate.ir.calls import Argument, Call, Defined, Item, Method, NameTable, Operator, letters
+from rkmate.torch_seam.schema import OpOverload, operator_name
 
 
 class Naming(Protocol):
-    """Names that expressions use for their inputs."""
+    """What stands for the values that calls read."""
 
-    def value(self, j: int) -> str:
-        """Return a D node's tensor."""
+    def value(self, j: int) -> Argument:
+        """A D node's tensor."""
 
-    def source(self, source: Source) -> str:
-        """Return a parameter, a buffer, a constant or an input."""
-
-    def namespace(self, name: str) -> str:
-        """Return a namespace of operators."""
-
-    def function(self, tiled: OwnFunction) -> str:
-        """Return the function of a tiled computation."""
+    def source(self, source: Source) -> Argument:
+        """A parameter, a buffer, a constant or an input."""
 
 
 def source_key(source: Source) -> str:
@@ -81,13 +31,12 @@ def source_key(source: Source) -> str:
     return f"{source.kind}:{source.key}"
 
 
-def operator_namespaces(node: fx.Node) -> set[str]:
-    """Return the operator namespaces of a node: ``aten`` for ``aten.mm.default``; none if the node is not an
-    operation."""
-    target = node.target
-    if isinstance(target, OwnFunction):
-        return target.namespaces()
-    return {str(target.namespace)} if isinstance(target, OpOverload) else set()
+def operators_of(node: fx.Node) -> Iterator[OpOverload]:
+    """Yield the operator of a node, or those in its tiles or its group; none for what is no operation."""
+    inside: Any = getattr(node.target, "graph", None)
+    for n in (node,) if inside is None else inside.nodes:
+        if isinstance(n.target, OpOverload):
+            yield n.target
 
 
 def local_names(program: Program, block: Block | None, c: tuple[int, ...],
@@ -117,35 +66,39 @@ def local_names(program: Program, block: Block | None, c: tuple[int, ...],
 
 
 class Expressions:
-    """Python expressions for a program's values, under the names that somebody gives."""
+    """Calls of a program's operations. Views are written where they are read."""
 
     def __init__(self, program: Program, naming: Naming) -> None:
         self.program = program
         self.naming = naming
 
-    def value(self, node: fx.Node) -> str:
-        """Return the expression of a tensor: what holds its storage, or views of that."""
-        where = self.program.storage[node]
+    def value(self, node: fx.Node) -> Argument:
+        """Return a tensor: what holds its storage, or views of that."""
         if node not in self.program.views:
+            where = self.program.storage[node]
             return self.naming.value(where) if isinstance(where, int) else self.naming.source(where)
-        if node.target.__class__.__name__ == "builtin_function_or_method":      # operator.getitem
-            return f"{self.call(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
+        if node.target is operator.getitem:
+            return Item(self.value(node.args[0]), int(node.args[1]))  # type: ignore[arg-type]
         return self.call(node)
 
-    def call(self, node: fx.Node) -> str:
+    def arguments(self, values: Iterable[Any]) -> tuple[Argument, ...]:
+        """Return the arguments of an operation."""
+        of_node = self.value
+        return tuple([argument(value, of_node) for value in values])
+
+    def call(self, node: fx.Node) -> Call:
         """Return the call of an operation; the everyday views as methods of their tensor."""
         method = view_method(node)
         if method is not None and not node.kwargs and isinstance(node.args[0], fx.Node):
-            rest = ", ".join(self._argument(a) for a in node.args[1:])
-            return f"{self.value(node.args[0])}.{method}({rest})"
+            return Call(Method(method), self.arguments(node.args))
         return self._call(node.target, node.args, node.kwargs)
 
-    def call_alternative(self, node: fx.Node, which: int) -> str:
+    def call_alternative(self, node: fx.Node, which: int) -> Call:
         """Return the call of another kernel of an operation."""
         other = self.program.alternatives[node][which]
         return self._call(other.target, other.args, {})
 
-    def call_in_place(self, node: fx.Node, donor: int) -> str:
+    def call_in_place(self, node: fx.Node, donor: int) -> Call:
         """Return the call of an operation that writes its result over the D node `donor`."""
         way = self.program.in_place[node][donor]
         arguments = list(node.args)
@@ -156,21 +109,11 @@ class Expressions:
             keywords[way.keyword] = node.args[way.argument]
         return self._call(way.target, arguments, keywords)
 
-    def _call(self, target: Any, args: Any, kwargs: Any) -> str:
-        parts = [self._argument(a) for a in args]
-        parts += [f"{k}={self._argument(v)}" for k, v in kwargs.items()]
-        return f"{self._operator(target)}({', '.join(parts)})"
+    def _call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        return Call(self._target(target, args, kwargs), self.arguments(args),
+                    tuple(zip(kwargs, self.arguments(kwargs.values()), strict=True)))
 
-    def _operator(self, target: OpOverload | OwnFunction) -> str:
-        """Return the text of an operator: ``aten.mm.default``."""
-        if isinstance(target, OwnFunction):
-            return self.naming.function(target)
-        return f"{self.naming.namespace(target.namespace)}.{operator_name(target)}.{overload_name(target)}"
-
-    def _argument(self, value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return self.value(value)
-        if isinstance(value, (list, tuple)):
-            return f"[{', '.join(self._argument(v) for v in value)}]"
-        return literal(value)
-
+    def _target(self, target: OpOverload | OwnFunction, args: Sequence[Any],
+                kwargs: Mapping[str, Any]) -> Operator | Method | Defined:
+        """What is called, with these arguments."""
+        return target if isinstance(target, OwnFunction) else operator_of(target)

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from rkmate import device as devices
-from rkmate.device.quick_code import quickest
 from rkmate.graph.ops.parts import bytes_of_part, part_bytes, rows_of
-from rkmate.torch_seam.own import Over, OwnOperator, own_operator, register
+from rkmate.torch_seam.own import Over, OwnOperator, own_operator, quickest, register
 from rkmate.torch_seam.schema import OpOverload, operator_name, schema_of
 
 aten = torch.ops.aten

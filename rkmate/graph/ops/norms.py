@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from rkmate.device.quick_code import quickest
 from rkmate.graph.ops.parts import bytes_of_part, part_bytes, stretches
-from rkmate.torch_seam.own import Over, OwnOperator, own_operator, register
+from rkmate.torch_seam.own import Over, OwnOperator, own_operator, quickest, register
 
 aten = torch.ops.aten
 _update_stats = quickest(aten.batch_norm_update_stats.default)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import fx
 
 from rkmate.device.inductor import Fused, form_of, fused
 from rkmate.graph.capture.operations import is_view
-from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.literals import argument
+from rkmate.graph.passes.node_calls import OwnFunction, call_of
+from rkmate.ir.calls import Writer, in_full
+from rkmate.support.generated import load
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
+from rkmate.torch_seam.schema import OpOverload, operator_name
 
 aten = torch.ops.aten
 MOST_WORDS = 3
@@ -32,7 +33,7 @@ class Cluster(OwnFunction):
     """Arguments come in, and the results leave as a tuple. Its values are fake ones."""
 
     prefix = "fused"
-    imports = ("from rkmate.device.inductor import fused",)
+    imports = ("from rkmate.device.inductor import fused", "aten = torch.ops.aten")
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
@@ -51,22 +52,20 @@ class Cluster(OwnFunction):
         """The generated function under its own name; equal for equal computations."""
         return self.function(self.name)
 
-    def function(self, name: str) -> str:
-        """Return the generated function under another name: a decorator that compiles it, and its
-        operations."""
+    def function(self, name: str, write: Writer = Writer()) -> str:
+        """Return the generated function under another name: a decorator that has it compiled, and its
+        operations, named in full: equal groups have equal code."""
+        write = replace(write, callee=in_full)
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         forms = ",\n       ".join(repr(form_of(n.meta[VALUE])).replace("'", '"') for n in inputs)
         lines = [f"@fused({forms})", f"def {name}({', '.join(n.name for n in inputs)}):",
                  f'    """{len(self.operations)} operations, compiled as one."""']
         for node in self.graph.nodes:
             if node.op == "call_function":
-                lines.append(f"    {node.name} = {_call(node)}")
+                lines.append(f"    {node.name} = {write(call_of(node.target, node.args, node.kwargs))}")
         results: Any = self.graph.output_node().args[0]
         lines.append(f"    return ({', '.join(n.name for n in results)},)")
         return "\n".join(lines) + "\n"
-
-    def namespaces(self) -> set[str]:
-        return {"aten"}
 
     def values(self) -> tuple[torch.Tensor, ...]:
         results: Any = self.graph.output_node().args[0]
@@ -87,16 +86,7 @@ class Cluster(OwnFunction):
         return f"{self.name}({len(self.operations)} operations)"
 
 
-def _call(node: fx.Node) -> str:
-    if not isinstance(node.target, OpOverload):            # one of several results
-        return f"{argument(node.args[0])}[{node.args[1]}]"
-    words = [argument(a) for a in node.args] + [f"{k}={argument(v)}" for k, v in node.kwargs.items()]
-    return f"aten.{operator_name(node.target)}.{overload_name(node.target)}({', '.join(words)})"
-
-
 @functools.lru_cache(maxsize=256)
 def _made(text: str, name: str, threads: int, default: torch.dtype) -> Fused:
-    spaces: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "fused": fused}
-    exec(compile(text, f"<{name}>", "exec"), spaces)
-    made: Fused = spaces[name]
+    made: Fused = load(text, f"<{name}>", {"torch": torch, "aten": torch.ops.aten, "fused": fused})[name]
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rkmate.graph.blocks.expressions import NameTable, letters
+from rkmate.ir.calls import NameTable, letters
 
 
 def test_names_are_numbered() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rkmate.graph.blocks.identity import block_text
+from rkmate.graph.blocks.identity import block_texts
 from rkmate.graph.blocks.lower import lower
 from rkmate.graph.blocks.partition import partition
 from rkmate.graph.capture.capture import Source
@@ -35,7 +35,7 @@ def _text(device: str) -> str:
             node.meta["val"] = torch.empty((4, 3), device=device)
         several.meta["val"] = (torch.empty((4, 3), device=device),)
     parts = partition(lower(Joint(graph, {x: Source("input", 0)}, (total,), wanted=(True,))))
-    return "\n".join(block_text(parts.program, b) for b in parts.blocks)
+    return "\n".join(block_texts(parts))
 
 
 def test_the_index_of_a_device_is_left_out() -> None:

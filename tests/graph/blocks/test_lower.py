@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.blocks.expressions import source_key
-from rkmate.graph.blocks.identity import block_text, classes_of
+from rkmate.graph.blocks.identity import block_texts, classes_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.partition import partition
 from rkmate.graph.capture.capture import Source
@@ -110,7 +110,7 @@ def test_blocks_are_the_same_whatever_their_parameters_are_called() -> None:
     texts = []
     for name, width in (("weight", 3), ("mm", 3), ("weight", 5)):
         parts = partition(lower(_layer(name, width)[1]))
-        texts.append("\n".join(block_text(parts.program, b) for b in parts.blocks))
+        texts.append("\n".join(block_texts(parts)))
     assert classes_of(texts) == (0, 0, 1)
     assert "$0: input" in texts[0]
     assert "mm = aten.mm.default($0, $1)" in texts[0]

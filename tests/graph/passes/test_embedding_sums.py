@@ -170,7 +170,7 @@ def test_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         # Measured: some processors copy what products of half precision read.
         module = wrap(_tied(dtype).model, *sample.args, settings=rkmate.Settings(chunked_loss="never"),
                       costs="measured")
-        assert module.source.count("rkmate.add_embedding_rows.out(") == 2
+        assert module.source.count("rkmate_add_embedding_rows_out(") == 2
         assert_same_step(_tied(dtype).model, module, sample)
         assert measured_peak(module, sample) <= module.plan.peak_bytes
 

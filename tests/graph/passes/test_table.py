@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rkmate.graph.capture.repairs import PATCHES, PROGRAM_REWRITES, TRACE_REWRITES, Rewrite
+from rkmate.graph.passes.node_calls import view_method
 from rkmate.graph.passes.table import REWRITES
-from rkmate.graph.passes.view_methods import view_method
 from rkmate.pipeline.prepare import choices_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import VARIANTS

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from rkmate.graph.passes.literals import argument
+from rkmate.graph.passes.node_calls import call_of, operator_of
 from rkmate.graph.passes.tiles.steps import Step, steps_of
+from rkmate.ir.calls import Writer
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.schema import operator_name, overload_name
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ class Tiled(Protocol):
         """Rows of a tile."""
 
 
-def function(tiled: Tiled, name: str) -> str:
+def function(tiled: Tiled, name: str, write: Writer) -> str:
     """Return the function's text."""
     inputs = [n for n in tiled.graph.nodes if n.op == "placeholder"][1:]
     output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
@@ -71,14 +71,14 @@ def function(tiled: Tiled, name: str) -> str:
             lines.append(f"    all_{node.name} = all_{node.name}.reshape("
                          f"{[tiled.rows, *shape[lead:]]})")
     fused = products(tiled)
-    lines += [f"    {_start(tiled, k, give, fused=k in fused)}" for k, give in enumerate(tiled.gives)]
+    lines += [f"    {_start(tiled, k, give, write, fused=k in fused)}" for k, give in enumerate(tiled.gives)]
     body = [f"n = min({tiled.step}, {tiled.rows} - at)"] if tiled.rows % tiled.step \
         else [f"n = {tiled.step}"]
     body += [f"{node.name} = all_{node.name}.narrow(0, at, n)"
              for node, lead in zip(inputs, tiled.takes, strict=True) if lead]
     for step in steps_of(tiled.graph):
         k = next((k for k in fused if fused[k] is step.node), None)
-        body += _statement(step) if k is None else [_add_product(tiled, k, step.node)]
+        body.append(_statement(step, write) if k is None else _add_product(tiled, k, step.node, write))
         done = [k for k, n in enumerate(output) if n is step.node and k not in fused]
         body += [_collect(results[k], n, tiled.gives[k]) for k in done for n in [output[k]]]
         ends = [n.name for n in step.ends if n not in fused.values()]
@@ -97,31 +97,31 @@ def products(tiled: Tiled) -> dict[int, fx.Node]:
             and node.meta[VALUE].dtype == give.sums_in and output.count(node) == 1}
 
 
-def _start(tiled: Tiled, k: int, give: Give, *, fused: bool) -> str:
+def _start(tiled: Tiled, k: int, give: Give, write: Writer, *, fused: bool) -> str:
     name = f"result_{k}"
     if give.lead:
-        return f"{name} = {_new('empty', _by_rows(tiled, give), give.dtype, give.device)}"
+        return f"{name} = {_new('empty', _by_rows(tiled, give), give.dtype, give.device, write)}"
     if k in tiled.into and not tiled.in_place:
         return f"{name} = into_{k}.to({give.sums_in}, copy=True)"
     if k in tiled.into and give.sums_in == give.dtype:
         return f"{name} = into_{k}"
     # A product's first tile writes; what stood there is not read.
     kind = "empty" if fused and k not in tiled.into else "zeros"
-    return f"{name} = {_new(kind, list(give.shape), give.sums_in, give.device)}"
+    return f"{name} = {_new(kind, list(give.shape), give.sums_in, give.device, write)}"
 
 
 def _by_rows(tiled: Tiled, give: Give) -> list[int]:
     return [tiled.rows, *give.shape[give.lead:]]
 
 
-def _new(kind: str, shape: list[int], dtype: torch.dtype, device: torch.device) -> str:
-    return f'torch.{kind}({shape}, dtype={dtype}, device="{device}")'
+def _new(kind: str, shape: list[int], dtype: torch.dtype, device: torch.device, write: Writer) -> str:
+    return f'torch.{kind}({shape}, dtype={dtype}, device="{write.device(str(device))}")'
 
 
-def _add_product(tiled: Tiled, k: int, node: fx.Node) -> str:
+def _add_product(tiled: Tiled, k: int, node: fx.Node, write: Writer) -> str:
     a, b = (n.name for n in node.args)  # type: ignore[union-attr]
     first = "" if k in tiled.into else ", beta=int(at > 0)"
-    return f"aten.addmm.out(result_{k}, {a}, {b}{first}, out=result_{k})"
+    return f"{write.callee(operator_of(aten.addmm.out))}(result_{k}, {a}, {b}{first}, out=result_{k})"
 
 
 def _collect(name: str, node: fx.Node, give: Give) -> str:
@@ -139,7 +139,7 @@ def _end(tiled: Tiled, k: int, give: Give) -> str:
     return f"{name}.to({give.dtype})"
 
 
-def _statement(step: Step) -> list[str]:
+def _statement(step: Step, write: Writer) -> str:
     node, args, kwargs, target = step.node, list(step.node.args), dict(step.node.kwargs), step.node.target
     if step.way is not None:
         target = step.way.target
@@ -147,9 +147,5 @@ def _statement(step: Step) -> list[str]:
             kwargs[step.way.keyword] = node.args[step.way.argument]
         if step.way.swapped:
             args[:2] = reversed(args[:2])
-    if not hasattr(target, "namespace"):       # one of several results
-        return [f"{node.name} = {argument(args[0])}[{args[1]}]"]
-    words = [argument(a) for a in args] + [f"{k}={argument(v)}" for k, v in kwargs.items()]
-    call = f"{target.namespace}.{operator_name(target)}.{overload_name(target)}"
-    return [f"{node.name} = {call}({', '.join(words)})"]
+    return f"{node.name} = {write(call_of(target, args, kwargs))}"
 

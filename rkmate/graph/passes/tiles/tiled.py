@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.functions import OwnFunction
+from rkmate.graph.passes.node_calls import OwnFunction
 from rkmate.graph.passes.tiles import source
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.steps import peak_bytes
+from rkmate.ir.calls import Writer
+from rkmate.support.generated import load
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.schema import OpOverload
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +55,11 @@ class Tiled(OwnFunction):
     @functools.cached_property
     def text(self) -> str:
         """The generated function under its own name; equal for equal computations."""
-        return source.function(self, self.name)
+        return self.function(self.name)
 
-    def function(self, name: str) -> str:
-        """Return the generated function under another name."""
-        return source.function(self, name)
-
-    def namespaces(self) -> set[str]:
-        """Return the namespaces of operators in the text."""
-        targets = [n.target for n in self.graph.nodes]
-        return {"aten"}.union(str(t.namespace) for t in targets if isinstance(t, OpOverload))
+    def function(self, name: str, write: Writer = Writer()) -> str:
+        """Return the generated function under another name. `write`: what its operations are written with."""
+        return source.function(self, name, write)
 
     def with_parts(self, parts: int) -> Tiled:
         """Return the computation in `parts` parts."""
@@ -128,7 +124,6 @@ def _at_rows(tiled: Tiled, step: int) -> fx.Graph:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(text: str, name: str) -> Callable[..., Any]:
-    spaces: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "rkmate": torch.ops.rkmate}
-    exec(compile(text, f"<{name}>", "exec"), spaces)
-    made: Callable[..., Any] = spaces[name]
+    made: Callable[..., Any] = load(
+        text, f"<{name}>", {"torch": torch, "aten": torch.ops.aten, "rkmate": torch.ops.rkmate})[name]
     return made

@@ -69,7 +69,6 @@ def test_equal_texts_are_equal() -> None:
     other = tiled.with_parts(7)
     assert other != tiled and other.with_parts(4) == tiled and hash(other.with_parts(4)) == hash(tiled)
     assert tiled.function("another").startswith("def another(all_x, w, w_1):")
-    assert tiled.namespaces() == {"aten"}
 
 
 def test_more_parts_take_less() -> None:
