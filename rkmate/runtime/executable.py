@@ -195,6 +195,9 @@ class PlannedStep:
                 self._fixed[key] = capture.constants[str(source.key)]
             elif source.kind != "tangent":
                 self._slots[key] = slot(model, str(source.key), source.kind)
+        self._repeats = capture.repeats
+        self.inputs |= {f"input:{i}": i for i in range(capture.inputs.count, capture.inputs.count + len(
+            capture.repeats))}
         self._params = [[f"param:{p}" for p in s.params] for s in generated.segments]
         targets = [[f"param:{p}" for p in s.params] for s in generated.segments]
         targets[-1] += [f"input:{i}" for i in generated.input_grads]
@@ -249,6 +252,8 @@ class PlannedStep:
         called with the call when its forward has run; `read`: called with the name of an output that is read
         and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of data
         that is sent away."""
+        if self._repeats:
+            tensors = [*tensors, *(tensors[i] for i in self._repeats)]
         sources = self.sources(tensors)
         additions = Additions(sources, self._additions) if self._additions else None
         versions = self.versions(sources)
