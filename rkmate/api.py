@@ -14,7 +14,7 @@ from torch import nn
 
 from rkmate.budget import Budget, parse_budget
 from rkmate.devices import GPU
-from rkmate.errors import ArgumentError, RkmateError, sendable
+from rkmate.errors import ArgumentError, CaptureError, RkmateError, sendable
 from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism, refuse_what_cannot_repeat
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
@@ -93,9 +93,16 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         check_device([*{t.device for t in (*model.parameters(), *model.buffers())}],
                      sends=planning.settings.offload is not None)
         planning = replace(planning, cuda_graph=True)
+    if planning.settings.parts not in (None, "never"):
+        raise ArgumentError(f"parts is {planning.settings.parts!r}: only rkmate.apply plans by parts, inside "
+                            "of the model itself. Use it instead of wrap")
     with flags_to_plan(model, run.training):
         module = PlannedModule(model, planning, run.verify, run.on_new_shape)
-        module.plan_for(args, kwargs, plan)
+        try:
+            module.plan_for(args, kwargs, plan)
+        except CaptureError as error:
+            raise CaptureError(f"{error} rkmate.apply(model, budget=...) plans the parts of such a model "
+                               "that can be planned ('By parts' in docs/recipes.md).") from error
         if ahead is not None:
             module.plan_ahead(ahead, args, kwargs)
     return module
@@ -151,11 +158,18 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if layers:
         put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
         return model
+    if planning.settings.parts is None:
+        planning = replace(planning, settings=replace(planning.settings, parts="auto"))
     planned = put_plan_into(model, planning, run.verify, run.on_new_shape)
     if sampled:
         try:
             with flags_to_plan(model, run.training):
                 planned.whole.plan_for(tuple(args or ()), dict(kwargs or {}), plan)
+        except CaptureError as error:
+            if plan is None and planned.parts is not None and planned.parts.instead(error):
+                return model                # the first step measures
+            take_plan_from(model)
+            raise
         except BaseException:
             take_plan_from(model)
             raise

@@ -23,18 +23,18 @@ from rkmate.graph.capture.capture import Source
 from rkmate.ir.cd import HOISTED
 
 _PLAIN = frozenset(("aten", "prims"))
-"""Namespaces of operators whose call says all of what they do. This package's own may name a part of a
-model."""
+"""Namespaces of operators whose call determines everything that they do. The package's own operators, except
+products, may name a part of a model."""
 
 
 class Way(NamedTuple):
-    """How a computation runs at one place of a schedule, beside what its block says."""
+    """How a computation runs at one place of a schedule, in addition to what its block determines."""
 
     again: float | None
     """Of a computation that ran before: its seconds."""
     draws: Draws
     state: int | None
-    """Which of the slice's generator states a repeated draw stores or restores."""
+    """Number of the slice's generator state that a repeated draw stores or restores."""
     adds: bool
 
 
@@ -43,10 +43,10 @@ class Stretched:
     """A stretch of a block's steps, in terms that are the same for all equal blocks."""
 
     key: tuple[Any, ...]
-    """What decides on its text."""
+    """Key of everything that determines the text."""
     block: Block
     sources: tuple[Source, ...]
-    """What of the caller's its computations read, in order; some several times."""
+    """The caller's tensors that its computations read, in order; some occur several times."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Alike:
     _places: dict[int, tuple[Mapping[int, int], Mapping[int, int]] | None] = field(default_factory=dict)
 
     def stretched(self, block: int, found: Flow, ways: Sequence[Way]) -> Stretched | None:
-        """A stretch of a block; None where its text is not decided by its block's class. `ways`: of its
+        """Return a stretch of a block; None if the block's class does not determine its text. `ways`: of its
         computations."""
         places = self._of_block(block)
         if places is None or self.labels is None:
@@ -95,19 +95,19 @@ class Alike:
         return Stretched(key, self.partition.blocks[block], sources)
 
     def get(self, stretch: Stretched) -> Written | None:
-        """What was written of an equal one."""
+        """Return what was written for an equal stretch."""
         return self._written.get(stretch.key)
 
     def keep(self, stretch: Stretched, made: Slice, give: Sequence[int], sources: Sequence[Source]) -> None:
-        """What was written now: the slice, the D nodes that it gives, and the sources of its values."""
+        """Keep what was written: the slice, the D nodes that it gives, and the sources of its values."""
         place = {j: k for k, j in enumerate(stretch.block.d)}
         first = {s: k for k, s in reversed(list(enumerate(stretch.sources)))}
         self._written[stretch.key] = Written(made, tuple(place[j] for j in give),
                                              tuple(first[s] for s in sources))
 
     def _of_block(self, b: int) -> tuple[Mapping[int, int], Mapping[int, int]] | None:
-        """The places of D nodes and of C nodes in their block; None of a block whose class does not say all
-        of what its operations do."""
+        """Return the places of D nodes and of C nodes in their block; None for a block whose class does not
+        determine what its operations do."""
         if b not in self._places:
             program, whole = self.partition.program, b != HOISTED and self.partition.blocks[b]
             self._places[b] = None if not whole or not all(
@@ -117,14 +117,15 @@ class Alike:
 
 
 def _says_all(node: fx.Node) -> bool:
-    """Whether the class of a block decides what an operation of it does, by whichever kernel."""
+    """Return whether the class of a block determines what an operation in it does, by any kernel."""
     spaces = {o.namespace for o in operators_of(node)}
     return bool(spaces) and spaces <= _PLAIN
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def source_name(source: Source) -> str:
-    """What a value from outside is called: ``blocks_weight`` for ``blocks.0.weight``; inputs are numbered."""
+    """Return the name of a value from outside: ``blocks_weight`` for ``blocks.0.weight``; inputs are
+    numbered."""
     if source.kind == "input":
         return "input"
     parts = [p for p in str(source.key).split(".") if not p.isdigit()]

@@ -49,7 +49,7 @@ class Generated:
 @read_directly()
 def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None = None,
          summary: str = "", graph: CDGraph | None = None) -> Generated:
-    """The source of a schedule that the simulator has accepted; arguments as of `listing_of`."""
+    """Return the source of a schedule that the simulator has accepted. Arguments as for `listing_of`."""
     listing, segments = listing_of(partition, schedule, labels, summary, graph)
     later = tuple(function_of(d, f"output_{d.output}") for d in partition.program.joint.deferred)
     for part in (listing.functions, *((f,) for f in later)):       # each has an environment of its own
@@ -68,7 +68,7 @@ def emit(partition: Partition, schedule: Schedule, labels: Sequence[str] | None 
 
 
 def _operators(partition: Partition) -> set[OpOverload]:
-    """All operators, those in tiles and groups, and of deferred outputs, included."""
+    """Return all operators, including those in tiles and groups, and of deferred outputs."""
     joint = partition.program.joint
     graphs = (joint.graph, *(d.graph for d in joint.deferred))
     return {o for graph in graphs for node in graph.nodes for o in operators_of(node)}

@@ -38,7 +38,7 @@ from rkmate.torch_seam.nodes import VALUE
 
 @dataclass(frozen=True)
 class Segment:
-    """What one autograd function does in the backward."""
+    """Work of one autograd function in the backward."""
 
     function: str
     """Name of the generated function."""
@@ -50,7 +50,7 @@ class Segment:
 
 def listing_of(partition: Partition, schedule: Schedule, labels: Sequence[str] | None = None,
                summary: str = "", graph: CDGraph | None = None) -> tuple[Listing, tuple[Segment, ...]]:
-    """The functions of a schedule that the simulator has accepted, and the segments of its backward.
+    """Return the functions of a schedule that the simulator has accepted, and the segments of its backward.
 
     `labels`: names of the blocks' classes; blocks with the same one share functions. `graph`: the
     partition's graph with costs, for the comments.
@@ -73,7 +73,7 @@ class _Maker:
         self.names: dict[int, tuple[dict[int, str], NameTable]] = {}
         """Of each block's values, and the table that they were taken from."""
         self.view_keys: dict[Any, int] = {}
-        """What tells the views of the program apart, for `Views`."""
+        """Numbers of the program's views, for `Views`."""
         self.alike = Alike(partition, labels)
         self.handed = {j: (s, n) for s, n in self.program.param_grads
                        if (j := self.program.d_of(n)) is not None}
@@ -138,7 +138,8 @@ class _Maker:
         return [call, Drop(self._keys(found.drop))] if found.drop else [call]
 
     def _way(self, do: Computed, rng: list[str]) -> Way:
-        """How a computation runs here; `rng`: names of the slice's repeated draws, which it joins."""
+        """Return how a computation runs here. `rng`: names of the slice's repeated draws, to which it adds
+        its own."""
         c, node = do.step.c, self.cd.c[do.step.c]
         draws: Draws = ""
         state = None
@@ -153,7 +154,7 @@ class _Maker:
 
     def _slice(self, part: Stretch, found: Flow,
                ways: Sequence[Way]) -> tuple[Slice, Sequence[int], Sequence[Source]]:
-        """A stretch as a function; the D nodes that it gives, and the sources of what it reads."""
+        """Return a stretch as a function, the D nodes that it gives, and the sources of its inputs."""
         naming = self._naming(part.block)
         views = Views(self.program, naming, [self.program.operation[s.c] for s in part.steps
                                              if isinstance(s, Compute)], self.view_keys)
@@ -177,7 +178,7 @@ class _Maker:
         return made, give, tuple(naming.sources)
 
     def _naming(self, block: int) -> LocalNames:
-        """Names of a block's values, for one slice."""
+        """Return the names of a block's values, for one slice."""
         naming = LocalNames()
         if block not in self.names:
             whole = None if block == HOISTED else self.partition.blocks[block]
@@ -206,7 +207,7 @@ class _Maker:
                    way.again, way.draws, way.adds, way.state)
 
     def _added(self, c: int) -> list[str]:
-        """The parameters whose gradients a computation adds to."""
+        """Return the parameters whose gradients a computation adds to."""
         nodes = self.program.operation[c].all_input_nodes if self.cd.c[c].adds else ()
         return [str(s.key) for n in nodes if isinstance(s := self.program.storage[n], Source)
                 and s.kind == "grad"]
@@ -224,8 +225,8 @@ class _Maker:
 
     def _forward_end(self, body: list[Enter | Drop | Copy | Write | Count],
                      at_loss: Sequence[int]) -> Function:
-        """The forward: writes what it overwrites, and returns the outputs, then what is kept for those that
-        are computed later."""
+        """Return the end of the forward: it writes overwritten tensors, and returns the outputs, and then the
+        values kept for outputs that are computed later."""
         written = {self.program.d_of(n) for _, n in self.program.overwritten}
         gone = [j for j in at_loss if j in self.stored and j not in self.program.pinned]
         early = self._keys([j for j in gone if j not in written])
@@ -242,8 +243,8 @@ class _Maker:
 
     def _gradients(self, end: int,
                    last: bool) -> tuple[tuple[str, ...], tuple[Argument, ...], tuple[str, ...]]:
-        """Of the segment that ends with C node `end`: the parameters, what it returns, and the keys that
-        this takes out of the environment."""
+        """Return, for the segment that ends with C node `end`: the parameters, the returned values, and the
+        keys that returning them takes out of the environment."""
         ends = self.partition.segments
         k = ends.index(end)
         first = ends[k - 1] + 1 if k else self.cd.loss

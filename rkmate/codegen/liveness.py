@@ -1,4 +1,4 @@
-"""Which values a stretch of steps takes, reads, keeps, frees and gives. No torch."""
+"""Find the values that a stretch of steps takes, reads, keeps, frees and gives. No torch."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Flow:
     """Freed here without having been read."""
 
     def after(self, stored: Collection[int]) -> set[int]:
-        """What is stored after it, when `stored` was before."""
+        """Return the nodes that are stored after the stretch, if `stored` were before."""
         return {*stored} - {*self.take} - {*self.drop} | self.give
 
 
 def flow(graph: CDGraph, steps: Sequence[Compute | Free], stored: Collection[int],
          handed: Collection[int] = ()) -> Flow:
-    """The flow of a stretch. `stored`: D nodes that earlier steps left. `handed`: those that are handed
-    to somebody else, who frees them."""
+    """Return the flow of a stretch. `stored`: D nodes that earlier steps left. `handed`: nodes that are
+    handed to somebody else, who frees them."""
     entering: dict[int, bool] = {}              # read here -> freed here
     made: set[int] = set()
     drop: dict[int, None] = {}

@@ -79,7 +79,7 @@ def print_listing(listing: Listing) -> Printed:
 
 
 class _Bound:
-    """What a module calls, each under one name: operators, and functions that it defines itself."""
+    """Functions that a module calls, each under one name: operators, and functions that it defines itself."""
 
     def __init__(self, table: NameTable) -> None:
         self.table = table

@@ -16,7 +16,7 @@ from rkmate.ir.calls import Argument, Call, Held, Item, Name, leaves
 
 RESERVED = frozenset({*keyword.kwlist, "_", "env", "torch", "take", "read", "give", "sources", "rng",
                       "float"})
-"""What a value cannot be called: the words of the printed text."""
+"""Names that a value cannot have: the words of the printed text."""
 
 CopyWord = Literal["copy_out", "leave", "copy_in", "arrive"]
 """Of a copy: begin it, wait for its end and free the value; make room and begin the copy back, wait for its
@@ -42,7 +42,7 @@ class Run:
     adds: bool = False
     """Whether it adds to a gradient that the caller holds, where another thread may add, too."""
     state: int | None = None
-    """Which of the slice's generator states a repeated draw stores or restores."""
+    """Number of the slice's generator state that a repeated draw stores or restores."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Free:
 
 @dataclass(frozen=True)
 class Slice:
-    """One function over named values."""
+    """A function over named values."""
 
     label: str
-    """What it is called, but for a number."""
+    """Name of the function, without its number."""
     take: tuple[str, ...]
     """Values out of the environment that end here."""
     read: tuple[str, ...]
@@ -189,7 +189,7 @@ class Write:
 
     key: str
     value: Argument
-    """Its new value, from the environment."""
+    """New value, from the environment."""
 
 
 @dataclass(frozen=True)
@@ -252,27 +252,27 @@ class Listing:
 
 
 def _keys_in(value: Argument) -> frozenset[str]:
-    """The keys of the environment that a value comes from."""
+    """Return the keys of the environment that a value comes from."""
     return frozenset(leaf.key for leaf in leaves(value) if isinstance(leaf, Held) and leaf.how != "source")
 
 
 class _Environment:
-    """What the environment has while a step runs, and what of it is being copied."""
+    """Contents of the environment while a step runs, and which of them are being copied."""
 
     _AFTER: Mapping[CopyWord, tuple[CopyWord | None, ...]] = {
         "copy_out": (None,), "leave": ("copy_out",), "copy_in": ("leave", "arrive"), "arrive": ("copy_in",)}
-    """What comes right before each word about a key."""
+    """Words that may come right before each word about a key."""
 
     def __init__(self) -> None:
         self.function = ""
-        """What runs."""
+        """Function that runs."""
         self.keys: set[str] = set()
         self._last: dict[str, CopyWord] = {}
         """Of each key that was copied, what was last done with it."""
         self._handed_out: frozenset[str] = frozenset()
 
     def enter(self, call: Enter) -> None:
-        """A slice runs."""
+        """Check a call of a slice."""
         part = call.slice
         if any(len(a) != len(b) for a, b in ((part.take, call.take), (part.read, call.read),
                                              (part.sources, call.sources), (part.give, call.give))) \
@@ -289,14 +289,14 @@ class _Environment:
         self.keys.update(call.give)
 
     def look(self, keys: Iterable[str]) -> None:
-        """Something outside of the slices reads these."""
+        """Check that code outside of the slices may read these keys."""
         for key in keys:
             if key not in self.keys:
                 raise self._wrong(f"reads {key}, which is not there")
         self._have_arrived(keys)
 
     def end(self, keys: Iterable[str]) -> None:
-        """These are freed, or their storage is taken over."""
+        """Remove keys that are freed, or whose storage is taken over."""
         for key in keys:
             if key not in self.keys:
                 raise self._wrong(f"{key} ends, which is not there")
@@ -305,7 +305,7 @@ class _Environment:
             self.keys.discard(key)
 
     def copy(self, copy: Copy) -> None:
-        """A copy begins, or is waited for."""
+        """Check the beginning of a copy, or a wait for one."""
         key, word = copy.key, copy.word
         if self._last.get(key) not in self._AFTER[word] or (key in self.keys) != (word != "copy_in"):
             raise self._wrong(f"{word} of {key}, out of turn")
@@ -318,7 +318,7 @@ class _Environment:
             self.keys.add(key)
 
     def hand_out(self, keys: frozenset[str]) -> None:
-        """The forward returns these: the caller may keep them, and write to them."""
+        """Note that the forward returns these keys: the caller may keep them, and write to them."""
         for key in keys:
             if key in self._last:
                 raise self._wrong(f"returns {key}, which is copied away")

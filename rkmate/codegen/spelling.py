@@ -56,7 +56,7 @@ class _Reaching(TorchDispatchMode):
 
 
 def _reached(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reached | None:
-    """What a call hands the dispatcher; None where it does not take these arguments."""
+    """Return what a call passes to the dispatcher; None if the function does not take these arguments."""
     mode = _Reaching()
     try:
         with torch.no_grad(), mode:
@@ -71,8 +71,8 @@ _spellings: dict[tuple[Any, ...], str] = {}
 
 
 def spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """How an operator may be called with such arguments (nodes, or tensors without contents): as a
-    ``method`` of its first one, as a function of ``torch``, or (nothing) only by its overload."""
+    """Return how an operator may be called with such arguments (nodes, or tensors without contents): as a
+    ``method`` of its first argument, as a function of ``torch``, or (nothing) only by its overload."""
     key = (target, *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items()))
     found = _spellings.get(key)
     if found is None:
@@ -102,7 +102,7 @@ def _spelling(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _kind(value: Any) -> Any:
-    """What the choice among a function's overloads can depend on."""
+    """Return everything that the choice among a function's overloads can depend on."""
     if isinstance(value, fx.Node):
         value = value.meta[VALUE]
     if isinstance(value, torch.Tensor):
@@ -123,7 +123,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _values(argument: Any) -> Any:
-    """An argument of a node with tensors without contents in the place of nodes."""
+    """Return an argument of a node with its nodes replaced by tensors without contents."""
     return fx.map_arg(argument, lambda n: n.meta[VALUE])
 
 
@@ -132,7 +132,7 @@ class Spelled(Expressions):
     own."""
 
     def __init__(self, program: Program, naming: Naming, views: Views | None = None) -> None:
-        """`views`: of one function; without them each view is written where it is read."""
+        """`views`: of one function; without them, each view is written where it is read."""
         super().__init__(program, naming)
         self.views = views
 
@@ -162,8 +162,8 @@ class Views:
 
     def __init__(self, program: Program, naming: Any, operations: Iterable[fx.Node],
                  keys: dict[Any, int] | None = None) -> None:
-        """`operations`: what the function runs. `naming`: as of `LocalNames`. `keys`: numbers of views of
-        this program, as far as they are known; it is added to."""
+        """`operations`: of the function. `naming`: as for `LocalNames`. `keys`: known numbers of views of
+        this program; new ones are added."""
         self._keys: dict[Any, int] = {} if keys is None else keys
         self._program = program
         self._naming = naming
@@ -171,7 +171,7 @@ class Views:
         self._names: dict[int, tuple[str, Any]] = {}
         """By key: the name, and the storage."""
         self.new: list[Look] = []
-        """What has to stand before the statement that is being written."""
+        """Views to write before the current statement."""
         for operation in operations:
             for node in operation.all_input_nodes:
                 self._count(node)
@@ -184,7 +184,7 @@ class Views:
                 self._count(node.args[0])  # type: ignore[arg-type]
 
     def _key(self, view: Any) -> int:
-        """The same number for views that are the same."""
+        """Return the number of a view; equal views have equal numbers."""
         found = self._keys.get(view)
         if found is None:
             base = view.args[0]
@@ -210,11 +210,11 @@ class Views:
         return Name(self._names[key][0])
 
     def take_new(self) -> list[Look]:
-        """The views that the statement written last is the first to read."""
+        """Return the views that the last written statement is the first to read."""
         new, self.new = self.new, []
         return new
 
     def end(self, ds: Collection[int]) -> tuple[str, ...]:
-        """Names that end with these D nodes."""
+        """Return the names that end with these D nodes."""
         gone = [key for key, (_, where) in self._names.items() if isinstance(where, int) and where in ds]
         return tuple(self._names.pop(key)[0] for key in gone)

@@ -25,7 +25,7 @@ class Stretch:
     closed: bool = False
     """Whether it ends with what is freed without having been read in it."""
     touched: set[int] = field(default_factory=set, repr=False)
-    """What its computations read and make."""
+    """Nodes that its computations read and make."""
 
     def add(self, step: Compute | Free, cd: CDGraph) -> None:
         if isinstance(step, Compute):
@@ -59,7 +59,8 @@ class Stretches:
 
 
 def cut_schedule(cd: CDGraph, schedule: Schedule, block_of: Sequence[int], ends: Sequence[int]) -> Stretches:
-    """`block_of`: each C node's block. `ends`: the C nodes that end segments of the backward."""
+    """Cut a schedule into stretches. `block_of`: the block of each C node. `ends`: the C nodes that end
+    segments of the backward."""
     result = Stretches()
     last = set(ends)
     current: list[Part] | None = result.before      # None: between the loss and what is computed next

@@ -310,7 +310,7 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     if link is not None:
         graph = replace(graph, link=link)
     pinned = (*parts.program.pinned, *(j for j in cd.output_grads if cd.d[j].size <= 16))
-    reserve = _reserve_at_loss(graph)
+    reserve = _reserve_at_loss(graph) if traced.settings.loss_bytes is None else traced.settings.loss_bytes
     whole = choose_kernels(graph, from_order(graph, range(len(graph.c)), graph.loss, pinned), pinned=pinned,
                            reserve_at_loss=reserve)
     return Prepared(

@@ -142,6 +142,15 @@ class Settings:
     """Submodules that run as they are inside the plan: names, or patterns (``"layers.*.experts"``);
     ``"auto"``: submodules that cannot be traced. A call of such a submodule is one operation, which keeps its
     inputs and runs again in the backward. Its temporary memory is that for the sample's values."""
+    parts: Literal["auto", "never"] | tuple[str, ...] | None = None
+    """What `rkmate.apply` does if a model cannot be planned as a whole (it has no static graph, or it is
+    trained through other methods than its forward). ``"auto"``: it plans the submodules that can be planned,
+    which share the budget; the rest runs as it is ([by parts](recipes.md#by-parts)). ``"never"``: an error.
+    Names or patterns (``("encoder.layers.*",)``): it plans these submodules, and not the model as a whole.
+    None: ``"auto"``. Other calls plan whole models only."""
+    loss_bytes: int | None = None
+    """Bytes that the loss allocates for itself, if it is computed outside of the module. None: three times
+    the outputs that it is computed from."""
     run: RunSettings = RunSettings()
     """How a planned module runs: what it checks, calls of other shapes, lengths planned in advance, CUDA
     graphs."""
@@ -164,6 +173,10 @@ class Settings:
             raise ArgumentError(f"calls is {self.calls!r}; it should be how many times the module is called "
                                 "before the backward: 1, 2, ...")
         object.__setattr__(self, "trains", checked_trains(self.trains))
+        object.__setattr__(self, "parts", _checked_parts(self.parts))
+        bytes_ = self.loss_bytes
+        if bytes_ is not None and (isinstance(bytes_, bool) or not isinstance(bytes_, int) or bytes_ < 0):
+            raise ArgumentError(f"loss_bytes is {bytes_!r}; it should be a number of bytes, or None")
         if self.layouts is None:
             object.__setattr__(self, "layouts", "keep")
         seconds = self.planning_seconds
@@ -202,6 +215,17 @@ class Settings:
         if self.planner is None or isinstance(self.planner, PlannerSettings):
             return self.of_planner.name
         return self.planner
+
+
+def _checked_parts(parts: Any) -> Any:
+    """Check the setting `parts`. Raises `ArgumentError`."""
+    if parts in (None, "auto", "never"):
+        return parts
+    names = (parts,) if isinstance(parts, str) else tuple(parts) if isinstance(parts, Sequence) else ()
+    if not names or not all(isinstance(n, str) and n for n in names):
+        raise ArgumentError(f'parts is {parts!r}; it should be "auto", "never", or names of submodules or '
+                            'patterns ("encoder.layers.*")')
+    return names
 
 
 def checked_trains(trains: Any) -> Trains:

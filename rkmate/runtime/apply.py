@@ -17,9 +17,17 @@ import torch
 from torch import nn
 
 from rkmate.budget import Budget
-from rkmate.errors import ArgumentError
+from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
-from rkmate.runtime.plan_cache import Engines, Executable, Planning
+from rkmate.runtime.parts import Parts, Watch, take_watch_from
+from rkmate.runtime.plan_cache import (
+    REPLACED,
+    Engines,
+    Executable,
+    Planning,
+    Prototype,
+    Specialization,
+)
 from rkmate.show.plan import Plan
 from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, replace_call
 
@@ -103,7 +111,9 @@ def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> lis
 
 
 _M = TypeVar("_M", bound=nn.Module)
-_PUT = ("forward", "__getstate__", "_replicate_for_data_parallel")
+Refused = Callable[[RkmateError], bool]
+"""Told why a call cannot be planned. Returns whether it runs as it is."""
+_PUT = REPLACED[:3]
 """The methods that a planned module has of its own."""
 _thread = threading.local()
 """For each thread, the planned parts that it is inside of: what runs there was planned."""
@@ -112,15 +122,30 @@ _thread = threading.local()
 class _Planned(PlannedModule):
     """The planned part of a module that `apply` has changed: its call, or its forward alone."""
 
-    _FIELDS = PlannedModule._FIELDS | {"_run", "first_step"}
+    _FIELDS = PlannedModule._FIELDS | {"_run", "_refused", "first_step"}
     _run: Callable[..., Any]
+    _refused: Refused | None
+    """Decides what happens to a call that cannot be planned; None: its error is raised."""
     first_step: FirstStep | None
     """Measurement of the first planned step."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Any], planning: Planning, verify: bool,
-                 on_new_shape: NewShape) -> None:
-        super().__init__(model, planning, verify, on_new_shape)
-        self.__dict__.update(_run=run, first_step=None)
+                 on_new_shape: NewShape, refused: Refused | None = None,
+                 plans: tuple[Prototype, ...] = ()) -> None:
+        super().__init__(model, planning, verify, on_new_shape, plans)
+        self.__dict__.update(_run=run, _refused=refused, first_step=None)
+
+    def _new_signature(self, key: Any, args: tuple[Any, ...],
+                       kwargs: dict[str, Any]) -> Specialization | None:
+        if self._refused is None:
+            return super()._new_signature(key, args, kwargs)
+        try:
+            return super()._new_signature(key, args, kwargs)
+        except (CaptureError, InfeasibleBudget) as error:
+            if not self._refused(error):
+                raise
+            self._note_unplanned(key)
+            return None
 
     def _first_step(self, ready: Executable) -> FirstStep | None:
         watched = super()._first_step(ready)
@@ -136,15 +161,21 @@ class PlannedCall:
     """A planned call in a module's slot for a compiled call. Copies and pickles of the module leave it
     out."""
 
-    __slots__ = ("_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "whole")
+    __slots__ = ("_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "parts", "whole")
     is_planned = True
     """Distinguishes this call from a compiled call."""
 
-    def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> None:
+    def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
+                 refused: Refused | None = None, plans: tuple[Prototype, ...] = (),
+                 parts: Parts | None = None) -> None:
         self._model = model
         self._own = model.__dict__.get("forward")
         self._others = {name: model.__dict__[name] for name in _PUT[1:] if name in model.__dict__}
-        self._made_with = planning, verify, on_new_shape
+        self.parts = parts
+        """What plans parts of the module, where that is allowed."""
+        if parts is not None:
+            refused = parts.instead
+        self._made_with = planning, verify, on_new_shape, refused, plans
         self.whole = _Planned(model, self._call, *self._made_with)
         self._forward: _Planned | None = None
         self.as_tensors: tuple[str, ...] = ()
@@ -157,11 +188,15 @@ class PlannedCall:
             return self._own_forward(*args, **kwargs)
         if part is not None or is_sharded(self._model):
             return own_call(self._model)(*args, **kwargs)
+        if self.parts is not None and self.parts.active and not self.whole.has_plan:
+            return self._call(*args, **kwargs)
         return self.whole.forward(*args, **self._with_tensors(kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's forward alone, or with hooks around it that are not part of a plan."""
         if self._inside() is not None:
+            return self._own_forward(*args, **kwargs)
+        if self.parts is not None and self.parts.active and not self.whole.has_plan:
             return self._own_forward(*args, **kwargs)
         with self._entered(self.alone):
             return self.alone.forward(*args, **self._with_tensors(kwargs))
@@ -170,9 +205,9 @@ class PlannedCall:
     def alone(self) -> _Planned:
         """Plans of the forward without what is around it; made when it is called so."""
         if self._forward is None:
-            planning, verify, on_new_shape = self._made_with
+            planning, verify, on_new_shape, refused, plans = self._made_with
             self._forward = _Planned(self._model, self._own_forward, replace(planning, hooks_outside=True),
-                                     verify, on_new_shape)
+                                     verify, on_new_shape, refused, plans)
         return self._forward
 
     @property
@@ -181,8 +216,10 @@ class PlannedCall:
         return self.whole if self._forward is None or self.whole.has_plan else self._forward
 
     def plans(self) -> list[Plan]:
-        """Return every plan that is kept, of both."""
-        return [p for part in (self.whole, self._forward) if part is not None for p in part._plans.all()]
+        """Return every plan that is kept: of both, and of parts."""
+        parts = [] if self.parts is None else self.parts.planned
+        return [*(p for part in (self.whole, self._forward) if part is not None for p in part._plans.all()),
+                *(p for m in parts if (call := planned_call_of(m)) is not None for p in call.plans())]
 
     @property
     def first_step(self) -> FirstStep | None:
@@ -192,6 +229,8 @@ class PlannedCall:
 
     def take_away(self) -> None:
         """Leave the module as it was."""
+        if self.parts is not None:
+            self.parts.take_away()
         left = self.left_without(self._model.__dict__)
         for name in _PUT:
             self._model.__dict__.pop(name, None)
@@ -214,7 +253,13 @@ class PlannedCall:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         with self._entered(self.whole):
-            return own_call(self._model)(*args, **kwargs)
+            return self._by_parts(own_call(self._model), args, kwargs)
+
+    def _by_parts(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call as it is, with plans for parts where that was decided."""
+        if self.parts is None or not self.parts.active:
+            return call(*args, **kwargs)
+        return self.parts.run(call, args, kwargs)
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._own is not None:
@@ -240,15 +285,33 @@ def _entered() -> list[_Planned]:
     return parts
 
 
-def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> PlannedCall:
+def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
+                  refused: Refused | None = None, plans: tuple[Prototype, ...] = ()) -> PlannedCall:
     """Replace the call and the forward of a module by planned ones. A plan is made at the first call that
-    records gradients."""
+    records gradients; where the settings say so, plans for parts of the module.
+
+    `refused`: decides what happens to a call that cannot be planned. `plans`: to follow where they fit.
+    """
     _refuse_compiled(model)
     take_plan_from(model)
-    call = PlannedCall(model, _sharing(planning), verify, on_new_shape)
+    planning = _sharing(planning)
+    parts = None
+    if planning.settings.parts not in (None, "never"):
+        def put(module: nn.Module, planning: Planning, plan: Prototype,
+                refused: Callable[[nn.Module, RkmateError], None]) -> None:
+            def told(error: RkmateError) -> bool:
+                refused(module, error)
+                return True
+
+            put_plan_into(module, planning, False, on_new_shape, told, (plan,))
+
+        parts = Parts(model, planning, put, take_plan_from)
+    call = PlannedCall(model, planning, verify, on_new_shape, refused, plans, parts)
     model.__dict__.update((name, MethodType(method, model)) for name, method in zip(
         _PUT, (_planned_forward(call), _state_without_plan, _refuse_replicas), strict=True))
     replace_call(model, call)
+    if parts is not None:
+        parts.watch_methods()
     return call
 
 
@@ -272,7 +335,7 @@ def _sharing(planning: Planning) -> Planning:
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    if compiled_call(model) is not None and planned_call_of(model) is None:
+    if not isinstance(compiled_call(model), PlannedCall | Watch | None):
         raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
                             'module itself, or compile it with backend="rkmate"')
 
@@ -288,6 +351,7 @@ def take_plan_from(model: nn.Module) -> None:
     call = planned_call_of(model)
     if call is not None:
         call.take_away()
+    take_watch_from(model)
 
 
 def _state_without_plan(self: nn.Module) -> Any:

@@ -211,6 +211,8 @@ def _caller_tensors(model: nn.Module, capture: Capture, joint: Joint, generated:
             constants[key] = capture.constants[str(source.key)]
         elif source.kind != "tangent":
             slots[key] = slot(model, str(source.key), source.kind)
+    count = capture.inputs.count
+    inputs |= {f"input:{i}": i for i in range(count, count + len(capture.repeats))}
     for name in (p for s in generated.segments for p in (*s.params, *s.added)):
         slots.setdefault(f"param:{name}", slot(model, name, "param"))
     return CallerTensors(slots, constants, inputs, frozenset(map(source_key, joint.written())))
@@ -309,6 +311,7 @@ class PlannedStep:
         self.capture = capture
         self.generated = generated
         self.device = device
+        self._repeats = capture.repeats
         self.wanted = program.joint.wanted
         self.caller = _caller_tensors(model, capture, program.joint, generated)
         self.targets = _targets(capture, generated)
@@ -342,6 +345,8 @@ class PlannedStep:
         read and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of
         what is sent away."""
         caller, targets, known = self.caller, self.targets, self.outputs
+        if self._repeats:
+            tensors = [*tensors, *(tensors[i] for i in self._repeats)]
         sources = caller.now(tensors)
         additions = Additions(sources, self._additions) if self._additions else None
         versions = caller.versions(sources)

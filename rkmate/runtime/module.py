@@ -23,7 +23,7 @@ from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, Original
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.lengths import Lengths
-from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Specialization
+from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Prototype, Specialization
 from rkmate.show.plan import Plan
 from rkmate.stand_in import StandIn
 from rkmate.support.planning_lock import capture_lock, planning_lock
@@ -111,10 +111,13 @@ class PlannedModule(StandIn):
     _planned_forward: MethodType
     """The value of `forward`, as long as no library replaces it."""
 
-    def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> None:
-        """Prepare the module. Its first call is planned when it comes, unless `plan_for` is called before."""
+    def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
+                 plans: tuple[Plan | Prototype, ...] = ()) -> None:
+        """Prepare the module. Its first call is planned when it comes, unless `plan_for` is called before.
+
+        `plans`: to follow if they fit."""
         self._stand_in_for(model)
-        self._set_up(planning, (), verify, on_new_shape)
+        self._set_up(planning, plans, verify, on_new_shape)
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None = None) -> None:
         """Plan for calls like this one. `plan`: a plan to follow. Raises `PlanError` if it does not fit."""
@@ -123,7 +126,7 @@ class PlannedModule(StandIn):
         self._reader.follow(known.capture.assigned)
         self.__dict__["_latest"] = self._plans.current(known, known.capture.given(tensors))
 
-    def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
+    def _set_up(self, planning: Planning, saved: tuple[Plan | Prototype, ...], verify: bool,
                 on_new_shape: NewShape, lengths: Lengths | None = None) -> None:
         if type(self) is PlannedModule:
             object.__setattr__(self, "__class__", _class_for(type(self._original)))  # type: ignore[arg-type]
@@ -267,14 +270,18 @@ class PlannedModule(StandIn):
         except CaptureError as error:
             if self._plans.has_flags(key.flags) or not self._plans.has_parts(key.flags):
                 raise
-            if len(self._unplanned) >= _MOST_UNPLANNED:
-                self._unplanned.clear()
-            self._unplanned.add(key)
+            self._note_unplanned(key)
             warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a call "
                  f"cannot be planned: the original module runs instead, without a budget. {error}")
             return None
         self._reader.follow(known.capture.assigned)
         return known
+
+    def _note_unplanned(self, key: Guards) -> None:
+        """Remember a signature that cannot be planned: such calls run as they are."""
+        if len(self._unplanned) >= _MOST_UNPLANNED:
+            self._unplanned.clear()
+        self._unplanned.add(key)
 
     def _has_something_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether anything requires a gradient; otherwise the original keeps nothing for a

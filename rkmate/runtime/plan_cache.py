@@ -28,10 +28,12 @@ from rkmate.graph.sizes import family
 from rkmate.graph.sizes.dry_run import Recording
 from rkmate.graph.sizes.family import KnownCall, derived, known_call, possible
 from rkmate.ir.plan import in_one_line
+from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.offload import Offload
+from rkmate.pipeline.part_plans import with_terms
 from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.settings import Settings
@@ -46,6 +48,7 @@ from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
+from rkmate.torch_seam.modules import COMPILED_CALL
 
 # -- Engines that copy data away -------------------------------------------------------------------
 #
@@ -172,6 +175,8 @@ def shapes_of(key: Guards) -> list[Sequence[int]]:
 
 
 
+REPLACED = ("forward", "__getstate__", "_replicate_for_data_parallel", COMPILED_CALL)
+"""The attributes of a module that `rkmate.apply` replaces."""
 _NODE_BYTES = 3 << 10
 """Bytes of a node of a captured graph with its fake tensor, rounded up."""
 
@@ -191,6 +196,10 @@ class Planning:
     """Whether the hooks of the module itself run around its plan, and are no part of it."""
     cuda_graph: bool = False
     """Whether steps are recorded and replayed."""
+    calls_at_once: int = 1
+    """Calls before a backward whose plans, each made for one call, share a larger budget."""
+    shared_inputs: frozenset[int] = frozenset()
+    """Numbers of the tensors among the arguments that others use, too, and contribute gradients to."""
     counts_calls: bool = False
     """Whether later steps are planned for as many calls before a backward as were seen in one."""
     engines: Engines | None = None
@@ -239,6 +248,34 @@ class Specialization:
         return self.traced.capture
 
 
+@dataclass(frozen=True, eq=False)
+class Prototype:
+    """A call that was captured and planned, of a module or of one that is like it: the plan of every equal
+    call."""
+
+    model: nn.Module
+    key: Guards
+    traced: Traced
+    planned: Planned
+
+    def fits(self, model: nn.Module, key: Guards) -> bool:
+        """Whether a call of a module has the same graph: all that a plan is specialised on is equal, except
+        which objects the submodules are, and what stands in the place of their calls."""
+        return self._is_free_of(model) and _alike_parts(key) == _alike_parts(self.key)
+
+    def _is_free_of(self, model: nn.Module) -> bool:
+        capture = self.traced.capture
+        return capture.recipe is None and (model is self.model or not (
+            capture.constants or capture.assigned or self.traced.settings.opaque))
+
+
+def _alike_parts(key: Guards) -> tuple[Any, ...]:
+    attributes = [(path, value) for path, value in key.attributes.content
+                  if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")]
+    return (*key._replace(flags=None, attributes=None, values=None),  # type: ignore[arg-type]
+            key.flags.flags, attributes)
+
+
 class PlanCache:
     """Makes the plans of one module on demand, and keeps the latest.
 
@@ -246,17 +283,18 @@ class PlanCache:
     plans.
     """
 
-    def __init__(self, model: nn.Module, planning: Planning, saved: Sequence[Plan] = ()) -> None:
+    def __init__(self, model: nn.Module, planning: Planning, saved: Sequence[Plan | Prototype] = ()) -> None:
         """`saved`: plans to follow if they fit, instead of searching for one."""
         self.model = traceable(model)
         self.planning = planning
-        self._saved = list(saved)
+        self._prototypes = [s for s in saved if isinstance(s, Prototype)]
+        self._saved = [s.planned.plan if isinstance(s, Prototype) else s for s in saved]
         self._kept: OrderedDict[Guards, Specialization] = OrderedDict()
         self._last: tuple[Guards, Specialization] | None = None
         """The last that is kept, where it was also found last: compared with a call before that is hashed."""
         self._lock = threading.RLock()
         self._warned = False
-        self.open_calls = OpenCalls(counts=planning.counts_calls)
+        self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls)
         self.new_sizes = NewSizes()
         self.reads = Reads()
         self.observations = Observations()
@@ -323,14 +361,19 @@ class PlanCache:
             members = [s.member for s in others if s.member is not None
                        and comparable(key, s.member.key)][-MEMBERS:]
             derived, recording = derive(self.model, args, kwargs, key, members)
-            traced = trace(self.model, args, kwargs, self.planning.settings,
-                           Progress(self.planning.progress), derived)
+            like = None if plan is not None else \
+                next((p for p in self._prototypes if p.fits(self.model, key)), None)
+            traced = like.traced if like is not None else trace(
+                self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
+            captured = traced.capture
+            if like is None and self.planning.shared_inputs:
+                traced = replace(traced, capture=with_terms(captured, self.planning.shared_inputs))
             if derived is not None and others[-1].mask:
                 traced = replace(traced, wanted=others[-1].mask)
             plans = [e.known for s in others for m, e in s.executables.items()
                      if e.known is not None and m == traced.wanted]
             try:
-                executable = self._executable(traced, self.planning.budget, plan, plans,
+                executable = self._executable(traced, self.planning.budget, plan, plans, like,
                                               derived=derived is not None)
             except InfeasibleBudget as error:
                 if not self._kept:
@@ -343,8 +386,8 @@ class PlanCache:
             key = self.observations.add(key, traced.capture.recipe)
             # What is kept holds no tensors of this call.
             known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
-            if derived is None and traced.capture.recipe is None:
-                known.member = Member(key, known_call(traced.capture, args, kwargs, recording))
+            if derived is None and captured.recipe is None and like is None:
+                known.member = Member(key, known_call(captured, args, kwargs, recording))
                 if len(members) == 1:           # with it there are as many as another size is derived from
                     compare(self.model, [*members, known.member])
             if len(self):
@@ -499,14 +542,15 @@ class PlanCache:
             return self._executable(traced, Budget(bytes=measured.minimum_bytes)), measured
 
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
-                    known: Sequence[KnownPlan] = (), *, derived: bool = False) -> Executable:
+                    known: Sequence[KnownPlan] = (), like: Prototype | None = None, *,
+                    derived: bool = False) -> Executable:
         """Return the plan to follow, a saved one, or a new one, and the code of it. `known`: of other sizes;
-        `derived`: from them, and not measured."""
+        `like`: of an equal call; `derived`: from other sizes, and not measured."""
         if plan is None and self.reads.often and traced.settings.deferred_outputs != "never":
             with contextlib.suppress(InfeasibleBudget):
-                return self._executable(undeferred(traced), budget, None, known, derived=derived)
+                return self._executable(undeferred(traced), budget, None, known, like, derived=derived)
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
-        planned = follow(traced, plan) if plan is not None else \
+        planned = like.planned if like is not None else follow(traced, plan) if plan is not None else \
             (follow_any(traced, saved) if saved else None) or \
             (plan_that_fits(traced, budget, self.planning.planner, known, measured=not derived)
              if known else None)

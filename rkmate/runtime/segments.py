@@ -341,9 +341,10 @@ def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor]
 class OpenCalls:
     """Knows the open calls of one module by weak references: those whose outputs are gone do not count."""
 
-    def __init__(self, *, counts: bool = False) -> None:
-        """`counts`: note how many calls a step makes, so that later steps are planned for them, rather than
-        warn."""
+    def __init__(self, expected: int = 1, *, counts: bool = False) -> None:
+        """`expected`: calls at once that the budget counts anyway. `counts`: note how many calls a step
+        makes, so that later steps are planned for them, rather than warn."""
+        self._expected = expected
         self._counts = counts
         self.seen = 1
         """The most calls before a backward that were over the budget, where calls are counted."""
@@ -377,12 +378,12 @@ class OpenCalls:
         the budget. Warns once for each number of calls."""
         others = 0 if forward else 1
         key = plan.fingerprint, len(self.now()) - others + 1, forward
-        if key[1] <= plan.calls or key in self._looked or key[1] in self._told:
+        if key[1] <= max(plan.calls, self._expected) or key in self._looked or key[1] in self._told:
             return
         gc.collect()                    # outputs that only a circle of references keeps
         opened = self.now()
         calls = len(opened) - others + 1
-        if calls <= plan.calls or calls in self._told:
+        if calls <= max(plan.calls, self._expected) or calls in self._told:
             return
         self._looked.add((plan.fingerprint, calls, forward))
         graph = plan.graph

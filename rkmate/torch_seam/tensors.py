@@ -146,6 +146,25 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
         return False
 
 
+def inside_backward() -> bool:
+    """Return whether autograd's engine is running a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Let operations save tensors as they do outside of every `saved_tensors_hooks`."""
+    hooks: list[Any] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def keeps_graph() -> bool:
     """Return, inside a backward, whether the graph stays for another one (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

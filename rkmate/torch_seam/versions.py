@@ -207,6 +207,7 @@ def _autograd() -> None:
         @staticmethod
         def backward(ctx, grad):  # type: ignore[no-untyped-def]
             seen.append((tensors.will_accumulate(leaf), tensors.keeps_graph()))
+            assert tensors.inside_backward()
             return grad
 
     leaf = torch.ones(1, requires_grad=True)
@@ -214,6 +215,19 @@ def _autograd() -> None:
     loss.backward(retain_graph=True)
     torch.autograd.grad(loss, leaf)
     assert seen == [(True, True), (False, False)]
+    assert not tensors.inside_backward()
+    packed: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        packed.append(t)
+        return t.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with tensors.without_saved_tensor_hooks():
+            leaf.exp()
+        assert not packed
+        leaf.exp()
+        assert packed
     assert not tensors.has_gradient_hooks(leaf) and not tensors.has_accumulation_hooks(leaf)
     leaf.register_hook(lambda g: None)
     leaf.register_post_accumulate_grad_hook(lambda t: None)

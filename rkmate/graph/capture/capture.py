@@ -67,6 +67,8 @@ class Source:
     Tangent: index of the output whose gradient it is.
     Kept: name of a value that the forward leaves for an output that is computed later.
     Grad: name of the parameter whose ``.grad`` it is; no capture has one, the pass that adds to it does."""
+    repeats: int | None = None
+    """The input that this one is once more (`Capture.repeats`)."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,9 @@ class Capture:
     recipe: Recipe | None = None
     """Computes the graph's further inputs, which follow the arguments' tensors in number; None if the forward
     needs no values."""
+    repeats: tuple[int, ...] = ()
+    """Inputs that a planned step gets once more, with the numbers after all others: the gradient of each is
+    handed out as the terms of a sum, which autograd adds up with those of other users."""
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the graph's inputs, in order. `tensors`: those among the arguments."""

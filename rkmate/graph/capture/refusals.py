@@ -237,7 +237,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                 "models as they are")
     elif data_dependent:
         hint = (" A value of a tensor decides what the forward does (a branch, an index or a size), "
-                f"so no static plan exists: {_static_form(model, error)}{_opaque(model, place)}"
+                f"so no static plan exists: {_static_form(model, error, place)}{_opaque(model, place)}"
                 "rkmate.dtr runs such models.")
     elif "fake tensor in the exported program constant" in text:
         reason = "the forward reads .data or .grad of a tensor, which a trace cannot follow"
@@ -248,11 +248,11 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                         f"{way_out(model, place, f'{text} {hint}')}")
 
 
-def _static_form(model: nn.Module, error: Exception) -> str:
+def _static_form(model: nn.Module, error: Exception, place: str) -> str:
     """Return what to do about a value that decides, if the library has a flag or a form is known."""
     if routed := routed_by_loops(model):
         return f'{routed}.set_experts_implementation("grouped_mm") routes without it; else, '
-    if "_ctc_loss" in str(error) or hasattr(getattr(model, "config", None), "ctc_loss_reduction"):
+    if "_ctc_loss" in str(error) or (type(model).__name__.endswith("CTC") and not _DRAWN.search(place)):
         return ("a CTC loss reads its lengths. Let the model return its logits (call it without labels), and "
                 "compute the loss from them ('Speech' in docs/recipes.md); else, ")
     if any(getattr(m, "add_self_loops", False) is True for m in model.modules()):     # PyTorch Geometric

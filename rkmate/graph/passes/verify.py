@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from rkmate.errors import GraphError
+from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.joint import Joint, adds
 from rkmate.graph.passes.tiles.tiled import Tiled
@@ -48,6 +49,8 @@ def verify(joint: Joint) -> Joint:
     place = {source: node for node, source in joint.sources.items()}
     for what, pairs in (("new value", joint.mutations), ("gradient", joint.grads)):
         for source, node in pairs:
+            if source.repeats is not None:
+                source = Source("input", source.repeats)
             if source not in place:
                 raise GraphError(f"{node.name} is the {what} of {source.key}, which the graph does not have")
             if form_of(node) != form_of(place[source]):

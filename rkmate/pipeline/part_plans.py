@@ -1,0 +1,161 @@
+"""Plans for the parts of a model that cannot be planned as a whole: the schedules that a part may follow, and
+a plan for the one that it follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture.capture import Capture, Source
+from rkmate.ir.schedule import Schedule
+from rkmate.pipeline.attempts import Planned, plan_of
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
+from rkmate.pipeline.solve import Solved, solve
+from rkmate.planners.protocol import (
+    Outcome,
+    Planner,
+    Problem,
+    ask,
+    found_in,
+    smallest_budget,
+    whole_step,
+)
+from rkmate.planners.registry import planner as find_planner
+from rkmate.planners.shared_room import Way
+from rkmate.support.planning_lock import gc_pause
+from rkmate.torch_seam.nodes import VALUE, is_backward
+
+_ADD = torch.ops.aten.add.Tensor
+AROUND = (0.6, 0.85, 1.0, 1.2)
+"""What schedules may hold between forward and backward, of the share that all parts can hold on average."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartWays:
+    """A part with the schedules that it may follow."""
+
+    solved: Solved
+    planner: str
+    schedules: tuple[Schedule, ...]
+    ways: tuple[Way, ...]
+    """The figures of each schedule."""
+    smallest: int | None
+    """The smallest budget of one call, in bytes."""
+
+    @property
+    def whole(self) -> Way:
+        """The figures of a call without recomputation."""
+        prepared = self.solved.prepared
+        return Way(prepared.baseline.seconds, prepared.baseline.saved,
+                   prepared.baseline.peak - prepared.baseline.saved)
+
+    def planned(self, number: int, extra: int) -> Planned:
+        """A plan with one of the schedules. `extra`: bytes on top of what it saves that it may take while it
+        runs; as many have to be free while it waits."""
+        prepared = with_bytes_at_loss(self.solved.prepared, extra)
+        outcome = Outcome(self.schedules[number], "ok", self.ways[number].seconds, smallest=self.smallest,
+                          note="a part of a step")
+        plan = plan_of(prepared, self.solved, self.planner, self.ways[number].saved + extra, outcome)
+        return Planned(plan, prepared)
+
+
+def with_bytes_at_loss(prepared: Prepared, extra: int) -> Prepared:
+    """The same part, where so many bytes have to be free at the loss (`Settings.loss_bytes`)."""
+    traced = prepared.blocked.traced
+    traced = replace(traced, settings=replace(traced.settings, loss_bytes=extra))
+    return replace(prepared, blocked=replace(prepared.blocked, traced=traced), reserve_at_loss=extra)
+
+
+@gc_pause()
+def ways_of(traced: Traced, planner: str, limit: Callable[[Blocked], int], share: float) -> PartWays:
+    """Measure a part, and look for schedules that hold more or less between forward and backward.
+
+    `traced`: with ``Settings(loss_bytes=0)``, as the part's outputs go on into the model. `limit`: the bytes
+    that measuring may take. `share`: about how much of what it saves a call can hold within the budget.
+    """
+    prepared = prepare(traced, limit=limit)
+    method = find_planner(planner, traced.settings.of_planner)
+    solved = solve(prepared)
+    ways: dict[Way, Schedule] = {}
+    for schedule in (prepared.whole, *(_searched(solved, method, share) if share < 1 else ())):
+        found = prepared.simulate(schedule)
+        ways.setdefault(Way(found.seconds, found.saved, max(0, found.peak - found.saved)), schedule)
+    kept = [w for w in ways if not any(_is_better(o, w) for o in ways)]
+    smallest = min((w.saved + w.extra for w in kept), default=None)
+    return PartWays(solved, method.name, tuple(ways[w] for w in kept), tuple(kept), smallest)
+
+
+def _is_better(one: Way, other: Way) -> bool:
+    return one != other and one.seconds <= other.seconds and one.saved <= other.saved \
+        and one.extra <= other.extra
+
+
+def _searched(solved: Solved, method: Planner, share: float) -> Sequence[Schedule]:
+    """Schedules for several bounds on what is held, and on what is taken on top of that."""
+    problem, found = solved.problem, []
+    whole = problem.simulate(whole_step(problem).schedule)
+    graph = problem.graph
+    least = smallest_budget(method, problem, 0)
+    held = graph.bytes(set(problem.pinned) | set(graph.outputs))
+    extras = {whole.peak - held}
+    if least is not None:
+        extras.add(max(1, (whole.peak + 2 * least) // 3 - held))
+        found += _schedules(method, problem, least)
+    for extra in sorted(extras):
+        part = replace(problem, reserve_at_loss=extra)
+        for around in (0.0, *AROUND):
+            saved = held + int(min(0.97, share * around) * (whole.saved - held))
+            found += _schedules(method, part, saved + extra)
+    return found
+
+
+def _schedules(method: Planner, problem: Problem, limit: int) -> list[Schedule]:
+    return [c.schedule for c in found_in(problem, ask(method, problem, limit, known=()))]
+
+
+# -- Gradients of inputs as sums -------------------------------------------------------------------
+#
+# A gradient that several users of a tensor contribute to is added up in the order in which they come. A plan
+# hands out the sum of its own contributions; where others contribute, too, that is another order, and other
+# last bits.
+
+
+def with_terms(capture: Capture, shared: Collection[int]) -> Capture:
+    """Return a capture whose step hands out the gradients of some inputs as the terms of a sum.
+
+    `shared`: numbers of the inputs that others use, too."""
+    if capture.recipe is not None:
+        return capture
+    placeholders = {s.key: n for n, s in capture.sources.items() if s.kind == "input"}
+    grads: list[tuple[Source, fx.Node]] = []
+    repeats: list[int] = []
+    for source, node in capture.grads:
+        terms = [node]
+        if source.kind == "input" and source.key in shared:
+            terms = _terms(node)
+            if len(terms) > sum(not is_backward(n) for n in placeholders[source.key].users):
+                terms = [node]                  # some sum belongs to one user's formula
+        grads.append((source, terms[0]))
+        for term in terms[1:]:
+            grads.append((Source("input", capture.inputs.count + len(repeats), int(source.key)), term))
+            repeats.append(int(source.key))
+    return replace(capture, grads=tuple(grads), repeats=tuple(repeats))
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    terms: list[fx.Node] = []
+    while _is_sum(node) and (not terms or len(node.users) == 1):
+        before, term = node.args
+        assert isinstance(before, fx.Node) and isinstance(term, fx.Node)
+        terms.insert(0, term)
+        node = before
+    return [node, *terms]
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target is _ADD and is_backward(node) and not node.kwargs and len(node.args) == 2 and all(
+        isinstance(a, fx.Node) and a.meta[VALUE].shape == node.meta[VALUE].shape
+        and a.meta[VALUE].dtype == node.meta[VALUE].dtype for a in node.args)

@@ -1,0 +1,403 @@
+"""A step that runs as it is, observed: how many bytes its parts, and the rest of it, keep for the backward,
+and which gradients are in flight.
+
+Saved tensors are counted where autograd packs them and lets them go, each storage once. Gradients are counted
+where autograd's nodes hand them on. On the CPU, the forward is measured, too: what is not saved, and
+temporary memory inside of operations. In the backward, temporary memory inside of an operation is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from rkmate.device.protocol import MeterError, PartsMeter
+from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.tensors import storage_id
+
+_MADE = 5
+"""How many times its bytes a caller makes, and keeps, of a result that more calls follow: mean, deviation,
+noise, sample and divergence of a latent distribution."""
+_SCALAR = 64
+"""Bytes of an output that is no input of a loss, but a loss."""
+REST = 0
+"""The number of what belongs to no part."""
+
+
+@dataclass
+class Held:
+    """A storage that autograd holds for the backward."""
+
+    bytes: int
+    owner: int
+    references: int = 0
+
+
+class _Packed:
+    """What autograd holds instead of a saved tensor, until it lets it go."""
+
+    __slots__ = ("_key", "_step", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, step: ObservedStep, key: int | None) -> None:
+        self.tensor, self._step, self._key = tensor, step, key
+
+    def __del__(self) -> None:
+        if self._key is not None:
+            self._step.let_go(self._key)
+
+
+@dataclass
+class PartCall:
+    """A call of a part."""
+
+    number: int
+    inputs: set[int]
+    """Storages of its arguments."""
+    edges: set[Any]
+    """Nodes of autograd's graph that its arguments come from."""
+    sources: list[tuple[Any, int] | None] = field(default_factory=list)
+    """Of each argument tensor, the node that it comes from, and which result of that it is; until the forward
+    is over."""
+    shared: set[int] = field(default_factory=set)
+    """Numbers of the argument tensors that others use, too, and contribute gradients to."""
+    level: int = 0
+    """Bytes that the rest held when it began."""
+    peak: int = 0
+    """Bytes that its forward took on top of that, at most; 0 where nothing was measured."""
+    saved: int = 0
+    """Bytes that it alone has saved."""
+    outputs: list[tuple[Any, int] | None] = field(default_factory=list)
+    """Of each output tensor, the node that it comes from, and which result of that it is; until the forward
+    is over."""
+    places: list[int] = field(default_factory=list)
+    """Of each output tensor, which result of its node it is."""
+    taught: set[int] = field(default_factory=set)
+    """Numbers of the outputs through which gradients came."""
+
+
+class ObservedStep:
+    """Counts the bytes of one step, or of several that begin before the first backward."""
+
+    def __init__(self, fixed: Iterable[torch.Tensor], meter: PartsMeter | None = None) -> None:
+        """`fixed`: parameters and buffers, which are there anyway. `meter`: measures the forward; None where
+        nothing does."""
+        self._meter = meter
+        self._stretch: Any = None
+        self._stretches: list[PartCall | tuple[int, bool]] = []
+        """Stretches of the forward: calls of parts; of others, what the rest held at the beginning, and
+        whether parts were called before."""
+        self._fixed = {k for t in fixed if (k := key_of(t)) is not None}
+        self._given: set[int] = set()
+        """Storages that the caller holds: arguments of the outermost call."""
+        self._held: dict[int, Held] = {}
+        self._saved: Counter[int] = Counter()
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Storage of an output of a part -> the output, and the part's number."""
+        self._open: list[PartCall] = []
+        self._depth = 0
+        self._new: list[PartCall] = []
+        self._count = 0
+        self._nodes: dict[Any, int] = {}
+        """Nodes of parts, while the forward runs."""
+        self._pending: dict[tuple[int, int], dict[int, int]] = {}
+        """(node, input) -> the gradient that waits there: storage -> bytes."""
+        self._from_inside: set[tuple[int, int]] = set()
+        """(node, result) to which a gradient came from another node of its part."""
+        self._from_outside: set[tuple[int, int]] = set()
+        """(node, result) to which a gradient came from elsewhere."""
+        self._owner_of: dict[int, int] = {}
+        self._of_node = iter(range(1, 1 << 62))
+        self.backward_seen = False
+        self.unsaved = 0
+        """Bytes of arguments of parts that the rest has made, and that nothing saves."""
+        self.outputs = 0
+        """Bytes of what the outermost calls return, apart from what is counted elsewhere."""
+        self.beside = 0
+        """Bytes that the rest takes while a part runs, at most."""
+        self.alone = 0
+        """Bytes that the rest takes while no part runs, at most."""
+        self.early = 0
+        """Bytes that the rest takes before the first part was called, or after the last one's backward."""
+        self.loss = 0
+        """Bytes that a loss allocates that is computed from what the latest outermost call returns."""
+        self.between = 0
+        """Bytes that the caller makes of what the earlier ones return, and keeps."""
+        self.kept = 0
+        """Bytes that are kept for the backward, at most."""
+        self.peak = 0
+        """Bytes of the whole step as it is, at most."""
+
+    # -- the forward ----------------------------------------------------------------------
+
+    @contextmanager
+    def outermost(self, given: Any) -> Iterator[None]:
+        """Around a call that contains everything to observe. `given`: its arguments."""
+        self._depth += 1
+        if self._depth == 1:
+            self._given = {k for t in tensors_in(given) if t.grad_fn is None and (k := key_of(t)) is not None}
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._measured():
+                yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._nodes.clear()
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Measure the stretches of the forward between calls of parts: temporary memory, too."""
+        meter = self._meter
+        if meter is None or self._depth > 1:
+            yield
+            return
+        self._stretches.clear()
+        try:
+            running = meter.running()
+            running.__enter__()
+        except MeterError:                      # somebody measures, or profiles
+            self._meter = None
+            yield
+            return
+        error: BaseException | None = None
+        try:
+            self._begin_stretch()
+            yield
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            self._end_stretch()
+            running.__exit__(type(error) if error else None, error, None)
+            if error is None:
+                for number, peak in meter.peaks().items():
+                    stretch = self._stretches[number]
+                    if isinstance(stretch, PartCall):
+                        stretch.peak = peak
+                    elif stretch[1]:
+                        self.alone = max(self.alone, stretch[0] + peak)
+                    else:
+                        self.early = max(self.early, stretch[0] + peak)
+
+    def _begin_stretch(self, call: PartCall | None = None) -> None:
+        if self._meter is not None and self._depth:
+            self._stretch = self._meter.part(len(self._stretches))
+            self._stretches.append(call or (self._saved[REST] + self.unsaved, self._count > 0))
+            self._stretch.__enter__()
+
+    def _end_stretch(self) -> None:
+        stretch, self._stretch = self._stretch, None
+        if stretch is not None:
+            stretch.__exit__(None, None, None)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Around what is no part of the step."""
+        running = self._stretch is not None
+        self._end_stretch()
+        try:
+            yield
+        finally:
+            self._end_stretch()
+            if running:
+                self._begin_stretch()
+
+    def result(self, outputs: Any, given: Any) -> None:
+        """The outermost call has returned: from now on its backward is observed."""
+        found = tensors_in(outputs)
+        taught = 0
+        for t in found:
+            key = key_of(t)
+            if key is not None and not self._is_known(key):
+                self.outputs += t.untyped_storage().nbytes()
+            if t.requires_grad and t.nbytes > _SCALAR:
+                taught += t.nbytes
+        self._follow([(t.grad_fn, t.output_nr) for t in found if t.grad_fn is not None],
+                     {t.grad_fn for t in tensors_in(given)} - {None})
+        level = self._saved[REST] + self.unsaved + self.outputs
+        self.kept = max(self.kept, self._saved.total())
+        # Of a loss that the caller computes: log-softmax, its gradient and the one that leaves it.
+        self.between += _MADE * self.loss // 3
+        self.loss = 3 * taught
+        self.beside, self.alone = max(self.beside, level), max(self.alone, level)
+        self.peak = max(self.peak, self._saved.total() + self.unsaved + self.outputs)
+
+    @contextmanager
+    def part(self, tensors: Sequence[torch.Tensor]) -> Iterator[PartCall]:
+        """Around the call of a part. `tensors`: among its arguments."""
+        keys = {k for t in tensors if (k := key_of(t)) is not None}
+        call = PartCall(self._count + 1, keys, {t.grad_fn for t in tensors} - {None})
+        call.sources = [None if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in tensors]
+        call.shared = {k for k, t in enumerate(tensors) if t.requires_grad and t.grad_fn is None}
+        self._count += 1
+        self._open.append(call)
+        try:
+            call.level = self._saved[REST] + self.unsaved
+            with self.apart():
+                self._begin_stretch(call)
+                yield call
+                self._end_stretch()
+        finally:
+            self._open.pop()
+        self._new.append(call)
+        for t in tensors:
+            key = key_of(t)
+            if key is not None and not self._is_known(key) and self._maker_of(key) == REST:
+                self.unsaved += t.untyped_storage().nbytes()
+                self._given.add(key)            # once
+
+    def returned(self, call: PartCall, found: Sequence[torch.Tensor]) -> None:
+        """A part has returned these tensors."""
+        for t in found:
+            key = key_of(t)
+            if key is not None and key not in call.inputs:
+                self._made[key] = weakref.ref(t), call.number
+            call.outputs.append(None if t.grad_fn is None else (t.grad_fn, t.output_nr))
+        todo: list[Any] = [t.grad_fn for t in found]
+        while todo:
+            node = todo.pop()
+            if node is None or node in self._nodes or node in call.edges:
+                continue
+            self._nodes[node] = call.number
+            todo += [following for following, _ in node.next_functions]
+
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
+        key = key_of(tensor)
+        if key is None or key in self._fixed or key in self._given:
+            return _Packed(tensor.detach(), self, None)
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = Held(tensor.untyped_storage().nbytes(), self._owner(key))
+            self._saved[held.owner] += held.bytes
+            if self._open and held.owner == self._open[-1].number:
+                self._open[-1].saved += held.bytes
+        held.references += 1
+        return _Packed(tensor.detach(), self, key)
+
+    @staticmethod
+    def _unpack(packed: _Packed) -> torch.Tensor:
+        return packed.tensor
+
+    def let_go(self, key: int) -> None:
+        """Autograd lets a saved tensor go."""
+        held = self._held.get(key)
+        if held is not None:
+            held.references -= 1
+            if not held.references:
+                del self._held[key]
+                self._saved[held.owner] -= held.bytes
+
+    @property
+    def is_inside_part(self) -> bool:
+        """Whether a part is running."""
+        return bool(self._open)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held: the results were dropped, or a backward is over."""
+        return not self._held
+
+    def _owner(self, key: int) -> int:
+        if not self._open or key in self._open[-1].inputs:
+            return self._maker_of(key)
+        return self._open[-1].number
+
+    def _maker_of(self, key: int) -> int:
+        made = self._made.get(key)
+        return REST if made is None or made[0]() is None else made[1]
+
+    def _is_known(self, key: int) -> bool:
+        return key in self._fixed or key in self._given or key in self._held or self._maker_of(key) != REST
+
+    # -- the backward ---------------------------------------------------------------------
+
+    def _follow(self, begin: Sequence[Any], end: set[Any]) -> None:
+        """Observe the nodes from some on, up to others."""
+        ids: dict[Any, int] = {}
+        order: list[Any] = []
+        todo = [n for n, _ in begin]
+        users: dict[tuple[Any, int], set[int]] = defaultdict(set)
+        for edge in begin:
+            users[edge].add(REST)
+        while todo:
+            node = todo.pop()
+            if node in ids or node in end or type(node).__name__ == "AccumulateGrad":
+                continue
+            ids[node] = next(self._of_node)
+            order.append(node)
+            for edge in node.next_functions:
+                if edge[0] is not None:
+                    users[edge].add(self._nodes.get(node, REST))
+                    todo.append(edge[0])
+        results: dict[int, list[tuple[PartCall, int]]] = defaultdict(list)
+        for call in self._new:
+            for k, made in enumerate(call.outputs):
+                if made is not None and made[0] in ids:
+                    results[ids[made[0]]].append((call, k))
+            call.shared |= {k for k, source in enumerate(call.sources)
+                            if source is not None and users[source] - {call.number}}
+            call.sources = []
+            call.places = [-1 if made is None else made[1] for made in call.outputs]
+            call.outputs, call.edges = [], set()
+        self._new.clear()
+        for node in order:
+            number, owner = ids[node], self._nodes.get(node, REST)
+            self._owner_of[number] = owner
+            then = tuple((ids.get(n, -1), k) for n, k in node.next_functions)
+            node.register_prehook(partial(self._begins, number, tuple(results.get(number, ()))))
+            node.register_hook(partial(self._ends, number, then))
+
+    def _begins(self, number: int, results: Sequence[tuple[PartCall, int]], grads: Sequence[Any]) -> None:
+        self.backward_seen = True
+        for call, output in results:
+            place = call.places[output]
+            if 0 <= place < len(grads) and grads[place] is not None and (
+                    (number, place) not in self._from_inside or (number, place) in self._from_outside):
+                call.taught.add(output)
+
+    def _ends(self, number: int, then: Sequence[tuple[int, int]], found: Sequence[Any],
+              given: Sequence[Any]) -> None:
+        self.backward_seen = True
+        for taken in [p for p in self._pending if p[0] == number]:
+            del self._pending[taken]
+        owner = self._owner_of[number]
+        sizes: dict[int, int] = {}
+        waiting: dict[int, int] = {}
+        for (node, _), grads in self._pending.items():
+            (waiting if self._owner_of[node] != owner or owner == REST else sizes).update(grads)
+        running = _sizes(given) | _sizes(found)
+        rest = self._saved[REST] + self.unsaved + self.outputs
+        if owner == REST:
+            level = rest + sum((waiting | running).values())
+            if self._saved.total() > self._saved[REST]:
+                self.alone = max(self.alone, level)
+            else:
+                self.early = max(self.early, level)
+        else:
+            self.beside = max(self.beside, rest + sum(waiting.values()))
+        self.peak = max(self.peak, self.early, self._saved.total() + self.unsaved + self.outputs
+                        + sum((waiting | sizes | running).values()))
+        for (node, place), grad in zip(then, found, strict=False):
+            if node != -1 and grad is not None:
+                self._pending[node, place] = _sizes((grad,))
+                inside = owner == self._owner_of[node] != REST
+                (self._from_inside if inside else self._from_outside).add((node, place))
+
+
+def _sizes(tensors: Iterable[Any]) -> dict[int, int]:
+    return {k: t.untyped_storage().nbytes() for t in tensors
+            if isinstance(t, torch.Tensor) and (k := key_of(t)) is not None}
+
+
+def key_of(tensor: torch.Tensor) -> int | None:
+    """Return a number for a tensor's storage; None for a tensor without one (sparse, or a library's own)."""
+    try:
+        return storage_id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,548 @@
+"""By parts: a model that cannot be planned as a whole trains with plans for the submodules that can be.
+
+The first step runs as it is, and is observed: which submodules can be captured (the outermost ones that can),
+how often each is called, what it keeps for the backward, and what the rest of the step keeps. From then on
+these submodules follow plans. All of them, and the rest, share one budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rkmate import device as devices
+from rkmate.budget import Budget
+from rkmate.device.random_state import RandomState
+from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
+from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
+from rkmate.graph.capture.state import HostDraws
+from rkmate.graph.capture.structure import take_apart
+from rkmate.pipeline.attempts import Planned
+from rkmate.pipeline.part_plans import PartWays, ways_of, with_terms
+from rkmate.pipeline.prepare import Traced, trace
+from rkmate.planners.shared_room import Item, share_out, smallest_limit
+from rkmate.runtime.guards import Guards, ModuleReader, guards_of
+from rkmate.runtime.observed_step import ObservedStep, PartCall
+from rkmate.runtime.plan_cache import Planning, Prototype
+from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
+from rkmate.support.progress import Progress
+from rkmate.support.warn import warn
+from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.modules import compiled_call, own_call, replace_call
+from rkmate.torch_seam.patches.autograd import region_of
+from rkmate.torch_seam.tensors import inside_backward, without_saved_tensor_hooks
+from rkmate.torch_seam.trace import inside_transform
+
+logger = logging.getLogger("rkmate")
+
+WORTH = 0.02
+"""The share of what a step keeps for the backward that a kind of part has to keep, to be planned."""
+_LARGE = (nn.RNNBase, nn.MultiheadAttention)
+"""Modules of torch that are more than an operation, though they may call no submodule."""
+
+
+class Put(Protocol):
+    """Puts plans into a submodule."""
+
+    def __call__(self, module: nn.Module, planning: Planning, plan: Prototype,
+                 refused: Callable[[nn.Module, RkmateError], None]) -> None:
+        """`plan`: to follow where it fits. `refused`: told of a call that cannot be planned."""
+
+
+class Watch:
+    """Replaces a submodule's call while that is observed. Copies and pickles of the module leave it out."""
+
+    __slots__ = ("_model", "_parts")
+    is_planned = True
+    """What tells it from a compiled call."""
+
+    def __init__(self, model: nn.Module, parts: Parts) -> None:
+        self._model, self._parts = model, parts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call."""
+        if is_unobserved():
+            return own_call(self._model)(*args, **kwargs)
+        return self._parts.called(self._model, args, kwargs)
+
+    @property
+    def parts(self) -> Parts:
+        """Who observes."""
+        return self._parts
+
+
+def is_unobserved() -> bool:
+    """Whether a call now is not one of a training step's forward: in a trace, without gradients, or in a
+    backward."""
+    return (torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled() or planning_lock.is_mine()
+            or capture_lock.is_mine() or inside_transform() or inside_backward())
+
+
+def take_watch_from(module: nn.Module) -> None:
+    """Leave a submodule's call as it was."""
+    if isinstance(compiled_call(module), Watch):
+        replace_call(module, None)
+
+
+@dataclass
+class Kind:
+    """Submodules that are alike: of one class, with parameters of the same shapes."""
+
+    name: str
+    """Of the class."""
+    key: object
+    """What they have in common."""
+    traced: Traced | None = None
+    """The capture of a call; None where there is none."""
+    call: tuple[nn.Module, Guards] | None = None
+    """The submodule that was captured, and what its call is specialised on."""
+    why: str = ""
+    """Why none of its calls can be planned."""
+    calls: list[tuple[nn.Module, PartCall]] = field(default_factory=list)
+    """Those of the latest step that was observed and that has some."""
+    observed_in: int = 0
+    """The number of that step."""
+    stale: bool = False
+    """Whether the captured call's tensors are gone."""
+    known_shared: frozenset[int] = frozenset()
+    """Numbers of the arguments whose gradients plans hand out as terms of a sum."""
+    ways: PartWays | None = None
+    """The schedules that they may follow, once these are known."""
+
+    @property
+    def saved(self) -> int:
+        """Bytes that its calls have saved."""
+        return sum(call.saved for _, call in self.calls)
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Numbers of the arguments that others contribute gradients to."""
+        return frozenset(k for _, call in self.calls for k in call.shared)
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether it calls torch.utils.checkpoint: what it saves as it is says little."""
+        return self.traced is not None and any(
+            region_of(n) is not None for n in self.traced.capture.graph.nodes)
+
+    @property
+    def taught(self) -> tuple[int, ...]:
+        """Numbers of the outputs through which gradients came."""
+        return tuple(sorted({k for _, call in self.calls for k in call.taught}))
+
+
+class Parts:
+    """The parts of one model."""
+
+    def __init__(self, model: nn.Module, planning: Planning, put: Put,
+                 take: Callable[[nn.Module], None]) -> None:
+        """`take`: takes away what `put` has put into a submodule."""
+        self._model, self._planning, self._put, self._take = model, planning, put, take
+        chosen = planning.settings.parts
+        self.named = chosen if isinstance(chosen, tuple) else ()
+        """Names and patterns of the only parts to plan; empty where they are looked for."""
+        self.active = bool(self.named)
+        """Whether calls of the model itself run it as it is, with plans for parts."""
+        for pattern in self.named:
+            if not any(fnmatchcase(n, pattern) for n, _ in model.named_modules()):
+                raise ArgumentError(f"parts names {pattern!r}, and {type(model).__name__} has no such "
+                                    "submodule")
+        self._error: CaptureError | None = None
+        self._kinds: dict[object, Kind] = {}
+        self._step: ObservedStep | None = None
+        self._steps = self._beside = self._alone = self._early = 0
+        self._inside = 0
+        self._watched: list[nn.Module] = []
+        self._seen: set[int] = set()
+        """Ids of the submodules that were called."""
+        self.planned: list[nn.Module] = []
+        """The submodules that follow plans."""
+        self._is_planned = False
+        self._again = False
+        """Whether the next step is observed, and the budget shared out again."""
+        self._told: set[str] = set()
+
+    # -- calls ----------------------------------------------------------------------------
+
+    def instead(self, error: RkmateError) -> bool:
+        """The model cannot be planned as a whole: where it cannot be captured, its calls are planned by
+        parts."""
+        if not isinstance(error, CaptureError):
+            return False
+        if not self.active:
+            self.active, self._error = True, error
+            self._forget()
+        return True
+
+    def watch_methods(self) -> None:
+        """Observe calls of submodules from elsewhere than a planned call: a method other than the forward."""
+        self._watch(_outermost(self._model))
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model, by parts."""
+        if is_unobserved():
+            return call(*args, **kwargs)
+        self._next_step()
+        if self._is_planned:
+            return call(*args, **kwargs)
+        if self._step is None:
+            self._tell_beginning(None)
+        self._watch(self._model.modules())
+        before = _Before(self._model)
+        try:
+            result = self._observed(call, args, kwargs)
+            self._check_worth()
+        except BaseException as error:
+            self._forget()
+            if isinstance(error, CaptureError):
+                before.restore()
+                self.active = bool(self.named)
+            raise
+        return result
+
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a submodule that is watched."""
+        call = own_call(module)
+        self._seen.add(id(module))
+        if not self._inside:                    # by a method of the model, or by whoever holds the submodule
+            self._next_step()
+            if not isinstance(compiled_call(module), Watch):
+                return module(*args, **kwargs)  # planned now
+        if self._is_planned:                    # it was in no step before: the next one is observed
+            self._again = True
+            return call(*args, **kwargs)
+        if not self._inside:
+            self._tell_beginning(module)
+            self._watch(module.modules())
+        if self._inside and self._step is not None and self._step.is_inside_part:
+            return call(*args, **kwargs)
+        kind = self._kind_of(module, args, kwargs)
+        if kind.traced is None:
+            return call(*args, **kwargs) if self._inside else self._observed(call, args, kwargs)
+        if not self._inside:
+            return self._observed(lambda *a, **k: self._part(kind, module, a, k), args, kwargs)
+        return self._part(kind, module, args, kwargs)
+
+    def _observed(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call from outside, and what it and its backward keep."""
+        if self._step is None:
+            tensors = [*self._model.parameters(), *self._model.buffers()]
+            place = devices.common([*tensors, *tensors_in((args, kwargs))])
+            self._steps += 1
+            self._step = ObservedStep(tensors, place.parts_meter() if place.host else None)
+        step = self._step
+        self._inside += 1
+        try:
+            with step.outermost((args, kwargs)):
+                result = call(*args, **kwargs)
+                if self._inside == 1:
+                    step.result(result, (args, kwargs))
+                return result
+        finally:
+            self._inside -= 1
+
+    def _part(self, kind: Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = self._step
+        assert step is not None
+        with step.part(take_apart((args, kwargs), result=False)[0]) as call:
+            result = own_call(module)(*args, **kwargs)
+        step.returned(call, take_apart(result, result=True)[0])
+        if kind.observed_in != self._steps:
+            kind.observed_in = self._steps
+            kind.calls.clear()
+        kind.calls.append((module, call))
+        return result
+
+    def _kind_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """The kind of a submodule; a new one is captured."""
+        key = kind_key(module)
+        if self.named and not self._is_named(module):
+            return Kind(type(module).__name__, key)
+        kind = self._kinds.get(key)
+        if kind is None or kind.stale:
+            kind = kind or Kind(type(module).__name__, key)
+            if not any(p.requires_grad for p in module.parameters()) and \
+                    not any(t.requires_grad for t in tensors_in((args, kwargs))):
+                return kind                     # nothing to train here, perhaps elsewhere
+            try:
+                with planning_lock, gc_pause(), without_saved_tensor_hooks(), \
+                        contextlib.nullcontext() if self._step is None else self._step.apart():
+                    refuse_what_cannot_repeat(module, args, kwargs)
+                    kind.call = module, guards_of(ModuleReader(module), args, kwargs)[0]
+                    kind.traced = trace(module, args, kwargs, self._settings("all"), Progress(False))
+                    kind.stale = False
+            except RkmateError as error:
+                if self.named:
+                    raise
+                kind.why = str(error)
+            self._kinds[key] = kind
+        return kind
+
+    def _is_named(self, module: nn.Module) -> bool:
+        names = [n for n, m in self._model.named_modules() if m is module]
+        return any(fnmatchcase(n, pattern) for n in names for pattern in self.named)
+
+    def _settings(self, trains: Any) -> Any:
+        settings = self._planning.settings
+        return replace(settings, calls=1, trains=trains, loss_bytes=0, deferred_outputs="never",
+                       parts="never", opaque="auto" if settings.opaque == "auto" else ())
+
+    def _check_worth(self) -> None:
+        """Raise the whole model's error where no part is worth a plan."""
+        kept = 0 if self._step is None else self._step.kept
+        found = [k for k in self._kinds.values() if k.traced is not None and k.calls]
+        if self._error is not None and not any(k.saved >= WORTH * kept or k.is_checkpointed for k in found):
+            raise self._error
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def _next_step(self) -> None:
+        """Before a call from outside: plan what was observed, where its backward was."""
+        step = self._step
+        if self._again and not self._inside and (step is None or step.backward_seen):
+            self._again = self._is_planned = False
+            self._step = step = None
+            self._stop_watching()
+            for module in self.planned:
+                self._take(module)
+            for kind in self._kinds.values():
+                kind.stale = kind.traced is not None
+            self.watch_methods()
+        if step is None or self._inside:
+            return
+        if step.backward_seen:
+            self._step = None
+            self._plan(step)
+        elif step.is_empty:             # its results were dropped
+            self._step = None
+
+    @planning_lock
+    def _plan(self, step: ObservedStep) -> None:
+        """Plan the parts of the step that was observed."""
+        unseen = [m for m in self._watched if id(m) not in self._seen]
+        self._stop_watching()
+        kinds = [k for k in self._kinds.values() if k.traced is not None and k.calls and k.taught
+                 and (k.saved >= WORTH * step.kept or k.is_checkpointed)]
+        left = sum(k.saved for k in self._kinds.values() if k not in kinds)
+        left += step.between
+        beside, alone, early = step.beside + left, step.alone + left + step.loss, step.early
+        first = min((call.number for k in kinds for _, call in k.calls), default=0)
+        for call in (call for k in self._kinds.values() if k not in kinds for _, call in k.calls):
+            if call.number < first:
+                early = max(early, call.level + left + call.peak)
+            else:
+                alone = max(alone, call.level + left + call.peak)
+        budget = self._planning.budget.of(step.peak)
+        items: list[Item] = []
+        places: list[tuple[Kind, nn.Module]] = []
+        for kind in kinds:
+            ways = self._ways(kind, budget, (budget - beside) / max(1, sum(k.saved for k in kinds)))
+            for module, calls in self._modules_of(kind, kinds):
+                items.append(Item(ways.ways, calls))
+                places.append((kind, module))
+                if calls > 1:                   # their gradients are added up, and wait for the last call's
+                    beside += sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        self._beside, self._alone = max(self._beside, beside), max(self._alone, alone)
+        self._early = max(self._early, early)
+        beside, alone, early = self._beside, max(self._alone, self._beside), self._early
+        if not kinds:
+            self._nothing_worth(step)
+            return
+        choice = share_out(items, budget - beside, alone - beside)
+        least = max(early, smallest_limit(items, alone - beside) + beside)
+        if choice is None or early > budget:
+            raise InfeasibleBudget(
+                f"{type(self._model).__name__} is planned by parts, and no schedules of them fit in "
+                f"{budget:,} bytes: the rest of the step takes {max(alone, early):,}, and the smallest "
+                f"budget that can be met is {least:,} bytes ({least / max(1, step.peak):.0%} of its own peak "
+                f"of about {step.peak:,} bytes)", least)
+        taken = beside + choice.saved + max(choice.extra, alone - beside)
+        plans: dict[tuple[int, int], Planned] = {}
+        for (kind, module), number in zip(places, choice.ways, strict=True):
+            assert kind.ways is not None
+            plan = plans.get((id(kind), number))
+            if plan is None:
+                plan = plans[id(kind), number] = kind.ways.planned(number, choice.extra)
+            self._put_into(module, kind, plan, choice.extra, budget - taken,
+                           sum(item.calls for item in items))
+        self.planned = [module for _, module in places]
+        self._is_planned = True
+        self._tell_of(step, kinds, places, budget, beside, taken)
+        for kind in self._kinds.values():
+            if kind.traced is not None:
+                kind.traced = replace(kind.traced, tensors={})
+        inside = {id(m) for part in self.planned for m in part.modules()}
+        self._watch(m for m in unseen if id(m) not in inside and kind_key(m) not in self._kinds
+                    and any(p.requires_grad for p in m.parameters()))
+
+    def _nothing_worth(self, step: ObservedStep) -> None:
+        """No part of the step is worth a plan."""
+        name, error = type(self._model).__name__, self._error
+        self._forget()
+        self.active = bool(self.named)
+        if error is not None:
+            raise error
+        if step.kept > WORTH * self._planning.budget.of(step.peak):
+            warn(f"{name} is called through other methods than its forward, and nothing of that can be "
+                 f"planned: it keeps {step.kept:,} bytes for the backward, outside of the budget")
+
+    def _ways(self, kind: Kind, budget: int, share: float) -> PartWays:
+        traced, taught = kind.traced, kind.taught
+        assert traced is not None
+        wanted = tuple(k in taught for k in range(len(traced.wanted)))
+        if kind.ways is None or traced.wanted != wanted or kind.shared - kind.known_shared:
+            kind.known_shared = kind.shared
+            traced = kind.traced = replace(traced, wanted=wanted, settings=self._settings(taught),
+                                           capture=with_terms(traced.capture, kind.shared))
+            kind.ways = ways_of(traced, self._planning.planner, lambda blocked: budget, share)
+        return kind.ways
+
+    def _modules_of(self, kind: Kind, kinds: Sequence[Kind]) -> list[tuple[nn.Module, int]]:
+        """The submodules of a kind, each with how often it is called in a step: also those that were left out
+        of the step that was observed."""
+        counts: dict[int, int] = defaultdict(int)
+        for module, _ in kind.calls:
+            counts[id(module)] += 1
+        called = {id(m) for k in kinds for m, _ in k.calls}
+        inside = {id(m) for k in kinds for part, _ in k.calls for m in part.modules() if m is not part}
+        found = {id(m): m for m, _ in kind.calls}
+        for module in self._model.modules():
+            if id(module) not in called | inside and kind_key(module) == kind.key and (
+                    not self.named or self._is_named(module)):
+                found[id(module)] = module
+        return [(m, counts.get(i, 1)) for i, m in found.items()]
+
+    def _put_into(self, module: nn.Module, kind: Kind, planned: Planned, extra: int, left: int,
+                  calls: int) -> None:
+        """`extra`: bytes that a part may take while it runs. `left`: bytes that no plan uses: for calls that
+        differ from the planned ones. `calls`: of all parts in a step."""
+        traced = planned.prepared.blocked.traced
+        settings = replace(self._settings(kind.taught), loss_bytes=extra + left - left // calls)
+        if settings.offload is not None:
+            settings = replace(settings, offload=settings.offload.part(1, calls))
+        take_watch_from(module)
+        assert kind.call is not None
+        self._put(module, replace(self._planning, budget=Budget(bytes=planned.plan.budget_bytes + left),
+                                  settings=settings, shared_inputs=kind.known_shared, counts_calls=False,
+                                  calls_at_once=sum(m is module for m, _ in kind.calls)),
+                  Prototype(*kind.call, replace(traced, tensors={}), planned), self._refused)
+
+    def _refused(self, module: nn.Module, error: RkmateError) -> None:
+        """A call of a part cannot be planned: it runs as it is."""
+        if isinstance(error, InfeasibleBudget):
+            self._again = True
+        name = next((n for n, m in self._model.named_modules() if m is module), type(module).__name__)
+        if name not in self._told:
+            self._told.add(name)
+            warn(f"a call of {name} differs from the planned ones, and runs as it is: {error}" + (
+                ". The next step is observed, and the budget is shared out again" if self._again else ""))
+
+    # -- what is said ---------------------------------------------------------------------
+
+    def _tell_beginning(self, module: nn.Module | None) -> None:
+        name = type(self._model).__name__
+        if module is None and self._error is not None:
+            logger.warning("%s. It is planned by parts: the first step runs as it is, and is measured",
+                           self._error)
+        elif module is not None and "method" not in self._told:
+            self._told.add("method")
+            logger.warning("%s of %s is called from elsewhere than the module's forward: what can be planned "
+                           "of it is planned by parts. The first step runs as it is, and is measured",
+                           self._name(module), name)
+
+    def _tell_of(self, step: ObservedStep, kinds: Sequence[Kind], places: Sequence[tuple[Kind, nn.Module]],
+                 budget: int, beside: int, peak: int) -> None:
+        parts = []
+        for kind in kinds:
+            names = [self._name(m) for k, m in places if k is kind]
+            several = f" to {names[-1]}, {len(names)} in all" if len(names) > 1 else ""
+            parts.append(f"{names[0]}{several} ({kind.name})")
+        why = "; ".join(dict.fromkeys(f"{k.name}: {k.why}" for k in self._kinds.values() if k.why))
+        planned = sum(k.saved for k in kinds)
+        logger.warning(
+            "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
+            "backward. The rest takes up to %s bytes, a step at most about %s bytes of the budget of %s%s",
+            type(self._model).__name__, ", ".join(parts), 100 * planned / max(1, step.kept),
+            f"{step.kept:,}", f"{beside:,}", f"{peak:,}", f"{budget:,}",
+            f". Not planned: {why}" if why else "")
+
+    def _name(self, module: nn.Module) -> str:
+        return next((n for n, m in self._model.named_modules() if m is module), type(module).__name__)
+
+    # -- watching -------------------------------------------------------------------------
+
+    def _watch(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            if module is not self._model and compiled_call(module) is None and is_worth_looking_at(module):
+                replace_call(module, Watch(module, self))
+                self._watched.append(module)
+
+    def _stop_watching(self) -> None:
+        for module in self._watched:
+            take_watch_from(module)
+        self._watched.clear()
+
+    def _forget(self) -> None:
+        """Observe nothing any more."""
+        self._stop_watching()
+        self._step = None
+        self._kinds.clear()
+
+    def take_away(self) -> None:
+        """Leave every submodule as it was."""
+        self._forget()
+        for module in self.planned:
+            self._take(module)
+        self.planned = []
+        self._is_planned = self.active = False
+
+
+class _Before:
+    """What a forward changes of a model, to be put back where it was for nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self._draws = RandomState.of(*devices.in_use())
+        self._host = HostDraws()
+
+    def restore(self) -> None:
+        """Put buffers and generators back."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        self._draws.restore()
+        self._host.restore()
+
+
+def kind_key(module: nn.Module) -> object:
+    """Return what submodules have in common that are planned alike."""
+    forward = module.__dict__.get("forward")
+    return (type(module), module.training, getattr(forward, "__func__", forward),
+            tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()),
+            tuple((n, type(m)) for n, m in module.named_modules()))
+
+
+def is_worth_looking_at(module: nn.Module) -> bool:
+    """Whether a submodule may be more than one operation of torch."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        return False
+    return isinstance(module, _LARGE) or not type(module).__module__.startswith("torch.nn.modules.") or \
+        any(True for _ in module.children())
+
+
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost submodules that are called."""
+    for module in model.children():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from _outermost(module)
+        else:
+            yield module

@@ -1,0 +1,318 @@
+"""Models that cannot be planned as a whole, planned by parts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rkmate
+from rkmate.measure.step import measure_step
+from rkmate.planners.shared_room import Item, Way, share_out, smallest_limit
+from rkmate.runtime.parts import Watch
+from tests.options import options_of
+
+X, Y = torch.randn(128, 32), torch.randint(0, 16, (128,))
+Step = Callable[[nn.Module], torch.Tensor]
+"""Runs a module's forward, and returns the loss."""
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 32, wide: int = 4) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, wide * width)
+        self.down, self.drop = nn.Linear(wide * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+        return out
+
+
+class Looking(Layer):
+    """A layer that looks at its values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x if torch.isfinite(x).all() else x.clamp(-1, 1)
+
+
+class Stack(nn.Module):
+    """Layers, some of which are left out in a step."""
+
+    def __init__(self, layers: list[nn.Module], drop: float = 0.0, numpy: bool = False) -> None:
+        super().__init__()
+        self.begin, self.head = nn.Linear(32, 32), nn.Linear(32, 16)
+        self.layers, self.drop, self.numpy = nn.ModuleList(layers), drop, numpy
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        x = self.begin(x)
+        if self.numpy:
+            x = x * torch.from_numpy((np.random.rand(x.shape[0], 1) > 0.2).astype("f4"))
+        for layer in self.layers:
+            if self.drop and torch.rand([]) < self.drop:
+                continue
+            x = layer(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+class Shared(Stack):
+    """One layer, called several times; the branch is the model's own."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.layers[0](x)
+            if not torch.isfinite(x).all():
+                x = x.clamp(-1, 1)
+        return F.cross_entropy(self.head(x), y)
+
+
+class Attending(nn.Module):
+    """A layer inside of which a plannable part uses its input twice, and the layer itself once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Twice()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.inner(x)
+        return x if torch.isfinite(x).all() else x.clamp(-1, 1)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 96), nn.Linear(32, 96), nn.Linear(96, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.c(torch.tanh(self.a(x)) * torch.sigmoid(self.b(x)))
+        return out
+
+
+class Coder(nn.Module):
+    """A model that is trained through methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Layer(), Layer(), nn.Linear(32, 8))
+        self.decoder = nn.Sequential(nn.Linear(8, 32), Layer(), Layer())
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.encoder(x)
+        return out
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.decoder(z)
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))
+
+
+def plainly(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(X, Y)
+    return loss
+
+
+def by_methods(model: Any) -> torch.Tensor:
+    z = model.encode(X)
+    return F.mse_loss(model.decode(z + 0.1 * torch.randn_like(z)), X)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def applied(model: nn.Module, budget: int | float, **options: Any) -> nn.Module:
+    return rkmate.apply(model, budget=budget, **options_of(costs="analytic", progress=False, **options))
+
+
+def train(model: nn.Module, step: Step, seed: int) -> dict[str, Any]:
+    """One step from known random states, and all that it leaves behind."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    model.zero_grad()
+    loss = step(model)
+    loss.backward()
+    return {"loss": loss.detach(), "draws": torch.get_rng_state(), "numpy": np.random.rand(),
+            **{n: p.grad for n, p in model.named_parameters()}, **dict(model.named_buffers())}
+
+
+def same_steps(plain: nn.Module, model: nn.Module, step: Step, seeds: range = range(4)) -> None:
+    for seed in seeds:
+        expected, found = train(plain, step, seed), train(model, step, seed)
+        for name, value in expected.items():
+            other = found[name]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, \
+                f"{name} in step {seed}"
+
+
+def peak(model: nn.Module, step: Step, seed: int) -> int:
+    def run() -> None:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        step(model).backward()
+
+    return measure_step(model, run).peak
+
+
+def planned_parts(model: nn.Module) -> list[str]:
+    return [n for n, m in model.named_modules() if n and (shown := rkmate.applied(m)) is not None
+            and shown.has_plan]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Step, float, list[str]]] = {
+    "layer drop": (lambda: Stack([Layer() for _ in range(6)], drop=0.3), plainly, 0.5,
+                   [f"layers.{k}" for k in range(6)]),
+    "draws of numpy": (lambda: Stack([Layer() for _ in range(4)], numpy=True), plainly, 0.5,
+                       [f"layers.{k}" for k in range(4)]),
+    "one layer looks at values": (lambda: Stack([Layer(), Layer(), Looking(), Layer()]), plainly, 0.7,
+                                  ["layers.0", "layers.1", "layers.3"]),
+    "one layer, several calls": (lambda: Shared([Layer()]), plainly, 0.6, ["layers.0"]),
+    "inputs that others use": (lambda: Stack([Attending() for _ in range(3)]), plainly, 0.8,
+                               [f"layers.{k}.inner" for k in range(3)]),
+    "methods": (Coder, by_methods, 0.6, ["encoder", "decoder"]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_and_budget_of_the_whole_step(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, step, share, parts = MODELS[name]
+    model = make()
+    plain = copy.deepcopy(model)
+    whole = max(peak(plain, step, seed) for seed in range(6))
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        applied(model, int(share * whole))
+        same_steps(plain, model, step, range(8))
+    assert planned_parts(model) == parts
+    assert "is planned by parts: " in caplog.text and "of the budget of" in caplog.text
+    assert max(peak(model, step, seed) for seed in range(6)) <= int(share * whole)
+
+
+def test_an_unused_branch_is_planned_when_it_is_used() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = nn.Sequential(Layer(), Layer())
+            self.right = nn.Sequential(Layer(wide=6), Layer(wide=6))
+
+        def encode(self, x: torch.Tensor, right: bool) -> torch.Tensor:
+            out: torch.Tensor = (self.right if right else self.left)(x)
+            return out
+
+    model: Any = Two()
+    plain = copy.deepcopy(model)
+    applied(model, 10**8)
+    for right in (False, False, True, True, True, False):
+        same_steps(plain, model, lambda m, right=right: m.encode(X, right).sum(), range(1))
+    assert planned_parts(model) == ["left", "right"]
+
+
+def test_everything_is_taken_away_again() -> None:
+    model = Stack([Layer() for _ in range(4)], drop=0.3)
+    keys, before = list(model.state_dict()), {n: dict(m.__dict__) for n, m in model.named_modules()}
+    plain = copy.deepcopy(model)
+    applied(model, 0.6)
+    same_steps(plain, model, plainly)
+    assert planned_parts(model)
+    assert list(model.state_dict()) == keys
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert not any(rkmate.applied(m) for m in other.modules())
+        assert not any(isinstance(m.__dict__.get("_compiled_call_impl"), Watch) for m in other.modules())
+        torch.manual_seed(3)
+        expected = plainly(plain)
+        torch.manual_seed(3)
+        assert torch.equal(plainly(other), expected)
+    rkmate.remove(model)
+    assert {n: {k: v for k, v in m.__dict__.items() if k != "_compiled_call_impl"}
+            for n, m in model.named_modules()} == before
+    assert not any(m.__dict__.get("_compiled_call_impl") for m in model.modules())
+
+
+def test_where_nothing_can_be_planned_the_error_stays_and_nothing_is_changed() -> None:
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.norm = nn.Linear(32, 16), nn.BatchNorm1d(16)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x = F.dropout(self.norm(self.line(x)))
+            return F.cross_entropy(x if x.sum() > 0 else -x, y)
+
+    model = Nothing()
+    plain = copy.deepcopy(model)
+    applied(model, 0.6)
+    state = torch.get_rng_state()
+    with pytest.raises(rkmate.CaptureError, match="A value of a tensor decides"):
+        plainly(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+    assert all(m.training for m in model.modules())
+    assert rkmate.applied(model) is not None
+    assert not planned_parts(model)
+
+
+def test_a_budget_that_the_rest_exceeds_names_the_smallest_one() -> None:
+    model = Stack([Layer() for _ in range(4)], drop=0.3)
+    applied(model, 1)
+    train(model, plainly, 0)
+    with pytest.raises(rkmate.InfeasibleBudget, match="the rest of the step takes") as error:
+        train(model, plainly, 1)
+    least = error.value.minimum_bytes
+    rkmate.remove(model)
+    applied(model, least)
+    for seed in range(3):
+        train(model, plainly, seed)
+    assert planned_parts(model)
+
+
+def test_named_parts_and_never() -> None:
+    model = Stack([Layer() for _ in range(4)])
+    plain = copy.deepcopy(model)
+    applied(model, 0.8, parts=("layers.[12]",))
+    same_steps(plain, model, plainly)
+    assert planned_parts(model) == ["layers.1", "layers.2"]
+    with pytest.raises(rkmate.ArgumentError, match="no such submodule"):
+        applied(model, 0.8, parts="blocks.*")
+    with pytest.raises(rkmate.ArgumentError, match="names of submodules or patterns"):
+        rkmate.Settings(parts=3)  # type: ignore[arg-type]
+    dropping = applied(Stack([Layer()], drop=0.3), 0.8, parts="never")
+    with pytest.raises(rkmate.CaptureError, match="A random number decides"):
+        plainly(dropping)
+
+
+def test_wrap_names_the_way_out() -> None:
+    model = Stack([Layer()], drop=0.3)
+    with pytest.raises(rkmate.CaptureError, match=r"rkmate.apply\(model, budget=...\) plans the parts"):
+        rkmate.wrap(model, (X, Y), budget=0.8, progress=False)
+    with pytest.raises(rkmate.ArgumentError, match="plans by parts, inside"):
+        rkmate.wrap(model, (X, Y), budget=0.8, settings=rkmate.Settings(parts="auto"), progress=False)
+
+
+def test_room_is_shared_out_by_what_gains_most() -> None:
+    lean, fat = Way(2.0, 10, 5), Way(1.0, 30, 2)
+    items = [Item([lean, fat]), Item([Way(5.0, 10, 5), Way(1.0, 30, 2)])]
+    assert smallest_limit(items) == 25
+    assert share_out(items, 24) is None
+    found = share_out(items, 45)
+    assert found is not None
+    assert (found.ways, found.saved, found.extra, found.peak) == ((0, 1), 40, 5, 45)
+    assert share_out(items, 45, beside=6) is not None
+    assert share_out(items, 45, beside=6).ways == (0, 0)  # type: ignore[union-attr]
+    best = share_out([Item([lean, fat], calls=2)], 62)
+    assert best is not None
+    assert (best.ways, best.seconds) == ((1,), 2.0)
