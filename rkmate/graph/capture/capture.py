@@ -39,7 +39,7 @@ from rkmate.torch_seam.containers import pytree, tensors_in
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
 from rkmate.torch_seam.patches.features import INNER, check_once
-from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE
+from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW
 from rkmate.torch_seam.tensors import FakeTensor, storage_id
 from rkmate.torch_seam.trace import Role, export_joint, load, quiet, role_of
 from rkmate.torch_seam.versions import is_off
@@ -279,7 +279,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         program = None
         try:
             program = _export(flat, tuple(tensors), values)
-            module = export_joint(program, tensors)
+            module = export_joint(program, tensors, WRITTEN_ANEW)
             structure = flat.found.structure
             assert structure is not None
         except (ClosedOverError, OwnBackwardError) as error:

@@ -24,11 +24,14 @@ from rkmate.torch_seam.patches import features
 from rkmate.torch_seam.patches.attention import attention_of_the_device
 from rkmate.torch_seam.patches.autograd import (
     backward_without_autocast,
+    casts_kept_in_regions,
     closed_over_as_buffers,
+    leaves_noted,
     lost_tensors_refused,
+    regions_entered_in_place,
+    regions_left_after_errors,
     regions_marked,
     tag_what_needs_the_loss,
-    traced_node_by_node,
 )
 from rkmate.torch_seam.patches.cudnn_batch_norm import batch_norms_as_eager_chooses
 from rkmate.torch_seam.patches.custom_functions import kept_whole, run_as_they_are
@@ -45,6 +48,7 @@ from rkmate.torch_seam.patches.recurrent import (
     as_eager_runs_them,
     gates_as_eager_computes,
     make_recurrent_layers_whole,
+    types_of_fused_layers,
 )
 from rkmate.torch_seam.versions import is_off
 
@@ -113,6 +117,10 @@ REPAIRS = (
          "what the forward computes in float32 (attention with dropout). Eager mode's backward is called "
          "after the autocast region.",
          _of_any_model(backward_without_autocast), feature=features.AUTOCAST),
+    Pass("casts of weights under autocast", "trace",
+         "A trace casts a weight at each of its uses. Eager mode casts it once in an autocast region, keeps "
+         "that one cast, and adds up its gradients in the region's type.",
+         _of_any_model(casts_kept_in_regions), feature=features.CASTS),
     Pass("cumulative batch norms", "trace",
          "With `momentum=None` a batch norm reads its number of batches back from a buffer, which no "
          "static graph can: the factor stays a tensor.",
@@ -127,6 +135,10 @@ REPAIRS = (
          "which kernels go over row by row: other elements fall to the scalar version, which rounds "
          "otherwise.",
          _of_any_model(gates_as_eager_computes), feature=features.GATES),
+    Pass("types of an LSTM", "trace",
+         "Under autocast, eager mode gives an LSTM to the fused layer, which returns autocast's type. "
+         "Torch's decomposition returns float32 there, and so would be followed by other casts.",
+         _of_any_model(types_of_fused_layers), feature=features.GATES),
     Pass("layouts", "trace",
          "Some kernels return other strides than fake tensors say. Strides decide which copies are "
          "made, and in which order a later sum is taken.",
@@ -184,6 +196,10 @@ REPAIRS = (
          "What is computed again is the plan's business, and a trace runs through `torch.utils.checkpoint`. "
          "Operations carry the number of their region, so that a plan can say what checkpointing would take.",
          _one_way(regions_marked), (), features.REGIONS),
+    Pass("autocast and no-grad regions", "export",
+         "An export makes a graph of its own of such a region, loses a no-grad region inside of an autocast "
+         "region, and takes the latter apart into several: they are entered and left in the graph itself.",
+         _one_way(regions_entered_in_place), feature=features.FLAT_REGIONS),
     Pass("calls of custom functions", "exported",
          "The recorded calls are calls of their functions again, so that the joint trace sees their "
          "backward as autograd calls it.",
@@ -196,10 +212,13 @@ REPAIRS = (
          "The trace of the gradients does not take a tensor that is none of the module's parameters, "
          "buffers or arguments: it becomes a buffer of the exported program.",
          closed_over_as_buffers),
-    Pass("nested graphs", "exported",
-         "What stands in an autocast or no-grad region is a graph of its own, which the joint trace calls as "
-         "one function: its operations would lose their modules and checkpointed regions.",
-         traced_node_by_node),
+    Pass("leaves under autocast", "exported",
+         "Autocast keeps casts of leaves that require a gradient. In the trace of the gradients no tensor is "
+         "one, so the exported program says which of its tensors are.",
+         leaves_noted, feature=features.CASTS),
+    Pass("regions that fail", "exported",
+         "A trace that fails in the middle of an autocast region would leave it open.",
+         regions_left_after_errors, feature=features.FLAT_REGIONS),
     Pass("recurrent layers", "joint",
          "The fused layer makes the workspace that its backward reads only while gradients are recorded, "
          "and a trace does not know its size: an operation that always makes it stands there.",
