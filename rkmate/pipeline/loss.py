@@ -300,9 +300,15 @@ _INDEX = re.compile(r"""\[(['"]?)([^\]'"]*)\1\]""")
 def trained_outputs(captured: Capture, trains: Trains) -> tuple[bool, ...]:
     """Per output tensor, whether the loss leads to it. `trains`: None for what the output's form tells,
     else as of `chosen_outputs`, with its errors."""
-    if trains is None:
-        return _by_form(captured)
-    return chosen_outputs(captured.result, captured.differentiable, trains)
+    able = captured.differentiable
+    # What a forward leaves in attributes comes after its result: a loss leads there where it says so.
+    count = captured.result.count
+    returned = able[:count]
+    if not any(returned):
+        return able
+    chosen = _by_form(captured, returned) if trains is None else \
+        chosen_outputs(captured.result, returned, trains)
+    return (*chosen, *(False for _ in able[count:]))
 
 
 def chosen_outputs(result: Structure, able: Sequence[bool],
@@ -346,15 +352,14 @@ def _listed(named: Mapping[str, frozenset[int]], able: Sequence[bool]) -> str:
     return f"{'is' if len(words) == 1 else 'are'} {'; '.join(words[:_LISTED])}{more}"
 
 
-def _by_form(captured: Capture) -> tuple[bool, ...]:
+def _by_form(captured: Capture, able: Sequence[bool]) -> tuple[bool, ...]:
     """The output named ``loss``, else scalars, else all but by-products.
 
     A model that returns its loss beside other tensors (logits, a cache) is trained by the loss; but where
     it returns ``log_probs``, by these: trl's trainers compute their losses from them (1.16). Where this
     guess is wrong, the first backward says so, and the plan follows.
     """
-    meta: list[Any] = [n.meta[VALUE] if n is not None else None for n in captured.outputs]
-    able = captured.differentiable
+    meta: list[Any] = [n.meta[VALUE] if n is not None else None for n in captured.outputs[:len(able)]]
     scored = captured.result.index_of("log_probs")
     if scored is not None and able[scored]:
         taken = captured.result.under(("log_probs", "aux_loss"))
@@ -367,5 +372,5 @@ def _by_form(captured: Capture) -> tuple[bool, ...]:
         return tuple(scalars)
     aside = captured.result.under(_BY_PRODUCTS)
     main = tuple(ok and i not in aside for i, ok in enumerate(able))
-    return main if any(main) else able
+    return main if any(main) else tuple(able)
 

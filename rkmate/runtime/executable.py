@@ -243,11 +243,11 @@ class PlannedStep:
                  finished: Callable[[], None] | None = None,
                  opened: Callable[[Call], None] | None = None,
                  read: Callable[[str], None] | None = None, original: Original | None = None,
-                 verify: bool = False) -> Any:
+                 verify: bool = False, leaves: Callable[[], Sequence[Any]] = tuple) -> Any:
         """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
         told of the call when its forward has run; `read`: told the name of an output that is
         read and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of
-        what is sent away."""
+        what is sent away; `leaves`: of the arguments, where the forward changes objects among them."""
         sources = self.sources(tensors)
         additions = Additions(sources, self._additions) if self._additions else None
         versions = self.versions(sources)
@@ -295,6 +295,8 @@ class PlannedStep:
             places = self.inputs
             targets = [tensors[places[k]] if k in places else sources[k] for k in self._all_targets]
             connect_unplanned(call, unplanned, flat, self.unplanned, targets)
+        if self.capture.effects:
+            self.capture.effects.repeat(leaves, [*tensors[:self.capture.inputs.count], *flat])
         return self.result.fill(flat)
 
     def _again(self, original: Original, tensors: Sequence[torch.Tensor], sources: Held,
@@ -449,6 +451,9 @@ def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
     owner = owner_name(name)
     path, _, leaf = owner.rpartition(".")
     module = model.get_submodule(path)
-    return TensorSlot(parameters_of(module) if kind == "param" else buffers_of(module), leaf,
+    # An attribute that a forward reads and assigns is a buffer in a plan.
+    registry = parameters_of(module) if kind == "param" else \
+        buffers_of(module) if leaf in buffers_of(module) else module.__dict__
+    return TensorSlot(registry, leaf,
                       leaf + name.removeprefix(owner) if name != owner else "")
 

@@ -35,6 +35,7 @@ from rkmate.torch_seam.patches.autograd import (
 )
 from rkmate.torch_seam.patches.cudnn_batch_norm import batch_norms_as_eager_chooses
 from rkmate.torch_seam.patches.custom_functions import kept_whole, run_as_they_are
+from rkmate.torch_seam.patches.custom_operators import writes_as_values
 from rkmate.torch_seam.patches.layouts import as_kernels_return_them
 from rkmate.torch_seam.patches.libraries import paths, without_value_checks
 from rkmate.torch_seam.patches.modules import (
@@ -223,6 +224,10 @@ REPAIRS = (
          "The fused layer makes the workspace that its backward reads only while gradients are recorded, "
          "and a trace does not know its size: an operation that always makes it stands there.",
          make_recurrent_layers_whole),
+    Pass("custom operators that write", "joint",
+         "A custom operator that writes to its arguments is a higher-order operation in a trace, whose first "
+         "argument is the operator: it becomes an operation on tensors.",
+         writes_as_values),
     Pass("cuDNN's batch norms", "joint",
          "Eager mode gives most batch norms on GPUs to cuDNN; a trace has torch's own kernels, three for "
          "one, for all of them.",

@@ -131,7 +131,7 @@ def leaves_noted(program: fx.GraphModule) -> None:
     parameters = {name for name, _ in program.named_parameters(remove_duplicate=False)}
     leaves = [n for n in program.graph.nodes
               if n.op == "placeholder" or (n.op == "get_attr" and n.target in parameters)]
-    for node in reversed(leaves):
+    for node in leaves:
         first.prepend(node)
     with program.graph.inserting_before(first):
         program.graph.call_function(note_leaves, tuple(leaves))
