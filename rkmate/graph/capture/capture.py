@@ -40,7 +40,6 @@ from rkmate.graph.capture.values import (
     drop_unused,
     from_inputs,
     is_stopped_by_values,
-    may_be_asked,
 )
 from rkmate.torch_seam.containers import pytree, tensors_in
 from rkmate.torch_seam.modules import buffers_of
@@ -136,7 +135,7 @@ class _Flat(nn.Module):
         self._before = before
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        begin(tensors)
+        begin(tensors, self.model)
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
         with repaired("forward", self.model), contextlib.nullcontext() if is_off(INNER) else \
@@ -303,22 +302,21 @@ def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
 
 def _capture(model: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
-    """The capture of a forward that asks for no values; else, where it asks for those of its inputs alone,
-    the capture for inputs that answer as these do."""
+    """The capture of a forward that asks for no values; else, where it asks for those of its inputs, buffers
+    and constants alone, the capture for such that answer as these do."""
     before = PythonState(model)
     try:
         return _once(model, args, kwargs, None)
     except CaptureError as error:
         cause, given = error.__cause__, take_apart((args, kwargs), result=False)[0]
-        if not isinstance(cause, Exception) or not is_stopped_by_values(cause) \
-                or not any(map(may_be_asked, given)):
+        if not isinstance(cause, Exception) or not is_stopped_by_values(cause):
             raise
         before.restore()
-        with from_inputs(given) as values:
+        with from_inputs(model, given) as values:
             try:
                 return _once(model, args, kwargs, values)
             except CaptureError:
-                if values.asked:            # the first obstacle is none, and there is another
+                if values.answered:         # the first obstacle is none, and there is another
                     raise
                 raise error from cause
 
@@ -433,6 +431,11 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
         else:
             raise CaptureError(f"{type(model).__name__}: the captured graph has an output of a kind "
                                f"that is not supported: {said}")
+    changing = set() if values is None else values.numbers & {str(s.key) for s, _ in mutations}
+    if changing:
+        raise CaptureError(f"{type(model).__name__}: the forward reads a number from the buffer "
+                           f"{min(changing)!r}, which it changes, too: each number would take a plan of its "
+                           "own. Compute with the buffer instead, or decide outside of the forward")
     tangents = {s.key for s in sources.values() if s.kind == "tangent"}
     return Capture(module.graph, sources, tuple(outputs), tuple(mutations), tuple(grads), inputs,
                    structure, constants, tuple(i in tangents for i in range(count)), recipe=recipe)

@@ -44,7 +44,11 @@ from rkmate.torch_seam.patches.modules import (
     new_buffers_as_writes,
     standing_modules_stay,
 )
-from rkmate.torch_seam.patches.numerics import as_eager_computes, checks_by_value_refused
+from rkmate.torch_seam.patches.numerics import (
+    as_eager_computes,
+    checks_by_value_refused,
+    zeros_with_memory,
+)
 from rkmate.torch_seam.patches.recurrent import (
     as_eager_runs_them,
     gates_as_eager_computes,
@@ -224,6 +228,10 @@ REPAIRS = (
          "The fused layer makes the workspace that its backward reads only while gradients are recorded, "
          "and a trace does not know its size: an operation that always makes it stands there.",
          make_recurrent_layers_whole),
+    Pass("tangents that are zero", "joint",
+         "Forward-mode derivatives (`torch.func.jvp`, `hessian`) begin with zeros that have no memory, which "
+         "nothing after the trace can read.",
+         zeros_with_memory, feature=features.NUMERICS),
     Pass("custom operators that write", "joint",
          "A custom operator that writes to its arguments is a higher-order operation in a trace, whose first "
          "argument is the operator: it becomes an operation on tensors.",

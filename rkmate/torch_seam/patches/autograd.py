@@ -16,9 +16,9 @@ import torch
 import torch.fx.traceback
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import fx, nn
+from torch import fx
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
-from torch._functorch import config
+from torch._functorch import config, eager_transforms
 from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
@@ -27,7 +27,7 @@ from rkmate.errors import CaptureError
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import annotation, is_backward, phase_tag
 from rkmate.torch_seam.schema import python_kernels_replaced, without_python_kernels
-from rkmate.torch_seam.tensors import version_of, without_modes
+from rkmate.torch_seam.tensors import is_unwrapped, version_of, without_modes
 from rkmate.torch_seam.trace import is_tangent
 
 # -- Autocast ---------------------------------------------------------------------------------------
@@ -221,8 +221,20 @@ def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
         note()
         return run(*args, accumulate_grad=accumulate_grad, **kwargs)
 
-    with mock.patch.object(torch.autograd, "_engine_run_backward", noted):
+    def noting(enter: Callable[..., Any]) -> Callable[..., Any]:
+        def noted_entry(*args: Any) -> Any:
+            note()
+            return enter(*args)
+        return noted_entry
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", noted), \
+            mock.patch.multiple(eager_transforms, **{
+                name: noting(getattr(eager_transforms, name)) for name in _TRANSFORMS}):
         yield
+
+
+_TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting")
+"""What the transforms of torch.func call that differentiate."""
 
 
 # -- Regions of an exported forward ----------------------------------------------------------------
@@ -301,7 +313,7 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in _leaves((*args, *kwargs.values())) if type(t) in (torch.Tensor, nn.Parameter)]
+        given = [t for t in _leaves((*args, *kwargs.values())) if is_unwrapped(t)]
         if not given or func.__name__ == "__get__":
             return func(*args, **kwargs)
         if func in _NORMS and _moves_statistics(func, *args, **kwargs):

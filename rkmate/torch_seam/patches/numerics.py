@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.torch_seam import schema
+from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import Gradient, Over, OwnOperator, own_operator, register
 from rkmate.torch_seam.schema import python_kernels_replaced
 from rkmate.torch_seam.trace import fake_operations_seen
@@ -204,6 +205,16 @@ def as_eager_computes() -> Iterator[None]:
     """While a module is captured. (Other threads that trace meanwhile see the same kernels.)"""
     with python_kernels_replaced({**dict.fromkeys(_decomposed()), **_OWN}):
         yield
+
+
+def zeros_with_memory(graph: fx.Graph) -> None:
+    """Let tangents that are zero be ordinary tensors: torch's have no memory, whose bytes can be counted."""
+    for node in graph.nodes:
+        if node.target is aten._efficientzerotensor.default:
+            node.target = aten.zeros.default
+            value = node.meta[VALUE]
+            with value.fake_mode:
+                node.meta[VALUE] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
 _CHECKS = {id(op): op for op in (aten._linalg_check_errors.default, aten._assert_async.default,
