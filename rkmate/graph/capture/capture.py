@@ -22,17 +22,17 @@ from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.effects import (
     Effects,
-    Watched,
     found_effects,
     is_state,
     read_before,
     repeated,
+    told_apart,
 )
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import explained, has_generator, is_data_dependent
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
-from rkmate.graph.capture.state import Assigned, HostDraws, PythonState
+from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState
 from rkmate.graph.capture.structure import Structure, piece_name, take_apart
 from rkmate.graph.capture.values import (
     Values,
@@ -95,8 +95,8 @@ class Capture:
     differentiable: tuple[bool, ...]
     """Which outputs carry a gradient."""
     assigned: tuple[Assigned, ...] = ()
-    """Attributes of objects (not of modules) that the forward has left changed; a trace from either
-    value is the same."""
+    """Attributes of objects (not of modules) that a first forward has left changed, and later ones do not
+    assign; a trace from either value is the same."""
     effects: Effects = Effects()
     """What the forward leaves changed. Its tensors are among the outputs, after those of the result."""
     recipe: Recipe | None = None
@@ -167,9 +167,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """The joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
 
     `opaque`: submodules that run as they are, each call as one operation. The model is left as it was:
-    parameters, buffers, gradients, train flags, random state and Python attributes. Only the attributes of
-    the objects that it holds (a configuration, which a library completes in the first forward) are as a
-    forward leaves them.
+    parameters, buffers, gradients, train flags, random state and Python attributes. Only what a first forward
+    completes (a configuration, a table that later ones read) is as a first forward leaves it.
     """
     check_once()
     return with_opaque(model, opaque, lambda: _whole(model, args, kwargs))
@@ -178,12 +177,15 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 class _NotRepeated(CaptureError):
     """A second forward does something else than the first, as that has left attributes changed."""
 
+    learns = False
+    """Whether what the first has left leads to parameters."""
+
 
 def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     try:
         return _of_one_call(model, args, kwargs)
     except _NotRepeated as error:
-        if any(devices.of(t).elsewhere is not None for t in model.parameters()):
+        if error.learns or any(devices.of(t).elsewhere is not None for t in model.parameters()):
             raise
         before = PythonState(model)
         try:
@@ -196,16 +198,21 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run a forward, as its first call may make what later ones read (tables, say): that stays. Its random
-    draws, and what it writes to buffers, do not. Raises `CaptureError` where it resizes a buffer."""
+    draws, and what it writes to buffers, do not. Raises `CaptureError` where it resizes a buffer, or where a
+    second call returns something else."""
     tensors, structure = take_apart((args, kwargs), result=False)
     before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
-    with unchanged_random_state(*devices.in_use()), torch.no_grad():
-        given, named = structure.fill([t.detach().clone() for t in tensors])
-        model(*given, **named)
-        for name, t, value in before:
-            if t.shape != value.shape:
-                raise CaptureError(resizes(model, name))
-            t.copy_(value)
+    results = []
+    for _ in range(2):
+        with unchanged_random_state(*devices.in_use()), torch.no_grad():
+            given, named = structure.fill([t.detach().clone() for t in tensors])
+            results.append(take_apart(model(*given, **named), result=True)[0])
+            for name, t, value in before:
+                if t.shape != value.shape:
+                    raise CaptureError(resizes(model, name))
+                t.copy_(value)
+    if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
+        raise CaptureError("a second call returns something else")
 
 
 def resizes(model: nn.Module, name: str) -> str:
@@ -234,10 +241,15 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         effects = _repeated(result, model, args, kwargs, start, assigned) if assigned else result.effects
         if effects is None:
             names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
-            raise _NotRepeated(
+            error = _NotRepeated(
                 f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
                 "repeat that. Keep such state in a buffer (register_buffer), or return it.")
-        kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)]
+            error.learns = any(t.requires_grad for a in assigned for t in tensors_in(a.new))
+            raise error
+        # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
+        written = {w.place for w in effects.attributes}
+        kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)
+                and (id(a.holder.__dict__), a.name) not in written]
         return replace(result, assigned=tuple(kept), effects=effects)
     finally:
         draws.restore()
@@ -254,8 +266,8 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
     left.restore_hooks()              # those that the first trace has installed belong to it
     for a in assigned:
         a.repeat()
-        if type(a.new) is int and type(a.old) is int:
-            a.holder.__dict__[a.name] = Watched(a.new)
+        if a.new is not MISSING:
+            a.holder.__dict__[a.name] = told_apart(a.holder.__dict__[a.name])
     try:
         second, again = _capture(model, args, kwargs)
     except CaptureError:

@@ -115,7 +115,8 @@ def found_effects(assigned: Sequence[Assigned], changed: Sequence[tuple[int, Any
 
 
 def repeated(effects: Effects, again: Sequence[Assigned], name: str) -> Effects:
-    """The effects, with what a second forward has done from where the first one has left the attributes.
+    """The effects, with what a second forward has done from where the first one has left the attributes. A
+    plain attribute that only the first one assigns is none.
 
     Raises:
         CaptureError: a plain attribute changes otherwise than by counting.
@@ -133,7 +134,8 @@ def repeated(effects: Effects, again: Sequence[Assigned], name: str) -> Effects:
                                    "that. Keep such state in a buffer (register_buffer), or pass it as an "
                                    "argument")
             written = replace(written, step=step)
-        attributes.append(written)
+        if then is not None or tensors_in(first.new):
+            attributes.append(written)
     return replace(effects, attributes=tuple(attributes))
 
 
@@ -156,7 +158,18 @@ def is_state(assigned: Assigned) -> bool:
     old, new = assigned.old, assigned.new
     return isinstance(assigned.holder, nn.Module) and type(old) is torch.Tensor and not old.requires_grad \
         and isinstance(new, torch.Tensor) and (old.shape, old.dtype, old.device) == (
-            new.shape, new.dtype, new.device)
+            new.shape, new.dtype, new.device) and not new.requires_grad
+
+
+def told_apart(value: Any) -> Any:
+    """An equal value that is another object, so that its being assigned again is seen."""
+    if type(value) is int:
+        return Watched(value)
+    if type(value) is float:
+        return float.fromhex(value.hex())
+    if type(value) is str:
+        return "".join([*value, ""]) if len(value) > 1 else value
+    return (*value,) if type(value) is tuple and value and value is not (*value,) else value
 
 
 class Watched(int):

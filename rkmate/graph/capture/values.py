@@ -388,7 +388,8 @@ class Values:
 
     def _looked_up(self, t: Any) -> _Known | None:
         """A buffer as it is before the forward, or a tensor that the forward closes over."""
-        held, get, name, real = self._held.get(id(t)), None, "", None
+        held, name, real = self._held.get(id(t)), "", None
+        get: Callable[[], Any] | None = None
         if held is not None and held[2] == version_of(t):
             registry, leaf, real = self._buffers[held[1]]
             name, get = held[1], partial(getitem, registry, leaf)

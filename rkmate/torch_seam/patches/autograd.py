@@ -8,7 +8,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -227,9 +227,11 @@ def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
             return enter(*args)
         return noted_entry
 
-    with mock.patch.object(torch.autograd, "_engine_run_backward", noted), \
-            mock.patch.multiple(eager_transforms, **{
-                name: noting(getattr(eager_transforms, name)) for name in _TRANSFORMS}):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", noted))
+        for name in _TRANSFORMS:
+            entry = noting(getattr(eager_transforms, name))
+            stack.enter_context(mock.patch.object(eager_transforms, name, entry))
         yield
 
 

@@ -1,4 +1,4 @@
-"""Operators of other packages that write to their arguments (`torch.library.custom_op`, ``mutates_args``).
+"""Custom operators of a program that write to their arguments (``mutates_args``).
 
 A trace makes a higher-order operation of such a call: it takes the tensors that are written to, and returns
 their new values. A plan has the same as one operation on tensors, whose other arguments are known by a key.
