@@ -60,7 +60,7 @@ def test_one_place_defines_operators() -> None:
     ("rows_like", {"cross_entropy_backward"}),
     ("in_place", {"scale", "cross_entropy_backward", "batch_norm_backward", "add_embedding_rows",
                   "bernoulli"}),
-    ("stands_for", {"mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"}),
+    ("stands_for", {"col2im", "mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"}),
     ("temporaries", {"cross_entropy_backward", "cross_entropy_backward.out", "batch_norm_backward",
                      "batch_norm_backward.over", "batch_norm_by_groups", "add_embedding_rows",
                      "add_embedding_rows.out", "add_embedding_gradient", "add_convolution_gradient",

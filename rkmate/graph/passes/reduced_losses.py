@@ -1,14 +1,18 @@
-"""A rewriting pass: losses whose result holds the storage of what they have summed up.
+"""A rewriting pass: operations whose result holds the storage of what they have summed up.
 
 Torch's kernels of some losses compute each element's loss first and give the sum that tensor's storage: a
-number that is held to the end of the step is as large as the outputs. The operators that take their place
-have the same bits in a storage of their own.
+number that is held to the end of the step is as large as the outputs. `F.fold` (and the gradient of
+`F.unfold`) does so on a CPU: its images hold a storage as large as the columns. The operators that replace
+them have the same bits in a storage of their own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from rkmate import device as devices
 from rkmate.graph.ops.losses import STORAGES_OF_THEIR_OWN
 from rkmate.graph.passes.joint import Rewriting
 from rkmate.torch_seam.nodes import VALUE
@@ -18,10 +22,13 @@ _NO_REDUCTION = 0
 
 
 def storages_of_their_own(work: Rewriting) -> None:
-    """Rewrite the losses that are summed up."""
+    """Rewrite the losses that are summed up, and folds."""
     for node in work.graph.nodes:
-        if node.target in STORAGES_OF_THEIR_OWN and not node.meta[VALUE].dim() \
-                and _reduction(node) != _NO_REDUCTION:
+        if node.target not in STORAGES_OF_THEIR_OWN:
+            continue
+        folds = node.target is torch.ops.aten.col2im.default
+        if devices.of(node.meta[VALUE]).cpu_kernels if folds else \
+                not node.meta[VALUE].dim() and _reduction(node) != _NO_REDUCTION:
             node.target = STORAGES_OF_THEIR_OWN[node.target]
 
 

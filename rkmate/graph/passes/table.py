@@ -93,8 +93,8 @@ REWRITINGS = (
          take_counters_off, ()),
     Pass("reduced losses", "simplify",
          "Torch's kernels of some losses (`mse_loss`, `smooth_l1_loss`, `binary_cross_entropy`, "
-         "`soft_margin_loss`) return a number in a storage as large as what it sums up. Held to the end of "
-         "the step, it would be memory that no plan has.",
+         "`soft_margin_loss`) return a number in a storage as large as what it sums up, and `F.fold` images "
+         "in one as large as its columns. Held to the end of the step, it would be memory that no plan has.",
          storages_of_their_own),
     Pass("chunked kernels", "simplify",
          "Torch's gradients of a wide cross entropy and of a wide batch norm allocate two or three tensors "
