@@ -212,10 +212,11 @@ def write(turns: Turns, waits: Waits) -> None:
              "its own, and their steps took turns; times are medians. Parameters and their gradients stand, "
              "and are not counted. Predicted times are beside those of the same module's steps right "
              "after it was planned, without a gradient that stands: a machine's speed moves from minute to "
-             "minute. Planned modules keep [pages that stay](pages.md), which is their default; processes of "
-             "other methods are as the C library has them, and wait for fresh pages (the median of a step's) "
-             "or do not, by what lies at the end of their heaps. Gradients' errors, against double "
-             "precision, are the median of several batches. Made by `python benchmarks/fused.py "
+             "minute. When this was measured, planned modules kept [pages of up to 32 MiB](pages.md), which "
+             "they no longer do; processes of other methods are as the C library has them, and wait for "
+             "fresh pages (the median of a step's) or do not, by what lies at the end of their heaps. "
+             "Gradients' errors, against double precision, are the median of several batches. Made by "
+             "`python benchmarks/fused.py "
              "--turns FILE --waits FILE --write` on a CPU "
              f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n\n"
              f"{predictions(turns)}\n")
@@ -230,7 +231,10 @@ def write(turns: Turns, waits: Waits) -> None:
     for threads in sorted({row.threads for row in waits.values()}):
         names = list(dict.fromkeys(row.model for row in waits.values() if row.threads == threads))
         sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\nEach in processes of its "
-                        f"own, with empty caches.\n\n{waits_table(names, threads, waits)}\n")
+                        "own, with empty caches. When this was measured, a second process found groups in "
+                        "files of rkmate's own, without the compiler; it now finds them in inductor's cache, "
+                        "which takes some 2 s of processor time more.\n\n"
+                        f"{waits_table(names, threads, waits)}\n")
     sections += [f"## {model}, {_threads(threads)}\n\n{MODELS[model].__doc__ or ''}\n\n"
                  f"{table(model, threads, turns)}\n"
                  for threads in sorted({threads for _, threads in kinds})

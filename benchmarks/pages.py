@@ -1,7 +1,6 @@
-"""Training steps with fresh pages, and with pages that stay with the process: those of blocks of up to
-32 MiB, as planned modules have it, and all (`rkmate.keep_pages`).
+"""Training steps with fresh pages, and with pages that stay with the process (`rkmate.keep_pages`).
 
-One process; steps of the three take turns, each after one that is not measured. Linux, CPU."""
+One process; steps of both take turns, each after one that is not measured. Linux, CPU."""
 
 from __future__ import annotations
 
@@ -24,12 +23,11 @@ from papers import loss_of, part
 from peers import DOCS, Case, gpt, images
 
 import rkmate
-from rkmate.device.kept_pages import keep_planned_pages
 
 PAGE = DOCS / "pages.md"
 BUDGETS = (None, 1.0, 0.5)
 PAGES: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "fresh": nullcontext, "stay up to 32 MiB": keep_planned_pages, "stay": rkmate.keep_pages}
+    "fresh": nullcontext, "stay": rkmate.keep_pages}
 
 
 def _resnet50(*, small: bool) -> Case:
@@ -86,8 +84,7 @@ def measured(model: str, budget: float | None, *, small: bool, repeats: int) -> 
     counted, predicted = peak_of(forward, case.model), None
     if budget is not None:
         wrapped = rkmate.wrap(case.model, (), case.kwargs, budget=int(budget * counted), progress=False,
-                              settings=rkmate.Settings(keep_pages=False,
-                                                       run=rkmate.RunSettings(verify=False)))
+                              settings=rkmate.Settings(run=rkmate.RunSettings(verify=False)))
         forward = lambda: wrapped(**case.kwargs).loss           # noqa: E731
         counted, predicted = wrapped.plan.peak_bytes, wrapped.plan.step_seconds
     found: dict[str, list[tuple[float, float, float, float, int]]] = {pages: [] for pages in PAGES}

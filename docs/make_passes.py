@@ -1,52 +1,67 @@
-"""Write docs/passes.md from the table of passes: ``python docs/make_passes.py``."""
+"""Write docs/passes.md from the tables of passes: ``python docs/make_passes.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rkmate.graph.capture.repairs import PHASES, SEEN, Pass
-from rkmate.graph.passes.table import PASSES
+from rkmate.graph.capture.repairs import PATCHES, PROGRAM_REWRITES, SEEN, TRACE_REWRITES, Patch, Rewrite
+from rkmate.graph.passes.table import REWRITES
 
 PAGE = Path(__file__).parent / "passes.md"
-_HEADINGS = {
-    "trace": "While a model is captured",
-    "forward": "While its forward is traced",
-    "export": "While the forward is exported",
-    "exported": "On the exported forward",
-    "joint": "On the joint graph",
-    "simplify": "Simplification",
-    "emission": "When code is written",
-}
+Rows = Sequence[Patch | Rewrite[Any]]
+SECTIONS: tuple[tuple[str, str, Rows], ...] = (
+    ("Patches around the capture of a model", "", [p for p in PATCHES if p.around == "trace"]),
+    ("Patches around the trace of its forward", "", [p for p in PATCHES if p.around == "forward"]),
+    ("Patches around the export of its forward",
+     "Where the export fails, it is tried again without the patches that may fail, the last of them "
+     "first.\n\n",
+     [p for p in PATCHES if p.around == "export"]),
+    ("Rewrites of the exported forward", "", PROGRAM_REWRITES),
+    ("Rewrites of the traced joint graph", "", TRACE_REWRITES),
+    ("Rewrites of the joint graph that is planned",
+     "What nobody reads any more goes after each of them. A rewrite with a condition works on graphs with "
+     "such choices: a variant of the graph, or a setting.\n\n", REWRITES),
+)
 
 
 def passes_text() -> str:
     """The whole page."""
     parts = [
         "# Passes\n",
-        "Made from `PASSES` in `rkmate/graph/passes/table.py` by `python docs/make_passes.py`.\n",
-        "Between what torch traces and what a plan runs stands one ordered table of passes. Each has a "
-        "name, a phase that says when it works and how it is called, and its reason; `torch` says on "
-        f"which versions it was seen needed (the tests run with {', '.join(SEEN)}), and is empty where torch "
-        "is not what it makes up for. The rows up to the joint graph stand in "
-        "`rkmate/graph/capture/repairs.py`, as a folder imports nothing that stands above it.\n",
-        "In tests, `verify` (`rkmate/graph/passes/verify.py`) checks the graph after each pass of the "
-        "simplification; `simplify(..., verify=True)` does so anywhere. How to add one: "
+        "Made from the tables in `rkmate/graph/capture/repairs.py` and `rkmate/graph/passes/table.py` by "
+        "`python docs/make_passes.py`.\n",
+        "Between what torch traces and what a plan runs stand two types of passes, in ordered tables. A "
+        "`Patch` is a context around a stage of the capture: `run(model)` returns it. A `Rewrite` changes a "
+        "graph: `run(graph)`. Each has a name and its reason; `torch` says on which versions it was seen "
+        "needed (the "
+        f"tests run with {', '.join(SEEN)}), and is empty where torch is not what it makes up for.\n",
+        "In tests, `verify` (`rkmate/graph/passes/verify.py`) checks the joint graph after each rewrite; "
+        "`simplify(..., verify=True)` does so anywhere. How to add one: "
         "[adding a rewrite](adding-a-planner.md#adding-a-rewrite).\n",
     ]
-    for phase, convention in PHASES.items():
-        parts += [f"## {_HEADINGS[phase]} (`{phase}`)\n", f"{convention}\n",
-                  _table(("pass", "why", "in", "torch"),
-                         [_row(p) for p in PASSES if p.phase == phase])]
+    for heading, text, rows in SECTIONS:
+        table = _table(("pass", "why", "in", "when", "torch"), [_row(p) for p in rows])
+        parts += [f"## {heading}\n", text + table]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _row(each: Pass) -> tuple[str, ...]:
-    return each.name, each.why, f"`{each.place}`: `{each.run.__name__}`", ", ".join(each.torch_versions)
+def _row(each: Patch | Rewrite[Any]) -> tuple[str, ...]:
+    return (each.name, each.why, f"`{each.place}`: `{each.run.__name__}`", _when(each),
+            ", ".join(each.torch_versions))
+
+
+def _when(each: Patch | Rewrite[Any]) -> str:
+    if isinstance(each, Patch):
+        return "may fail" if each.may_fail else ""
+    return ", ".join([*(f"`{c}`" for c in each.when), *(f"not `{c}`" for c in each.unless)])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+    """A table, without the columns that say nothing."""
+    said = [k for k in range(len(head)) if any(row[k] for row in rows)]
+    lines = [[line[k] for k in said] for line in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 

@@ -145,6 +145,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, call)
+    if plan is None and call.settings.calls == 1 and not layers:
+        planning = replace(planning, counts_calls=True)
     if layers:
         put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
         return model

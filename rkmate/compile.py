@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from rkmate.api import wrap
+from rkmate.budget import Budget, parse_budget
 from rkmate.errors import ArgumentError
 from rkmate.runtime.module import PlannedModule
 from rkmate.settings import OPTIONS, check_no_settings_of_wrap, chosen
@@ -56,5 +58,25 @@ class _Planned:
                 isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
             return self._graph(*inputs)
         if self._module is None:
-            self._module = wrap(self._graph, inputs, **self._options)
+            self._module = self._planned(inputs)
         return self._module(*inputs)
+
+    def _planned(self, inputs: Sequence[Any]) -> PlannedModule:
+        """Plan for a call. A graph of the same parameters that was planned before, for other shapes, leaves
+        this one as many bytes as it had."""
+        budget = self._options["budget"]
+        weight = next((t for t in inputs if isinstance(t, nn.Parameter)), None)
+        if weight is None or budget == "auto":
+            return wrap(self._graph, inputs, **self._options)
+        key = id(weight), budget
+        module = wrap(self._graph, inputs, **{
+            **self._options, "budget": _planned_before.get(key, parse_budget(budget))})
+        if key not in _planned_before:
+            weakref.finalize(weight, _planned_before.pop, key, None)
+        _planned_before[key] = parse_budget(budget).at_least(max(
+            module.plan.budget_bytes, _planned_before.get(key, Budget(bytes=0)).least))
+        return module
+
+
+_planned_before: dict[tuple[int, Any], Budget] = {}
+"""By the first parameter of a graph and the budget that the user gave: the budget of later plans."""

@@ -71,10 +71,6 @@ class GPU:
     """CUDA's compute capability: which kernels there are."""
     rates: Rates = field(repr=False)
     """As published."""
-    multiprocessors: int = field(repr=False)
-    """How many there are: sums over many rows take temporary memory by it."""
-    threads: int = field(default=2048, repr=False)
-    """How many threads one of them holds."""
     launch_seconds: float = field(default=4e-6, repr=False)
     """What it takes to start a kernel."""
     reached: float = field(default=0.7, repr=False)
@@ -95,8 +91,8 @@ class GPU:
                      share * r.host_bytes_per_second)
 
 
-def _gpu(name: str, gib: float, capability: tuple[int, int], multiprocessors: int, gigabytes: float,
-         plain: float, half: float, *, tf32: float | None = None, threads: int = 2048, pcie: int = 4) -> GPU:
+def _gpu(name: str, gib: float, capability: tuple[int, int], gigabytes: float, plain: float, half: float, *,
+         tf32: float | None = None, pcie: int = 4) -> GPU:
     """`gigabytes`: a second. `plain`, `half`, `tf32`: Tflop/s of float32 on the ordinary cores, and of
     products of float16 and of float32 numbers cut short. `pcie`: which generation is between it and the host,
     of sixteen lanes."""
@@ -105,20 +101,20 @@ def _gpu(name: str, gib: float, capability: tuple[int, int], multiprocessors: in
         products |= {"tf32": tf32, "bfloat16": half}
     rates = Rates(gigabytes * 1e9, plain * _TERA,
                   MappingProxyType({k: v * _TERA for k, v in products.items()}), 0.0, _PCIE[pcie])
-    return GPU(name, int(gib * GIB), capability, rates, multiprocessors, threads)
+    return GPU(name, int(gib * GIB), capability, rates)
 
 
-T4 = _gpu("NVIDIA T4", 14.5, (7, 5), 40, 320, 8.1, 65, threads=1024, pcie=3)
-V100 = _gpu("NVIDIA V100 SXM2 32 GB", 31.7, (7, 0), 80, 900, 15.7, 125, pcie=3)
-A10G = _gpu("NVIDIA A10G", 22.0, (8, 6), 80, 600, 35, 70, tf32=35, threads=1536)
-A100_40 = _gpu("NVIDIA A100 SXM 40 GB", 39.3, (8, 0), 108, 1555, 19.5, 312, tf32=156)
-A100 = _gpu("NVIDIA A100 SXM 80 GB", 79.1, (8, 0), 108, 2039, 19.5, 312, tf32=156)
-RTX_3090 = _gpu("NVIDIA GeForce RTX 3090", 23.5, (8, 6), 82, 936, 35.6, 71, tf32=35.6, threads=1536)
-RTX_4090 = _gpu("NVIDIA GeForce RTX 4090", 23.5, (8, 9), 128, 1008, 82.6, 165.2, tf32=82.6, threads=1536)
-L4 = _gpu("NVIDIA L4", 22.0, (8, 9), 58, 300, 30.3, 121, tf32=60, threads=1536)
-L40S = _gpu("NVIDIA L40S", 44.4, (8, 9), 142, 864, 91.6, 362, tf32=183, threads=1536)
-H100 = _gpu("NVIDIA H100 SXM 80 GB", 79.1, (9, 0), 132, 3350, 66.9, 989, tf32=494, pcie=5)
-H200 = _gpu("NVIDIA H200 SXM 141 GB", 139.7, (9, 0), 132, 4800, 66.9, 989, tf32=494, pcie=5)
+T4 = _gpu("NVIDIA T4", 14.5, (7, 5), 320, 8.1, 65, pcie=3)
+V100 = _gpu("NVIDIA V100 SXM2 32 GB", 31.7, (7, 0), 900, 15.7, 125, pcie=3)
+A10G = _gpu("NVIDIA A10G", 22.0, (8, 6), 600, 35, 70, tf32=35)
+A100_40 = _gpu("NVIDIA A100 SXM 40 GB", 39.3, (8, 0), 1555, 19.5, 312, tf32=156)
+A100 = _gpu("NVIDIA A100 SXM 80 GB", 79.1, (8, 0), 2039, 19.5, 312, tf32=156)
+RTX_3090 = _gpu("NVIDIA GeForce RTX 3090", 23.5, (8, 6), 936, 35.6, 71, tf32=35.6)
+RTX_4090 = _gpu("NVIDIA GeForce RTX 4090", 23.5, (8, 9), 1008, 82.6, 165.2, tf32=82.6)
+L4 = _gpu("NVIDIA L4", 22.0, (8, 9), 300, 30.3, 121, tf32=60)
+L40S = _gpu("NVIDIA L40S", 44.4, (8, 9), 864, 91.6, 362, tf32=183)
+H100 = _gpu("NVIDIA H100 SXM 80 GB", 79.1, (9, 0), 3350, 66.9, 989, tf32=494, pcie=5)
+H200 = _gpu("NVIDIA H200 SXM 141 GB", 139.7, (9, 0), 4800, 66.9, 989, tf32=494, pcie=5)
 
 NAMES: Mapping[str, GPU] = MappingProxyType({
     "t4": T4, "v100": V100, "a10g": A10G, "a100-40": A100_40, "a100": A100, "rtx3090": RTX_3090,

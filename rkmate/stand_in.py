@@ -103,7 +103,8 @@ class StandIn(nn.Module):
         return module
 
     def __reduce__(self) -> Any:
-        return _blank, (type(self),), (self._original, self._added(), self._made_with())
+        kind = next(k for k in type(self).__mro__ if "_made_for" not in vars(k))    # one that can be imported
+        return _blank, (kind,), (self._original, self._added(), self._made_with())
 
     def __setstate__(self, state: tuple[nn.Module, dict[str, Any], tuple[Any, ...]]) -> None:
         original, added, made_with = state

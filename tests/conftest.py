@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from rkmate.graph.passes import simplify
+from rkmate.graph.passes import table
 from rkmate.ilp import OptionSettings
 from rkmate.ilp import settings as ilp_settings
 from rkmate.planners import settings as planner_settings
@@ -86,7 +86,7 @@ def impatient() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def verified_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every graph that a test simplifies is verified after each pass."""
-    monkeypatch.setattr(simplify, "VERIFY", True)
+    monkeypatch.setattr(table, "VERIFY", True)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import rkmate
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -304,6 +306,87 @@ def test_steps_are_measured_with_pages_that_stay(on_the_path: None) -> None:
 
     rows = [row for budget in (None, 1.0) for row in pages.measured("gpt", budget, small=True, repeats=1)]
     assert [(r.budget, r.pages) for r in rows] == [(b, pages) for b in (None, 1.0)
-                                                   for pages in ("fresh", "stay up to 32 MiB", "stay")]
+                                                   for pages in ("fresh", "stay")]
     assert all(row.resident > row.counted > 0 for row in rows)
-    assert pages.table(rows).count("\n") == 7
+    assert pages.table(rows).count("\n") == 5
+
+
+def test_features_are_planned_on_and_off_once(on_the_path: None, tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    import ablation
+
+    monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path / "cache"))
+    path, how = tmp_path / "rows.jsonl", {"costs": "analytic", "small": True}
+    asked = ["gpt", "resnet18"], ["order in blocks", "products of pixels"], ["1.0"], path
+    rows = ablation.run(*asked, **how)
+    assert [row.key[:3] for row in rows] == [
+        (model, feature, budget) for model in asked[0] for feature in asked[1] for budget in asked[2]
+        if (model, feature) != ("gpt", "products of pixels")]
+    for row in rows:
+        assert row.whole > 0 and row.on_seconds is not None and row.on_planning > 0
+        assert row.on_peak <= row.whole and row.off_peak is not None
+    monkeypatch.delattr(ablation.Bench, "row")              # nothing is planned again
+    assert ablation.run(*asked, **how) == rows
+
+
+@pytest.mark.slow
+def test_steps_with_and_without_a_feature_take_turns(on_the_path: None, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    import ablation
+
+    monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path))
+    row, = ablation.run(["unet"], ["order in blocks"], ["smallest"], None, costs="measured", steps=2,
+                        small=True)
+    assert row.on_step > 0 and row.off_step > 0 and row.on_peak < row.whole
+    assert "| unet | smallest |" in ablation.table([row])
+
+
+def test_every_switch_turns_something_off(on_the_path: None) -> None:
+    import ablation
+
+    from rkmate.graph.passes import simplify
+    from rkmate.pipeline import attempts, prepare, search, variants
+    from rkmate.planners import default, finish
+    from rkmate.planners.save_set import SaveSet
+    from rkmate.planners.settings import PlannerSettings
+
+    def state() -> list[Any]:
+        entries = default.table(PlannerSettings(), SaveSet())
+        return [simplify.REWRITINGS, variants.VARIANTS, [e.origin for e in entries], prepare.reordered,
+                search.with_larger_tiles, search.find_planner, default.finish]
+
+    before = state()
+    assert search.with_larger_tiles is attempts.with_larger_tiles and default.finish is finish.finish
+    for name, how in ablation.FEATURES.items():
+        with how.off():
+            assert (state() != before) is not bool(how.without), name
+        assert state() == before
+        assert how.about and set(how.models) <= {*ablation.fused.NAMES}
+        rkmate.Settings(**{**how.where, **how.without})
+    with ablation.FEATURES["save-set"].off():
+        assert search.find_planner("rockmate").save_set.plan(None, 1).status == "infeasible"
+
+
+def test_a_feature_keeps_its_place_where_it_gains_enough(on_the_path: None) -> None:
+    import ablation
+
+    def row(model: str, budget: str, off: float | None, on_peak: int = 100, off_peak: int | None = 100,
+            on: float | None = 1.0) -> Any:
+        return ablation.Row(model, "dtr", budget, "analytic", 200, on, on_peak, 2.0, off, off_peak, 1.0)
+
+    assert row("gpt", "0.5", 1.25).gain == pytest.approx(0.2)
+    assert row("gpt", "0.5", 1.0, off_peak=200).gain == 0           # a budget that is used up
+    assert row("gpt", "smallest", 1.0, off_peak=200).gain == 0.5
+    assert row("gpt", "0.5", None, off_peak=None).gain == 1
+    assert row("gpt", "0.5", None, off_peak=None, on=None).gain == 0
+    one = [row("gpt", "1.0", 1.0), row("gpt", "smallest", 1.04), row("unet", "0.5", 1.02)]
+    assert ablation.worth_on(one) == ["gpt"] and "without gpt12, resnet18, " in ablation.verdicts(one)
+    rest = [row(model, "0.5", 1.0) for model in ablation.fused.NAMES]
+    assert "| none | 16 | 8 | does not keep it |" in ablation.verdicts(rest)
+    two = [*one, row("unet", "smallest", 1.0, off_peak=110)]
+    assert ablation.worth_on(two) == ["gpt", "unet"] and "| keeps its place" in ablation.verdicts(two)
+    assert "| 9.1% (unet, smallest) | gpt, unet | 8 | 4 |" in ablation.verdicts(two)
+    page = ablation.page([*two, row("vit", "0.5", None, off_peak=None)])
+    assert "| vit | 0.5 | not met |" in page and "| unet | 0.5 | 1.020 |  | 2.0 s | 1.0 s |" in page
+    tables = page.split("\n\n")
+    assert all(len({line.count("|") for line in t.splitlines()}) == 1 for t in tables if t.startswith("|"))

@@ -16,13 +16,11 @@ from rkmate import device as devices
 from rkmate.cli.main import main as run
 from rkmate.device.elsewhere import Elsewhere, planning_for
 from rkmate.devices import A100, GPU, H100, H200, NAMES, T4, called, known
-from rkmate.measure.reductions_on_gpus import reduction_bytes
 from rkmate.support.planning_lock import PlanningLock, capture_lock, planning_lock
 from rkmate.torch_seam.patches.attention import kernel_of
 from tests.clocks import NO_CLOCK
 
 pytestmark = pytest.mark.xdist_group("devices elsewhere")      # they share plans
-MIB = 2**20
 
 
 class Layer(nn.Module):
@@ -194,13 +192,6 @@ def test_kernels_of_attention_are_those_that_torch_takes(case: dict[str, Any]) -
 FORMS = ((False, 0.0, True, False), (False, 0.1, True, False), (True, 0.0, True, False),
          (True, 0.1, True, False), (False, 0.0, False, False), (False, 0.0, True, True))
 """(mask, dropout, gradients, fewer heads of keys)."""
-
-
-@pytest.mark.parametrize(("shape", "dims", "expected"), [
-    ((8192, 3072), [0], 132 * MIB), ((8, 1024, 3072), [0, 1], 132 * MIB),
-    ((128, 64), [0], 0), ((4, 4), [], 0), ((2, 3), [1], 0)])
-def test_sums_take_temporary_memory(shape: tuple[int, ...], dims: list[int], expected: int) -> None:
-    assert reduction_bytes(H200, torch.empty(shape, device="meta"), dims) == expected
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

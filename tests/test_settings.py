@@ -56,6 +56,13 @@ def test_the_old_name_of_chunked_loss() -> None:
     assert replace(settings, slots=7).chunked_loss == "never"      # without a warning
 
 
+def test_kept_pages_are_no_setting_any_more() -> None:
+    with pytest.warns(rkmate.RkmateWarning, match=r"now rkmate\.keep_pages\(\)") as caught:
+        settings = Settings(keep_pages=False)
+    assert caught[0].filename == __file__
+    assert settings == Settings() and replace(settings, slots=7) == Settings(slots=7)      # without a warning
+
+
 def test_the_old_name_of_a_planner() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
     with pytest.warns(rkmate.RkmateWarning, match="now called 'save-set'") as caught:

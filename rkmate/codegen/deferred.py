@@ -9,17 +9,15 @@ from rkmate.codegen.slices import Call, Free, Function, Run, Slice
 from rkmate.codegen.spelling import Spelled
 from rkmate.graph.blocks.expressions import local_names, source_key
 from rkmate.graph.blocks.lower import lower
-from rkmate.graph.passes.deferred import Deferred
 from rkmate.graph.passes.functions import OwnFunction
-from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.joint import Deferred, Joint
 from rkmate.torch_seam.nodes import VALUE
 
 
 def function_of(deferred: Deferred, name: str, aliases: Mapping[str, str]) -> Function:
     """The function of one output: operations as a plain forward has them, each once. `aliases`: of the
     namespaces of operators."""
-    program = lower(Joint(deferred.graph, deferred.sources, (deferred.result,), (), (), frozenset(), (False,),
-                          0))
+    program = lower(Joint(deferred.graph, deferred.sources, (deferred.result,), wanted=(False,)))
     cd, result = program.cd, program.storage[deferred.result]
     naming = _Names(aliases)
     naming.local = local_names(program, None, tuple(range(len(cd.c))), naming.table)

@@ -1,9 +1,8 @@
 """Groups of operations, compiled into kernels of their own by torch's compiler, inductor.
 
-A group is a Python function of tensors of known forms, which calls operators; what it looks like does not
-depend on where it comes from, so that equal groups are compiled once in a process, and found on disk by the
-next one (`kernel_files`; what is not kept there, in inductor's own cache. Another version of torch uses
-neither).
+A group is a Python function of tensors of known forms, which calls operators. Its code does not depend on
+where the group comes from, so equal groups are compiled once in a process, and the next process finds them in
+inductor's own cache on disk, which belongs to one version of torch.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from typing import Any
 
 import torch
 
-from rkmate.device import kernel_files
 from rkmate.device.forms import contiguous_strides
-from rkmate.device.protocol import Device
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.device.registry import common
 from rkmate.errors import CompilerError
@@ -44,8 +41,6 @@ TOLD = 1 << 20
 of an output that is a view may."""
 compiled = 0
 """How many groups were compiled in this process, those found on disk included."""
-found = 0
-"""How many of them were on disk, as `kernel_files` keeps them."""
 seconds = 0.0
 """How long that took."""
 
@@ -58,7 +53,7 @@ class Fused:
 
     def __init__(self, function: Callable[..., Any], forms: Sequence[str]) -> None:
         self._function, self._forms = function, tuple(forms)
-        self._run: kernel_files.Call | None = None
+        self._run: Callable[[list[torch.Tensor]], Any] | None = None
         self._copied: tuple[int, ...] | None = None
         self._otherwise: dict[tuple[tuple[int, ...], ...], bool] = {}
         """Strides of arguments -> whether they are other ones than those that it was compiled for."""
@@ -193,20 +188,9 @@ def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) ->
     return tuple(found)
 
 
-def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> kernel_files.Call:
-    global found
+def _compiled(function: Callable[..., Any], forms: Sequence[str]) -> Callable[[list[torch.Tensor]], Any]:
     device = common([torch.empty(0, device=_read(form)[1]) for form in forms])
-    key = kernel_files.key_of(_text(function, forms), device.key())
-    known = kernel_files.kept(key)
-    if known is not None:
-        found += 1
-        return known
-    made = _made(function, forms, device)
-    kernel_files.keep(key, made)
-    return made
 
-
-def _made(function: Callable[..., Any], forms: Sequence[str], device: Device) -> kernel_files.Call:
     @contextmanager
     def undisturbed() -> Iterator[None]:
         with unchanged_random_state(device), torch.autocast(device.autocast_kind, enabled=False):

@@ -31,7 +31,7 @@ def analytic_costs(partition: Partition) -> dict[int, Cost]:
     alternatives = partition.program.alternatives
     costs: dict[int, Cost] = {}
     for i, node in enumerate(partition.program.operation):
-        seconds = _seconds(node)
+        seconds = seconds_of(node)
         # All kernels of an operation that is not tiled move the same bytes once.
         costs[i] = Cost(seconds, temporary_bytes(node, random=partition.program.cd.c[i].random), tuple(
             Kernel(_seconds_of_tiles(other.target) if isinstance(other.target, Tiled) else seconds,
@@ -40,7 +40,8 @@ def analytic_costs(partition: Partition) -> dict[int, Cost]:
     return costs
 
 
-def _seconds(node: fx.Node) -> float:
+def seconds_of(node: fx.Node) -> float:
+    """Return the counted seconds of an operation."""
     if isinstance(node.target, Tiled):
         return _seconds_of_tiles(node.target)
     rates = _rates(node)
@@ -59,7 +60,7 @@ def _rates(node: fx.Node) -> Rates:
 
 def _seconds_of_tiles(tiled: Tiled) -> float:
     """Of all tiles; each adds to the sums where they stand, and so reads them."""
-    each = sum(_seconds(n) for n in tiled.graph.nodes if n.op == "call_function" and not is_view(n)
+    each = sum(seconds_of(n) for n in tiled.graph.nodes if n.op == "call_function" and not is_view(n)
                and n.target is not operator.getitem)
     inside = next(n for n in tiled.graph.nodes if n.op == "call_function")
     return tiled.parts * (each + tiled.sum_bytes() / _rates(inside).bytes_per_second)

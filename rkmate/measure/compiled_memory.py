@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.graph.passes.clusters.cluster import Cluster
+from rkmate.graph.passes.cluster import Cluster
 from rkmate.ir.cd import Cost
 from rkmate.torch_seam.nodes import VALUE
 

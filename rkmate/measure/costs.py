@@ -21,7 +21,7 @@ from rkmate.device.quick_code import quickest
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.simplify import is_view
+from rkmate.graph.capture.operations import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.least import bytes_alone, surely_over

@@ -14,14 +14,12 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES
-from rkmate.devices import GPU
 from rkmate.graph.ops.parts import Tensors, bytes_of_copies
-from rkmate.graph.passes.chunked_kernels import Alternative
-from rkmate.graph.passes.clusters.cluster import Cluster
+from rkmate.graph.passes.cluster import Cluster
+from rkmate.graph.passes.kernels import Alternative
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.compiled_memory import bytes_of_group
 from rkmate.measure.opaque_memory import opaque_bytes
-from rkmate.measure.reductions_on_gpus import reduction_bytes
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
 
@@ -39,8 +37,7 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta[VALUE], torch.Tensor)]
     outputs = _tensors(node.meta[VALUE])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
-        gpu = devices.common((*inputs, *outputs)).elsewhere
-        return 0 if gpu is None else _on_gpu(gpu, node, inputs)
+        return 0 if devices.common((*inputs, *outputs)).elsewhere is None else _on_gpu(node, inputs)
     inside = opaque_bytes(node)
     if inside is not None:
         return max(STATE_BYTES, inside)
@@ -57,14 +54,10 @@ def _rule(target: Any) -> Callable[[Tensors, Tensors], int] | None:
     return TABLE.get(theirs, TABLE.get(getattr(theirs, "overloadpacket", None)))
 
 
-def _on_gpu(gpu: GPU, node: fx.Node, inputs: Tensors) -> int:
-    """What is known of a GPU that is not here: sums, and the gradient of flash attention, which adds up that
-    of the queries in single precision."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in (aten.sum, aten.mean) and inputs:
-        dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else ()
-        return reduction_bytes(gpu, inputs[0], dims)  # type: ignore[arg-type]
-    if packet is aten._scaled_dot_product_flash_attention_backward:
+def _on_gpu(node: fx.Node, inputs: Tensors) -> int:
+    """What is known of a GPU that is not here: the gradient of flash attention adds up that of the queries in
+    single precision."""
+    if getattr(node.target, "overloadpacket", None) is aten._scaled_dot_product_flash_attention_backward:
         batch, heads, length, width = inputs[1].shape
         rows = -(-length // 128) * 128
         return 4 * batch * heads * rows * (-(-width // 32) * 32 + 1)

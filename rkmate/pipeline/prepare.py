@@ -31,8 +31,8 @@ from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partiti
 from rkmate.graph.capture.capture import Capture, Source, as_there, capture
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
-from rkmate.graph.passes.clusters.cluster import Cluster
-from rkmate.graph.passes.simplify import Choices, simplify
+from rkmate.graph.passes.cluster import Cluster
+from rkmate.graph.passes.table import simplify
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.kernels import choose_kernels
@@ -51,7 +51,7 @@ from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.loss import traceable, trained_outputs, trains_of
 from rkmate.pipeline.offload import link_of
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.variants import Concerned, Variant, first
+from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first
 from rkmate.support.gc_pause import gc_pause
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.progress import Progress
@@ -107,17 +107,9 @@ class Blocked:
     stage_seconds: Mapping[str, float]
 
     @property
-    def linear_losses(self) -> tuple[str, ...]:
-        """Names of the weights whose products end in a cross entropy."""
-        return self.partition.program.joint.linear_losses
-
-    @property
     def concerned(self) -> Concerned:
         """Per name of a variant, the weights that it concerns in this model."""
-        in_place = self.traced.settings.gradients == "in_place"
-        return {"chunked-loss": self.linear_losses, "grouped-loss": self.linear_losses if in_place else (),
-                "tiled-mlps": self.partition.program.joint.wide_mlps,
-                "channels-last": self.partition.program.joint.convolutions}
+        return self.partition.program.joint.concerned
 
 
 class AsCheckpointed(NamedTuple):
@@ -270,7 +262,7 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     start = time.perf_counter()
     variant = variant or first(traced.settings)
     with gc_pause(), read_directly():
-        joint = simplify(traced.capture, traced.wanted, _choices(variant, traced.settings))
+        joint = simplify(traced.capture, traced.wanted, choices_of(variant, traced.settings))
         program = lower(joint)
         middle = time.perf_counter()
         parts = partition(program, traced.settings.cut)
@@ -286,13 +278,12 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
                    {"capture": traced.seconds + middle - start, "cut": time.perf_counter() - middle})
 
 
-def _choices(variant: Variant, settings: Settings) -> Choices:
-    """What a variant rewrites, and what the settings want of every variant."""
-    return Choices(
-        chunked_loss=variant.chunked_loss, tiled_mlps=variant.tiled_mlps, grouped_loss=variant.grouped_loss,
-        channels_last=variant.channels_last,
-        deferring=variant.chunked_loss and settings.deferred_outputs != "never",
-        in_place=settings.gradients == "in_place", fused=settings.compile is True)
+def choices_of(variant: Variant, settings: Settings) -> frozenset[str]:
+    """What passes do to a graph and need not (`Joint.choices`): the rows of a variant, and what the settings
+    want of every variant."""
+    asked = {"in-place": settings.gradients == "in_place", "compiled": settings.compile is True,
+             "deferred-outputs": CHUNKED_LOSS in variant.rows and settings.deferred_outputs != "never"}
+    return frozenset((*(row.name for row in variant.rows), *(name for name, on in asked.items() if on)))
 
 
 @planning_lock

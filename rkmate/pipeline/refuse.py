@@ -20,7 +20,7 @@ from rkmate.measure.least import least_bytes
 from rkmate.measure.unmeasured import with_ample_temporaries, with_likely_temporaries, without_temporaries
 from rkmate.pipeline.prepare import Blocked, Prepared, block, with_operation_costs
 from rkmate.pipeline.solve import Solved, solve, solve_with
-from rkmate.pipeline.variants import Variant, others
+from rkmate.pipeline.variants import CHANNELS_LAST, Variant, others
 from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Composed, Outcome, Planner, Problem, smallest_budget
 from rkmate.planners.save_set import SaveSetProgram
@@ -88,16 +88,16 @@ def note_of(prepared: Prepared) -> str:
 
 
 def tell(prepared: Prepared, budget: Budget) -> None:
-    """Say which peak a fraction is of, where there are two."""
-    if budget.fraction is None or prepared.settings.fraction_of == "checkpointed":
+    """Say which peak a fraction refers to, if the model checkpoints itself and nothing was chosen."""
+    if budget.fraction is None or prepared.settings.fraction_of == "plain":
         return
     found = prepared.as_checkpointed
     if found is not None:
         logger.warning(
-            "the model calls torch.utils.checkpoint, which a plan takes the place of: a budget of %g is that "
-            "part of the peak without checkpointing (%s bytes). "
-            'rkmate.Settings(fraction_of="checkpointed") makes it one of the peak with it (%s bytes)',
-            budget.fraction, f"{prepared.baseline_peak:,}", f"{found.peak:,}")
+            "the model calls torch.utils.checkpoint, which a plan replaces: a budget of %g is that part of "
+            "the peak with the model's own checkpointing (%s bytes). "
+            'rkmate.Settings(fraction_of="plain") makes it one of the peak without (%s bytes)',
+            budget.fraction, f"{found.peak:,}", f"{prepared.baseline_peak:,}")
 
 
 # -- Room to measure in ----------------------------------------------------------------------------
@@ -106,13 +106,18 @@ def tell(prepared: Prepared, budget: Budget) -> None:
 
 
 def room_within(budget: Budget) -> Callable[[Blocked], int]:
-    """The bytes that a budget leaves for measuring a graph. What a fraction is a part of is counted, as it is
-    not measured yet."""
+    """Return a function from a graph to the bytes that measuring it may take, within a budget.
+
+    A fraction is one of a peak that is not known before all operations are measured: then it is as much as is
+    counted, or what the largest operation takes alone if that is more. So every process finds the same peak,
+    whatever is remembered from earlier ones.
+    """
     def room(blocked: Blocked) -> int:
         if budget.bytes is not None:
             return budget.bytes
         costs = analytic_costs(blocked.partition)
-        return limit_of(with_operation_costs(blocked, [costs[i] for i in range(len(costs))]), budget)
+        counted = limit_of(with_operation_costs(blocked, [costs[i] for i in range(len(costs))]), budget)
+        return max(counted, least_bytes(blocked.partition))
     return room
 
 
@@ -318,7 +323,8 @@ def _most(lean: Prepared, counted: Costs, budget: Budget) -> int | None:
     if budget.fraction is None:
         return limit_of(lean, budget)
     blocked = lean.blocked
-    if budget.fraction >= 1 or any(v.channels_last for v in others(lean.settings, blocked.concerned)):
+    if budget.fraction >= 1 or any(
+            CHANNELS_LAST in v.rows for v in others(lean.settings, blocked.concerned)):
         return None             # another layout has other convolutions
     ample = with_operation_costs(blocked, with_ample_temporaries(blocked.partition, counted))
     return max(limit_of(ample, budget), int(limit_of(lean, budget) / (1 - budget.fraction)) + 1)

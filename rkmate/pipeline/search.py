@@ -52,7 +52,7 @@ from rkmate.pipeline.refuse import (
 )
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.solve import Solved, solve
-from rkmate.pipeline.variants import Variant, first, is_faster, may_be_faster, others
+from rkmate.pipeline.variants import CHANNELS_LAST, Variant, first, is_faster, may_be_faster, others
 from rkmate.planners.auto import Auto
 from rkmate.planners.offload_search import whole_at_once
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, best
@@ -156,8 +156,8 @@ def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bo
     other kernels take is not known before."""
     if variant.takes_longer or (variant.saves_memory and prepared.baseline_peak <= limit):
         return False
-    return variant.channels_last != prepared.blocked.variant.channels_last \
-        or may_be_faster(plan.step_seconds, prepared.graph, variant)
+    other_layout = (CHANNELS_LAST in variant.rows) != (CHANNELS_LAST in prepared.blocked.variant.rows)
+    return other_layout or may_be_faster(plan.step_seconds, prepared.graph, variant)
 
 
 def _is_worth_solving(plan: Plan, prepared: Prepared, method: Planner, limit: int) -> bool:
@@ -388,7 +388,7 @@ def measure_in_turns(blocks: dict[Variant, Blocked], limit: Callable[[Blocked], 
     one = next(iter(blocks.values()))
     settings = one.traced.settings
     variant = next((v for v in others(settings, one.concerned)
-                    if v.channels_last != one.variant.channels_last), None)
+                    if (CHANNELS_LAST in v.rows) != (CHANNELS_LAST in one.variant.rows)), None)
     if variant is None or settings.costs == "analytic":
         return 0.0
     if variant not in blocks:

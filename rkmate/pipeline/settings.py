@@ -131,18 +131,13 @@ class Settings:
     planner: str | PlannerSettings | None = None
     """Planner that makes the schedule: its name ([all planners](planners.md)), or `rkmate.PlannerSettings`
     with a name and limits of the default planner's search. None: the default planner, ``"rockmate"``."""
-    fraction_of: Literal["plain", "checkpointed"] = "plain"
+    fraction_of: Literal["plain", "checkpointed"] = "checkpointed"
     """The peak that a fractional budget refers to, for a model that calls ``torch.utils.checkpoint``: the
-    peak of its step without checkpointing, or with it."""
+    peak of its step with checkpointing, as you run it today, or without (``"plain"``)."""
     kept_plans_bytes: int = 1 << 30
     """Approximate limit, in bytes of host memory, of the plans that one wrapped module keeps. There is one
     plan for each signature (shapes, flags); the least recently used plans are dropped first, never the
     latest."""
-    keep_pages: bool = True
-    """On a CPU, with the GNU C library on Linux: the process keeps the memory that steps free, in blocks of
-    up to 32 MiB, as long as the wrapped module exists, and steps write to pages that were used before. False:
-    the C library returns the memory to the system, and takes fresh pages. `rkmate.keep_pages()` does this for
-    blocks of any size, until you release it."""
     opaque: Opaque = ()
     """Submodules that run as they are inside the plan: names, or patterns (``"layers.*.experts"``);
     ``"auto"``: submodules that cannot be traced. A call of such a submodule is one operation, which keeps its
@@ -152,12 +147,19 @@ class Settings:
     graphs."""
     split_head: InitVar[When | None] = None
     """Old name of `chunked_loss`, accepted for one more version."""
+    keep_pages: InitVar[bool | None] = None
+    """Has no effect, and is accepted for one more version: planned modules leave the C library alone. Call
+    `rkmate.keep_pages()` to keep the memory that steps free."""
 
-    def __post_init__(self, split_head: When | None) -> None:
+    def __post_init__(self, split_head: When | None, keep_pages: bool | None) -> None:
         if split_head is not None:
             warnings.warn("Settings(split_head=...) is now called chunked_loss; the old name goes with the "
                           "next version", RkmateWarning, stacklevel=3)
             object.__setattr__(self, "chunked_loss", split_head)
+        if keep_pages is not None:
+            warnings.warn("Settings(keep_pages=...) is now rkmate.keep_pages(), which planned modules do not "
+                          "call by themselves; the old keyword has no effect, and goes with the next version",
+                          RkmateWarning, stacklevel=3)
         if isinstance(self.calls, bool) or not isinstance(self.calls, int) or self.calls < 1:
             raise ArgumentError(f"calls is {self.calls!r}; it should be how many times the module is called "
                                 "before the backward: 1, 2, ...")
@@ -174,8 +176,6 @@ class Settings:
                                 "rkmate.Offload")
         if self.compile not in (False, True, "auto"):
             raise ArgumentError(f'compile is {self.compile!r}; it should be False, True or "auto"')
-        if not isinstance(self.keep_pages, bool):
-            raise ArgumentError(f"keep_pages is {self.keep_pages!r}; it should be True or False")
         for name, value, allowed in (("costs", self.costs, ("measured", "analytic")),
                                      ("gradients", self.gradients, ("returned", "in_place")),
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),

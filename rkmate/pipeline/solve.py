@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from rkmate.graph.blocks.infos import Modules
-from rkmate.graph.passes.simplify import is_backward
 from rkmate.ilp import OptionSet, solve_options
 from rkmate.ilp.evaluate_option import evaluate_option
 from rkmate.ir.cd import HOISTED, CDGraph
@@ -26,7 +25,7 @@ from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary,
 from rkmate.pipeline.prepare import Prepared, cut_children, shape_of
 from rkmate.planners.protocol import Problem
 from rkmate.planners.protocol import Stages as StageChain
-from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.nodes import VALUE, is_backward
 from rkmate.torch_seam.schema import operator_name
 from rkmate.torch_seam.tensors import read_directly
 

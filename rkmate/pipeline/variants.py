@@ -32,21 +32,13 @@ class Variant:
     """One way to rewrite a captured graph before it is planned, or several at once."""
 
     name: str
-    """As plans carry it; the names of several are joined by ``+``."""
+    """As plans carry it, and as the passes that make it know it (`Joint.choices`); the names of several are
+    joined by ``+``."""
     trades: str = ""
     """What differs from the original's step; empty: nothing but time and memory."""
     setting: str = ""
     """The field of `Settings` that says when it is tried: ``"auto"``, where the step does not fit whole,
     ``"always"``, at every budget, or ``"never"``. Empty: always there."""
-    chunked_loss: bool = False
-    """Whether the last products and their cross entropies are computed a few rows at a time."""
-    tiled_mlps: bool = False
-    """Whether wide MLPs run a few rows at a time."""
-    grouped_loss: bool = False
-    """Whether these run in groups of rows, of which a schedule keeps some, where their backward would compute
-    all again."""
-    channels_last: bool = False
-    """Whether convolutions have their channels last."""
     asked_for: bool = False
     """Whether the user asked for it at any budget: it is compared where the step fits whole, too, and nobody
     is warned of it."""
@@ -97,12 +89,10 @@ CHUNKED_LOSS = Variant(
     trades="That weight's gradient is the original's but for the order of its additions: "
            "its last bits differ",
     setting="chunked_loss",
-    chunked_loss=True,
     note="the products with {names} and their cross entropies are computed a few rows at a time")
 GROUPED_LOSS = Variant(
     "grouped-loss",
     setting="chunked_loss",
-    grouped_loss=True,
     note="as many of their rows as there is room for are kept for the backward",
     combines=("chunked-loss",),
     within="chunked-loss")
@@ -111,7 +101,6 @@ TILED_MLPS = Variant(
     trades="The gradients of these weights are the original's but for the order of their additions: "
            "their last bits differ",
     setting="tiled_mlps",
-    tiled_mlps=True,
     takes_longer=True,
     note="the MLPs of {names} run a few rows at a time",
     combines=("chunked-loss", "grouped-loss"))
@@ -119,7 +108,6 @@ CHANNELS_LAST = Variant(
     "channels-last",
     trades="Other kernels do the work: last bits differ",
     setting="layouts",
-    channels_last=True,
     asked_for=True,
     note="the convolutions with {names} have their channels last",
     combines=("chunked-loss", "grouped-loss", "tiled-mlps"))

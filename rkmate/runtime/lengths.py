@@ -35,16 +35,16 @@ class Lengths:
     """Of the positional arguments."""
 
     def fitted(self, args: tuple[Any, ...], kwargs: dict[str, Any]
-               ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Any] | None]:
-        """A call's arguments at the next planned length, and what cuts its output back; None where it has a
-        planned length, or one above all of them."""
+               ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
+        """Return a call's arguments at the next planned length, and a function that cuts its output back. A
+        call that has a planned length, or one above all of them, stays as it is."""
         if self.pad is None:
-            return args, kwargs, None
+            return args, kwargs, _same
         named = {**dict(zip(self.names, args, strict=False)), **kwargs}
         length = _common_length({k: named[k] for k in self.pad if named.get(k) is not None})
         at = bisect_left(self.lengths, length)
         if at == len(self.lengths) or self.lengths[at] == length:
-            return args, kwargs, None
+            return args, kwargs, _same
         longer = self.lengths[at]
         others = {f"argument {k}": a for k, a in enumerate(args) if k >= len(self.names)}
         for name, value in {**named, **others}.items():
@@ -100,6 +100,10 @@ def checked_lengths(model: nn.Module, lengths: Any, pad: Any) -> Lengths | None:
         raise ArgumentError(f'pad is {pad!r}; it should name a padding value for each argument: '
                             '{"input_ids": 0, "attention_mask": 0, "labels": -100}')
     return Lengths(tuple(sorted(set(lengths))), None if pad is None else dict(pad), names)
+
+
+def _same(output: Any) -> Any:
+    return output
 
 
 def _length(value: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Iterable, Mapping
@@ -125,6 +126,8 @@ class PlannedModule(StandIn):
 
     def _set_up(self, planning: Planning, saved: tuple[Plan, ...], verify: bool,
                 on_new_shape: NewShape, lengths: Lengths | None = None) -> None:
+        if type(self) is PlannedModule:
+            object.__setattr__(self, "__class__", _class_for(type(self._original)))  # type: ignore[arg-type]
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
@@ -177,17 +180,20 @@ class PlannedModule(StandIn):
         if inside_transform():
             raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
                                 "jvp): use the original module (.original) there")
-        cut = None
-        if self._lengths is not None:
-            args, kwargs, cut = self._lengths.fitted(args, kwargs)
+        if self._lengths is None:
+            return self._run_planned(args, kwargs)
+        args, kwargs, cut = self._lengths.fitted(args, kwargs)
+        return cut(self._run_planned(args, kwargs))
+
+    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call under its plan; as the original where it has none."""
         key, tensors = guards_of(self._reader, args, kwargs)
         key, computed = self._plans.observations.of(key, tensors)
         known = self._plans.find(key)
         if known is None:
             known = self._new_signature(key, args, kwargs)
             if known is None:
-                result = self._run_original(args, kwargs)
-                return result if cut is None else cut(result)
+                return self._run_original(args, kwargs)
             computed = known.capture.given(tensors)
         tensors = computed
         latest = self._plans.current(known, tensors)
@@ -209,14 +215,12 @@ class PlannedModule(StandIn):
         verify = self._verify and not latest.ran
         recorded = self._plans.recorded(latest, tensors)
         if recorded is not None:
-            result = recorded(tensors)
-            return result if cut is None else cut(result)
+            return recorded(tensors)
         first = self._first_step(latest)
-        result = latest.compiled(tensors, redo, first.finish if first is not None else None,
-                                 lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
-                                 Original(self._run_again, self._reader, key), verify,
-                                 lambda: leaves_of(args, kwargs))
-        return result if cut is None else cut(result)
+        return latest.compiled(tensors, redo, first.finish if first is not None else None,
+                               lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
+                               Original(self._run_again, self._reader, key), verify,
+                               lambda: leaves_of(args, kwargs))
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original's forward, once more, where its backward has to leave a graph."""
@@ -301,7 +305,7 @@ class PlannedModule(StandIn):
         return added
 
 
-def _with_signature_of(model: nn.Module) -> Any:
+def _with_signature_of(model: nn.Module | type[nn.Module]) -> Any:
     """The planned forward with the original's signature: libraries look at its argument names."""
     def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
         return PlannedModule.forward(self, *args, **kwargs)
@@ -317,6 +321,15 @@ def _with_signature_of(model: nn.Module) -> Any:
         first = first.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
     forward.__signature__ = own.replace(parameters=[first, *others])  # type: ignore[attr-defined]
     return forward
+
+
+@functools.lru_cache(maxsize=256)
+def _class_for(kind: type[nn.Module]) -> type[PlannedModule]:
+    """Return a class whose `forward` has the signature of the original's class, where trainers look for the
+    names of labels. A pickle names `PlannedModule` instead."""
+    return type(f"Planned{kind.__name__}", (PlannedModule,), {
+        "forward": _with_signature_of(kind), "__doc__": PlannedModule.__doc__,
+        "__module__": PlannedModule.__module__, "_made_for": kind})
 
 
 def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

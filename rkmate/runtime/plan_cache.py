@@ -19,7 +19,6 @@ from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
 from rkmate.device.copy_engine import CopyEngine
-from rkmate.device.kept_pages import KeptPages, keep_planned_pages
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
@@ -191,6 +190,8 @@ class Planning:
     """Whether the hooks of the module itself run around its plan, and are no part of it."""
     cuda_graph: bool = False
     """Whether steps are recorded and replayed."""
+    counts_calls: bool = False
+    """Whether later steps are planned for as many calls before a backward as were seen in one."""
     engines: Engines | None = None
     """What copies data away, where other modules share it; None: the module's own."""
 
@@ -254,12 +255,11 @@ class PlanCache:
         """The last that is kept, where it was also found last: compared with a call before that is hashed."""
         self._lock = threading.RLock()
         self._warned = False
-        self.open_calls = OpenCalls()
+        self.open_calls = OpenCalls(counts=planning.counts_calls)
         self.new_sizes = NewSizes()
         self.reads = Reads()
         self.observations = Observations()
         self._engines = planning.engines or Engines(planning.settings.offload)
-        self._pages: KeptPages | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -322,7 +322,6 @@ class PlanCache:
             derived, recording = derive(self.model, args, kwargs, key, members)
             traced = trace(self.model, args, kwargs, self.planning.settings,
                            Progress(self.planning.progress), derived)
-            self._keep_pages(traced.device)
             if derived is not None and others[-1].mask:
                 traced = replace(traced, wanted=others[-1].mask)
             plans = [e.known for s in others for m, e in s.executables.items()
@@ -349,12 +348,6 @@ class PlanCache:
                 self.new_sizes.add(derived is not None, time.perf_counter() - start)
             self._keep(key, known, others)
             return known
-
-    def _keep_pages(self, device: torch.device) -> None:
-        """From now on, steps on this device find pages of earlier ones; planning measures such steps."""
-        if self._pages is None and devices.of(device).host and self.planning.settings.keep_pages:
-            self._pages = keep_planned_pages()
-            weakref.finalize(self, self._pages.release).atexit = False
 
     def _of_other_sizes(self, key: Guards) -> list[Specialization]:
         """What is kept of signatures that differ in sizes alone; the latest used last."""
@@ -388,6 +381,9 @@ class PlanCache:
 
     def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """The plan that the next forward follows; made for the loss of the latest one."""
+        calls = self.planning.settings.calls
+        if self.open_calls.seen > calls and not self.open_calls.now():
+            return self._for_calls_seen(known, tensors, calls)
         mask = known.mask
         found = known.executables.get(mask)
         if found is None:
@@ -406,6 +402,35 @@ class PlanCache:
         if found.plan.deferred and self.reads.often:
             found = self._with_ordinary_outputs(known, found, tensors)
         return found
+
+    def _for_calls_seen(self, known: Specialization, tensors: Sequence[torch.Tensor],
+                        before: int) -> Executable:
+        """Return a plan for as many calls before a backward as an earlier step made; from now on, all plans
+        are for so many. Where the budget is too small for that, warn, and plan for `before` calls."""
+        calls = self.open_calls.seen
+        with planning_lock:
+            self._plan_for_calls(calls)
+            try:
+                found = self.current(known, tensors)
+            except InfeasibleBudget as error:
+                self._plan_for_calls(before)
+                self.open_calls.warn_from_now_on()
+                warn(f"the module is called {calls} times before a backward, and no plan for {calls} calls "
+                     f"keeps to the budget: {error}. Steps follow plans for {before}, and exceed the budget")
+                return self.current(known, tensors)
+        logger.warning("the module is called %d times before a backward: from this step on, plans are for %d "
+                       "calls, within %s bytes (the first step, planned for %d, took more)", calls, calls,
+                       f"{found.plan.budget_bytes:,}", before)
+        return found
+
+    def _plan_for_calls(self, calls: int) -> None:
+        """Let all plans be made anew, when they are needed, for so many calls before a backward."""
+        settings = replace(self.planning.settings, calls=calls)
+        self.planning = replace(self.planning, settings=settings)
+        with self._lock:
+            for each in self._kept.values():
+                each.traced = replace(each.traced, settings=replace(each.traced.settings, calls=calls))
+                each.executables.clear()
 
     def _with_ordinary_outputs(self, known: Specialization, found: Executable,
                                tensors: Sequence[torch.Tensor]) -> Executable:

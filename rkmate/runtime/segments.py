@@ -341,7 +341,12 @@ def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor]
 class OpenCalls:
     """Knows the open calls of one module by weak references: those whose outputs are gone do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts: bool = False) -> None:
+        """`counts`: note how many calls a step makes, so that later steps are planned for them, rather than
+        warn."""
+        self._counts = counts
+        self.seen = 1
+        """The most calls before a backward that were over the budget, where calls are counted."""
         self._calls: list[weakref.ref[Call]] = []
         self._lock = threading.Lock()
         self._looked: set[tuple[str, int, bool]] = set()
@@ -354,6 +359,12 @@ class OpenCalls:
             found = [call for r in self._calls if (call := r()) is not None and call.is_open]
             self._calls = [weakref.ref(call) for call in found]
         return found
+
+    def warn_from_now_on(self) -> None:
+        """Count no more: plans for more calls are over the budget."""
+        self._counts, self.seen = False, 1
+        self._looked.clear()
+        self._told.clear()
 
     def add(self, call: Call, plan: Plan) -> None:
         """A forward that has run, and the plan that it follows."""
@@ -381,6 +392,9 @@ class OpenCalls:
         if (held + _of_forward(plan) if forward else together) <= plan.budget_bytes:
             return
         self._told.add(calls)
+        if self._counts:
+            self.seen = max(self.seen, calls)
+            return
         planned = "one call" if plan.calls == 1 else f"{plan.calls} calls"
         warn(f"{calls} calls of this module before a backward: the step takes about {together:,} bytes "
              f"({held:,} are held now), and the budget of {plan.budget_bytes:,} bytes was planned for "

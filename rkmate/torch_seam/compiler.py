@@ -1,5 +1,5 @@
-"""Inductor and Dynamo: groups of operations compiled into kernels, what their generated code names, and
-guards on dictionaries and on the forms of tensors."""
+"""Inductor and Dynamo: groups of operations compiled into kernels, and guards on dictionaries and on the
+forms of tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def compile_function(function: Callable[..., Any], forms: Sequence[Form],
                      ) -> Callable[[list[torch.Tensor]], Any]:
     """Compile a function of tensors into one that takes a list of tensors and has no guards.
 
-    The results have the layouts that eager mode gives them.
+    The results have the layouts that eager mode gives them. What was compiled before, also in
+    another process, is loaded from the compiler's own cache (its setting `fx_graph_cache`, on by default).
 
     Args:
         function: calls operators on its arguments, and returns a list or tuple of tensors.
@@ -42,6 +43,7 @@ def compile_function(function: Callable[..., Any], forms: Sequence[Form],
         around: makes a context to trace and compile in.
     """
     load()
+    import torch._inductor.config as settings
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -62,7 +64,8 @@ def compile_function(function: Callable[..., Any], forms: Sequence[Form],
         end = module.graph.output_node()
         end.meta["user_visible_output_idxs"] = list(range(len(plain)))
         end.meta["original_output_strides"] = [tuple(v.stride()) for v in plain]
-        with tracing(TracingContext(mode)):
+        # Kernels are for a number of threads, which the keys of older releases' caches know by this setting.
+        with tracing(TracingContext(mode)), settings.patch({"cpp.threads": torch.get_num_threads()}):
             made: Any = compile_fx_inner(module, inputs, is_inference=True)
     return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
 
@@ -71,24 +74,6 @@ def has_triton() -> bool:
     """Return whether Triton is there, which compiles for GPUs."""
     from torch.utils._triton import has_triton as found
     return bool(found())
-
-
-def settings_key() -> str:
-    """Return a text that changes with any setting of the compiler. Imports it: seconds."""
-    import torch._inductor.config as settings
-    return settings.get_hash().hex()
-
-
-def names_in_generated_code() -> dict[str, Any]:
-    """Return what the Python around compiled kernels may name beside the kernels."""
-    return {"assert_size_stride": _guards.assert_size_stride,
-            "reinterpret_tensor": _guards._reinterpret_tensor,
-            "empty_strided_cpu": _guards._empty_strided_cpu}
-
-
-def environment_of_kernels() -> dict[str, str]:
-    """Return the variables that a compiled kernel's library reads from the environment when it is loaded."""
-    return {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR": str(_guards._torchinductor_pyobject_tensor_data_ptr)}
 
 
 def onednn_product() -> Callable[..., torch.Tensor] | None:

@@ -22,7 +22,6 @@ SEEN = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
 GROUPS = "compiled groups"
-KERNELS = "compiled kernels kept on disk"
 ONEDNN = "products by oneDNN"
 """Features that `rkmate.device` asks for by name."""
 

@@ -1,153 +1,125 @@
-"""A process that keeps its pages, told by the pages that it takes from the system."""
+"""A process that keeps its pages: what its heap is told, and where a large block then lies."""
 
 from __future__ import annotations
 
-import json
-import os
+import ctypes
 import platform
-import subprocess
-import sys
-from pathlib import Path
+import threading
+from typing import Any
 
 import pytest
 
 import rkmate
-from rkmate.device.kept_pages import keep_planned_pages
+from rkmate.device import kept_pages
 
-PROGRAM = """
-import json, os, resource, threading, torch, rkmate
-from rkmate import device as devices
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(4):
-        torch.ones(24 * 2**20), torch.ones(2**20)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-def given_back():
-    blocks = [torch.ones(2**19) for _ in range(25)]
-    del blocks[:-1]                     # the last one keeps the heap from shrinking
-    before = resident()
-    devices.of("cpu").give_back()
-    return before - resident()
-
-thread = threading.Thread(target=rkmate.keep_pages)
-thread.start()
-thread.join()
-faults()
-found = {"another thread": faults(), "free": given_back()}
-with rkmate.keep_pages() as outer:
-    faults()
-    found["kept"], found["free but kept"] = faults(), given_back()
-    with rkmate.keep_pages() as inner:
-        found["effective"] = outer.effective and inner.effective
-    found["inner over"] = faults()
-    found["resident"] = resident()
-outer.release()
-found["given back"] = found["resident"] - resident()
-print(json.dumps(found))
-"""
-
-PLANNED = """
-import ctypes, gc, json, os, resource, sys, torch, rkmate
-from torch import nn
-
-ctypes.CDLL(None).mallopt(-3, 2**20)        # every activation is a block of its own, which the system gives
-settings = rkmate.Settings(costs="analytic", keep_pages=sys.argv[1] == "keep")
-model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(1024, 1024), nn.GELU())))
-x = torch.randn(4096, 1024)
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1])
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    modules[0](x).sum().backward()
-    model.zero_grad()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-modules = [rkmate.wrap(model, (x,), budget=1.0, settings=settings, progress=False) for _ in range(2)]
-found = {"planned": min(faults() for _ in range(3))}
-del modules[1:]
-gc.collect()
-found["one of two"] = min(faults() for _ in range(3))
-with rkmate.keep_pages():
-    found["all"] = min(faults() for _ in range(3))
-found["planned again"] = min(faults() for _ in range(3))
-before = resident()
-modules.clear()
-gc.collect()
-found["given back"] = before - resident()
-print(json.dumps(found))
-"""
-PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-STEP = 16 * 2**20 // PAGE
-"""The pages of one activation of `PLANNED`; a step makes several."""
-PAGES = 4 * 96 * 2**20 // PAGE
-HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-COUNTED = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or (HUGE.exists() and "[always]" in HUGE.read_text()),
-    reason="another C library, or pages of many sizes")
+GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 
 
-def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=Path(__file__).parents[2], text=True,
-                          capture_output=True, check=True, env={**os.environ, **environment})
+class Heap:
+    """A C library that writes down what it is told."""
+
+    def __init__(self, *, accepts: bool = True, in_heap: bool = True) -> None:
+        self.told: list[tuple[int, ...]] = []
+        self.trimmed = 0
+        self._accepts = accepts
+        self._block = 1 if in_heap else 3
+        self.malloc, self.sbrk, self.free = _Call(self._block), _Call(2), _Call(None)
+
+    def mallopt(self, parameter: int, value: int) -> int:
+        self.told.append((parameter, value))
+        return int(self._accepts)
+
+    def malloc_trim(self, pad: int) -> int:
+        self.trimmed += 1
+        return 1
 
 
-@COUNTED
-def test_pages_stay_until_it_is_over() -> None:
-    run = _run("-c", PROGRAM)
-    found = json.loads(run.stdout)
-    assert found["effective"]
-    assert found["another thread"] > PAGES / 2 and found["given back"] > 90 * 2**20
-    assert found["free"] > 40 * 2**20 > found["free but kept"]
-    assert found["kept"] < PAGES / 100 and found["inner over"] < PAGES / 100
-    assert "keep_pages() changes nothing: this is not the main thread" in run.stderr
+class _Call:
+    restype = argtypes = None
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def __call__(self, *args: Any) -> Any:
+        return self._result
 
 
-def _planned(mode: str, **environment: str) -> dict[str, int]:
-    run = _run("-W", "error", "-c", PLANNED, mode, **environment)
-    found: dict[str, int] = json.loads(run.stdout)
-    return found
+def heap(monkeypatch: pytest.MonkeyPatch, **how: bool) -> Heap:
+    made = Heap(**how)
+    monkeypatch.setattr(kept_pages, "_is_glibc", lambda: True)
+    monkeypatch.setattr(kept_pages.ctypes, "CDLL", lambda name: made)
+    return made
 
 
-@COUNTED
-def test_planned_steps_find_their_pages_as_long_as_there_is_one() -> None:
-    found = _planned("keep")
-    # The heap may end with an activation or two that come and go. Without kept pages, a step takes eleven.
-    assert max(found[k] for k in ("planned", "one of two", "all", "planned again")) < 4 * STEP
-    assert found["given back"] > 4 * STEP
+KEEP, USUAL = [(-4, 0), (-1, -1)], [(-4, 65536), (-3, 2**25), (-1, 2**26)]
 
 
-@COUNTED
-@pytest.mark.parametrize(("mode", "environment"), [
-    ("fresh", {}), ("keep", {"MALLOC_MMAP_THRESHOLD_": "1000000"}),
-    ("keep", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"})])
-def test_pages_are_as_they_were_where_that_is_said(mode: str, environment: dict[str, str]) -> None:
-    found = _planned(mode, **environment)
-    assert found["planned"] > 4 * STEP and found["one of two"] > 4 * STEP
-    assert found["all"] < 4 * STEP
+def test_the_heap_is_told_once_and_told_back_at_the_last_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = heap(monkeypatch)
+    kept_pages.give_back_free_pages()
+    assert found.trimmed == 1
+    outer, inner = rkmate.keep_pages(), rkmate.keep_pages()
+    assert outer.effective and inner.effective and found.told == KEEP
+    kept_pages.give_back_free_pages()           # they are kept
+    outer.release()
+    outer.release()
+    assert found.told == KEEP and found.trimmed == 1
+    inner.release()
+    assert found.told == KEEP + USUAL and found.trimmed == 2
+    with rkmate.keep_pages() as again:
+        assert found.told == KEEP + USUAL + KEEP
+    again.release()
+    assert found.told == KEEP + USUAL + KEEP + USUAL and found.trimmed == 3
 
 
-def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch,
-                                         recwarn: pytest.WarningsRecorder) -> None:
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert not keep_planned_pages().effective and not recwarn
+@pytest.mark.parametrize(("how", "reason", "told"), [
+    ({"accepts": False}, "the C library refuses it", KEEP[:1]),
+    ({"in_heap": False}, "memory comes from another allocator", KEEP + USUAL)])
+def test_a_heap_that_does_not_do_as_it_is_told(how: dict[str, bool], reason: str, told: list[tuple[int, int]],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    found = heap(monkeypatch, **how)
+    with pytest.warns(rkmate.RkmateWarning, match=f"changes nothing: {reason}"), rkmate.keep_pages() as kept:
+        assert not kept.effective
+    assert found.told == told
 
 
-def test_keep_pages_is_a_flag() -> None:
-    with pytest.raises(rkmate.ArgumentError, match="keep_pages is 'yes'; it should be True or False"):
-        rkmate.Settings(keep_pages="yes")  # type: ignore[arg-type]
+def test_another_thread_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, said = heap(monkeypatch), []
+    monkeypatch.setattr(kept_pages, "warn", said.append)
+    thread = threading.Thread(target=rkmate.keep_pages)
+    thread.start()
+    thread.join()
+    assert not found.told and "this is not the main thread" in said[0]
 
 
 def test_another_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    kept_pages.give_back_free_pages()
     with pytest.warns(rkmate.RkmateWarning, match="changes nothing: it tells the heap of the GNU C"), \
             rkmate.keep_pages() as kept:
         assert not kept.effective
+
+
+@GLIBC
+def test_a_large_block_lies_in_the_heap_until_it_is_over() -> None:
+    library = kept_pages._heap()
+
+    def in_heap() -> bool:
+        block = library.malloc(2 * kept_pages.LARGEST)
+        library.free(block)
+        return bool(0 < block < library.sbrk(0))
+
+    with rkmate.keep_pages() as kept:
+        assert kept.effective and in_heap()
+    assert not in_heap()
+
+
+def test_planned_modules_leave_the_c_library_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    found, model = heap(monkeypatch), torch.nn.Linear(8, 8)
+    module = rkmate.wrap(model, (torch.randn(4, 8),), budget=1.0, progress=False,
+                         settings=rkmate.Settings(costs="analytic"))
+    module(torch.randn(4, 8)).sum().backward()
+    assert not found.told

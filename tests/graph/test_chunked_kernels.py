@@ -12,7 +12,7 @@ from torch import nn
 
 import rkmate
 from rkmate.device import cpu
-from rkmate.graph.passes.simplify import simplify
+from rkmate.graph.passes.table import simplify
 from rkmate.measure.step import measure_peak
 from rkmate.pipeline import prepare as pipeline
 from rkmate.show.replay import replay

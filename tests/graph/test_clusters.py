@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.device import inductor, onednn
-from rkmate.graph.passes.clusters import cluster
+from rkmate.graph.passes import cluster
 from rkmate.ir.cd import Cost
 from rkmate.measure import compiled_memory
 from rkmate.measure.settings import MeasureSettings
@@ -369,16 +368,15 @@ wrapped = rkmate.wrap(model, (x,), compile=True, progress=False, **how,
 wrapped(x).sum().backward()
 wrapped.plan.save(path)
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"],
-      inductor.compiled, inductor.found, "torch._inductor.compile_fx" in sys.modules)
+      inductor.compiled)
 """
 
 
 @pytest.mark.slow
 def test_a_second_process_finds_what_was_compiled(tmp_path: Path) -> None:
-    """Also one that follows a saved plan; but not one of another version of torch. What is found needs no
-    compiler; where the package's own files are gone, torch's own are found."""
-    kernels = tmp_path / "own" / "kernels"
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "RKMATE_CACHE_DIR": str(kernels.parent)}
+    """Also one that follows a saved plan; but not one of another version of torch."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+           "RKMATE_CACHE_DIR": str(tmp_path / "own")}
     plan, other = tmp_path / "plan.json", tmp_path / "other.json"
 
     def run(path: Path, key: str = "") -> list[str]:
@@ -387,13 +385,6 @@ def test_a_second_process_finds_what_was_compiled(tmp_path: Path) -> None:
 
     first, second, followed = run(plan), run(other), run(plan)
     groups = first[1]
-    assert first == ["0", groups, groups, "0", "True"] and int(groups) > 0
-    assert second == followed == ["0", "0", groups, groups, "False"]
+    assert first == ["0", groups, groups] and int(groups) > 0
+    assert second == followed == [groups, "0", groups]
     assert run(plan, "another torch") == first
-    for library in kernels.glob("*.so"):
-        library.write_bytes(library.read_bytes()[:1000])
-    assert run(plan) == [groups, "0", groups, "0", "True"]
-    assert run(plan) == second
-    shutil.rmtree(kernels)
-    assert run(plan) == [groups, "0", groups, "0", "True"]
-    assert run(plan) == second

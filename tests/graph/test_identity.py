@@ -34,7 +34,7 @@ def _text(device: str) -> str:
         for node in (x, ones, total):
             node.meta["val"] = torch.empty((4, 3), device=device)
         several.meta["val"] = (torch.empty((4, 3), device=device),)
-    parts = partition(lower(Joint(graph, {x: Source("input", 0)}, (total,), (), (), frozenset(), (True,), 3)))
+    parts = partition(lower(Joint(graph, {x: Source("input", 0)}, (total,), wanted=(True,))))
     return "\n".join(block_text(parts.program, b) for b in parts.blocks)
 
 

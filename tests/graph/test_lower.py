@@ -13,7 +13,7 @@ from rkmate.graph.blocks.identity import block_text, classes_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.partition import partition
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.simplify import Joint
+from rkmate.graph.passes.joint import Joint
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def _layer(name: str = "weight", width: int = 3) -> tuple[_Graph, Joint, dict[st
     grad = g(aten.mm.default, turned, back)
     other = g(aten.neg.default, grad)
     joint = Joint(g.graph, g.sources, (tanh,), (),
-                  ((g.sources[weight], grad), (Source("input", 0), other)), frozenset(), (True,), 7)
+                  ((g.sources[weight], grad), (Source("input", 0), other)), (True,))
     return g, joint, {"mm": mm, "tanh": tanh, "back": back, "turned": turned, "grad": grad, "other": other}
 
 
@@ -87,7 +87,7 @@ def test_a_sum_may_be_written_over_either() -> None:
     x = g.source("input", 0, 2, 2)
     one, two = g(aten.sin.default, x), g(aten.cos.default, x)
     total = g(aten.add.Tensor, one, two)
-    program = lower(Joint(g.graph, g.sources, (total,), (), (), frozenset(), (True,), 3))
+    program = lower(Joint(g.graph, g.sources, (total,), wanted=(True,)))
     ways = program.in_place[total]
     assert [(w.argument, w.swapped) for w in ways.values()] == [(0, False), (1, True)]
     assert program.cd.c[2].donors == tuple(ways) == (program.storage[one], program.storage[two])
@@ -100,7 +100,7 @@ def test_the_other_kernel_of_what_works_part_by_part() -> None:
     node = g(torch.ops.rkmate.batch_norm_backward.default, grad, x, *vectors, 1e-5)
     first = g.graph.call_function(operator.getitem, (node, 0))
     first.meta["val"] = node.meta["val"][0]
-    program = lower(Joint(g.graph, g.sources, (first,), (), (), frozenset(), (True,), 2))
+    program = lower(Joint(g.graph, g.sources, (first,), wanted=(True,)))
     other, = program.alternatives[node]
     assert other.target is aten.native_batch_norm_backward.default
     assert other.overhead == 2 * 3 * 4 * 4

@@ -14,7 +14,7 @@ from rkmate.graph.blocks.lower import lower
 from rkmate.graph.blocks.order import better_order, reordered
 from rkmate.graph.blocks.partition import partition
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.passes.simplify import simplify
+from rkmate.graph.passes.table import simplify
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import from_order
 from rkmate.ir.simulate import simulate

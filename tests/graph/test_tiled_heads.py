@@ -14,7 +14,7 @@ from torch import nn
 import rkmate
 from rkmate.device import cpu
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.passes.simplify import Choices, simplify
+from rkmate.graph.passes.table import simplify
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
@@ -185,8 +185,8 @@ def test_what_is_not_recognised_stays(model: nn.Module) -> None:
     x, labels = _inputs()
     args = (x, labels) if isinstance(model, _Classifier) else (x,)
     captured = capture(model, args, {})
-    joint = simplify(captured, captured.differentiable, Choices(chunked_loss=True))
-    assert not joint.linear_losses
+    joint = simplify(captured, captured.differentiable, frozenset(["chunked-loss"]))
+    assert not joint.concerned["chunked-loss"]
     assert not any(isinstance(n.target, Tiled) for n in joint.graph.nodes)
 
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from rkmate.device import cpu
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.passes.simplify import Choices, Joint, simplify
-from rkmate.graph.passes.tiles import build
+from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.table import simplify
+from rkmate.graph.passes.tiles import rewrite as build
 from rkmate.graph.passes.tiles.tiled import Tiled
 
 BATCH, TIME, WIDTH, CLASSES = 3, 10, 6, 120
@@ -146,7 +147,8 @@ def _inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
 
 def _joint(model: _Model, args: Sequence[torch.Tensor], *, tiled: bool = True) -> tuple[Joint, Any]:
     captured = capture(model, tuple(args), {})
-    return simplify(captured, captured.differentiable, Choices(chunked_loss=tiled), verify=True), captured
+    choices = frozenset(["chunked-loss"] * tiled)
+    return simplify(captured, captured.differentiable, choices, verify=True), captured
 
 
 def _run(joint: Joint, captured: Any, model: nn.Module, args: Sequence[torch.Tensor],
@@ -250,8 +252,8 @@ def test_it_is_noted_where_it_is_not_asked_for() -> None:
         model = _Model(CASES[name][0])
         noted = _joint(model, _inputs(torch.float32), tiled=False)[0]
         tiled = _joint(model, _inputs(torch.float32))[0]
-        assert not _called(noted) and noted.linear_losses == tiled.linear_losses
-        assert len(noted.linear_losses) == len(CASES[name][1])
+        assert not _called(noted) and noted.concerned == tiled.concerned
+        assert len(noted.concerned["chunked-loss"]) == len(CASES[name][1])
 
 
 def test_what_cannot_be_tiled_stays_as_it_was_and_is_not_told() -> None:
@@ -262,6 +264,6 @@ def test_what_cannot_be_tiled_stays_as_it_was_and_is_not_told() -> None:
 
     model = _Model(loss)
     plain, tiled = (_joint(model, _inputs(torch.float32), tiled=tiled)[0] for tiled in (False, True))
-    assert not tiled.linear_losses and not _called(tiled)
+    assert not tiled.concerned["chunked-loss"] and not _called(tiled)
     operations = [sorted(str(n.target) for n in joint.graph.nodes) for joint in (plain, tiled)]
     assert operations[0] == operations[1]

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from rkmate.device import inductor
-from rkmate.graph.passes.clusters.grow import MOST
-from rkmate.graph.passes.clusters.repeat import MOST_AGAIN
+from rkmate.graph.passes.fusion import MOST, MOST_AGAIN
 from rkmate.measure import compiled_memory
 from rkmate.support.planning_lock import capture_lock
 from tests.equality import assert_same_step

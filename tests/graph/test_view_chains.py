@@ -13,7 +13,8 @@ from torch import fx, nn
 
 import rkmate
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.passes.simplify import is_view, simplify
+from rkmate.graph.capture.operations import is_view
+from rkmate.graph.passes.table import simplify
 from tests.equality import assert_same_step
 from tests.models import Sample
 

@@ -125,6 +125,19 @@ def test_the_number_of_labels_takes_no_plan_of_its_own(as_number: Callable[[int]
         assert torch.equal(a.grad, b.grad)       # type: ignore[arg-type]
 
 
+def test_trainer_finds_the_labels_of_a_wrapped_model() -> None:
+    from transformers.utils.generic import find_labels
+
+    class Labelled(nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x)
+
+    wrapped = rkmate.wrap(Labelled(16, 4), (X,), budget=1.0, settings=rkmate.Settings(costs="analytic"),
+                          progress=False)
+    assert find_labels(wrapped.__class__) == ["labels"]
+    assert find_labels(copy.deepcopy(wrapped).__class__) == ["labels"]
+
+
 def test_scores_are_what_trl_trains_by() -> None:
     """Beside a loss that nobody takes: no forward runs twice (`RkmateWarning` is an error here)."""
     class Scored(Tower):

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import rkmate
 from rkmate.budget import Budget
 from rkmate.graph.blocks.partition import Partition
-from rkmate.graph.passes.simplify import Joint
+from rkmate.graph.passes.joint import Joint
 from rkmate.ilp import OptionSettings
 from rkmate.measure.analytic import analytic_costs
 from rkmate.measure.costs import Costs
@@ -182,14 +182,14 @@ def test_gradients_in_place() -> None:
 def test_images_that_are_channels_last_have_nothing_to_gain() -> None:
     model = BETWEEN["grouped"]().to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
-    assert joint_of(traced(model, x)).convolutions == ()
+    assert joint_of(traced(model, x)).concerned["channels-last"] == ()
 
 
 def test_small_images_beside_large_weights_keep_their_layout() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.MaxPool2d(4),
                           nn.Conv2d(8, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
     joint = joint_of(traced(model, torch.randn(1, 3, 18, 18)))
-    assert joint.convolutions == ("0.weight",)
+    assert joint.concerned["channels-last"] == ("0.weight",)
     found = [n.meta["val"].is_contiguous() for n in joint.graph.nodes if n.target is aten.convolution.default]
     assert found == [False, True, True]
 
@@ -222,7 +222,7 @@ def test_the_faster_layout_is_taken_at_any_budget(speed: dict[str, float]) -> No
     plan = make_plan(network(), Budget(fraction=1.0), "rockmate").plan
     assert plan.variant == "channels-last" and plan.peak_bytes <= plan.budget_bytes
     assert "have their channels last" in plan.note and "faster than the fastest schedule" in plan.note
-    assert follow(network(), plan).prepared.blocked.variant.channels_last
+    assert CHANNELS_LAST in follow(network(), plan).prepared.blocked.variant.rows
     curve = make_curve(network(), [Budget(fraction=1.0), Budget(fraction=1.5)], "rockmate")
     assert [p.variant for p in curve] == ["channels-last"] * 2
     speed["last"] = 0.995                                   # bits are worth more

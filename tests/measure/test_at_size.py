@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -136,6 +137,23 @@ def test_the_smallest_budget_is_a_measured_one() -> None:
         rkmate.plan(model, (x,), budget=1, progress=False)
     least = caught.value.minimum_bytes
     assert rkmate.plan(model, (x,), budget=least, progress=False).peak_bytes <= least
+
+
+def test_a_fraction_is_of_one_peak_whatever_was_measured_before(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch convolution takes several times more scratch memory than the rest of the step."""
+    monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 192, 16, 16), nn.Flatten(2), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(2, 3, 32, 32)
+    named = set()
+    for _ in range(2):
+        try:
+            plan = rkmate.plan(model, (x,), budget=0.95, progress=False)
+            named.add((plan.budget_bytes, plan.baseline_peak_bytes))
+        except rkmate.InfeasibleBudget as error:
+            named.add((str(error), error.minimum_bytes))
+    assert len(named) == 1
 
 
 def _head(words: int) -> Blocked:

@@ -21,7 +21,7 @@ from rkmate.ir.cd import Kernel
 from rkmate.pipeline import search as planning
 from rkmate.pipeline import variants
 from rkmate.pipeline.following import follow, follow_any
-from rkmate.pipeline.prepare import Traced, prepare, trace
+from rkmate.pipeline.prepare import Traced, block, prepare, trace
 from rkmate.pipeline.refuse import seconds_of_any
 from rkmate.pipeline.search import make_curve, make_plan, smallest_peak_of
 from rkmate.pipeline.settings import Settings
@@ -203,13 +203,19 @@ def test_a_budget_that_is_clearly_too_small_solves_nothing(monkeypatch: pytest.M
     assert make_plan(here, Budget(bytes=low), "rockmate").plan.peak_bytes <= low
 
 
+def test_passes_note_what_each_variant_concerns() -> None:
+    concerned = block(traced()).concerned
+    assert set(concerned) == {v.name for v in variants.VARIANTS if v.setting}
+    assert concerned["chunked-loss"] == ("head.weight",)
+
+
 def test_variants_that_combine(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = Variant("tiles", trades="bits", setting="chunked_loss", note="tiles of {names}",
                     combines=("chunked-loss",))
     apart = Variant("apart", setting="chunked_loss")
     monkeypatch.setattr(variants, "VARIANTS", (PLAIN, CHUNKED_LOSS, tiles, apart))
     both = together((CHUNKED_LOSS, tiles))
-    assert both.name == "chunked-loss+tiles" and both.chunked_loss and both.rows == (CHUNKED_LOSS, tiles)
+    assert both.name == "chunked-loss+tiles" and both.rows == (CHUNKED_LOSS, tiles)
     concerned = {"chunked-loss": ("head",), "tiles": ("a", "b"), "apart": ("c",)}
     assert others(Settings(), concerned) == (CHUNKED_LOSS, tiles, apart, both)
     assert others(Settings(), {"tiles": ("a",)}) == (tiles,)

@@ -87,8 +87,9 @@ def test_a_notice_names_both_peaks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="rkmate"):
         plan = rkmate.plan(Net(False), (X,), budget=1.0, progress=False,
                            settings=rkmate.Settings(costs="analytic"))
-        assert f"{plan.baseline_peak_bytes:,}" in caplog.text
-        assert 'fraction_of="checkpointed"' in caplog.text
+        assert f"{plan.baseline_peak_bytes:,}" in caplog.text and f"{plan.budget_bytes:,}" in caplog.text
+        assert plan.budget_bytes < plan.baseline_peak_bytes
+        assert 'fraction_of="plain"' in caplog.text
         caplog.clear()
         rkmate.plan(Net(False), (X,), budget="100MiB", progress=False,
                     settings=rkmate.Settings(costs="analytic"))
@@ -123,7 +124,7 @@ def test_gradient_checkpointing_of_transformers() -> None:
 
     model = build()
     wrapped = rkmate.wrap(build(), (), batch, budget=1.0, progress=False,
-                          settings=rkmate.Settings(fraction_of="checkpointed"))
+                          settings=rkmate.Settings())
     assert "in 3 regions" in wrapped.plan.note
     assert wrapped.plan.budget_bytes < 0.8 * wrapped.plan.baseline_peak_bytes
     run(model)

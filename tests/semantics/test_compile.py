@@ -136,3 +136,14 @@ def test_options_are_checked() -> None:
     assert _refused("where a model on the CPU is anyway", offload="host")
     with pytest.raises(rkmate.ArgumentError, match="dynamic=False"):
         rkmate.compile.backend(graph, [3], options={"budget": 1.0})
+
+
+def test_a_smaller_last_batch_has_the_bytes_of_those_before() -> None:
+    torch.manual_seed(0)
+    model, asked = Tower(depth=6), {"budget": 0.5, "settings": rkmate.Settings(costs="analytic")}
+    run = torch.compile(model, backend=rkmate.compile.backend, dynamic=False, options=asked)
+    for size in (256, 4):
+        x = torch.randn(size, 16)
+        assert_same_gradients(model, run, lambda run, x=x: run(x).pow(2).sum())
+    with pytest.raises(rkmate.InfeasibleBudget):        # which 4 alone do not have
+        rkmate.plan(model, (torch.randn(4, 16),), progress=False, **asked)

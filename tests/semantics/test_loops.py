@@ -191,7 +191,7 @@ def test_copies_are_modules_of_their_own(way: str) -> None:
         torch.save(module, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
-    assert type(other) is rkmate.PlannedModule
+    assert isinstance(other, rkmate.PlannedModule)
     assert other.plan == module.plan
     for a, b in zip(module.parameters(), other.parameters(), strict=True):
         assert a is not b

@@ -157,3 +157,43 @@ def test_more_calls_that_fit_need_no_word() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         siamese(module).backward()
+
+
+# -- counted ------------------------------------------------------------------------------
+
+
+def counted(budget: float | int) -> nn.Sequential:
+    return rkmate.apply(tower(), budget=budget, settings=rkmate.Settings(costs="analytic"), progress=False)
+
+
+def test_calls_of_a_module_with_a_budget_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    module = counted(0.6)
+    with caplog.at_level("WARNING", logger="rkmate"):
+        for _ in range(3):
+            siamese(module).backward()
+            module.zero_grad()
+    shown = rkmate.applied(module)
+    assert shown is not None and shown.plan.calls == 2
+    assert len([r for r in caplog.records if "2 times before a backward" in r.getMessage()]) == 1
+    assert rkmate.measure_step(module, lambda: siamese(module).backward()).peak <= shown.plan.budget_bytes
+    plain = tower()
+    siamese(plain).backward()
+    siamese(module).backward()
+    assert all(torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+               for p, q in zip(plain.parameters(), module.parameters(), strict=True))
+    for _ in range(2):                      # a step with more of them
+        siamese(module, 3).backward()
+    assert shown.plan.calls == 3
+
+
+def test_a_budget_that_is_too_small_for_the_calls_counted_is_said() -> None:
+    module = counted(rkmate.plan(tower(), (X,), budget=0.6, settings=rkmate.Settings(costs="analytic"),
+                                 progress=False).minimum_bytes or 0)
+    siamese(module, 3).backward()
+    with pytest.warns(rkmate.RkmateWarning) as caught:
+        siamese(module, 3).backward()
+    told = [str(w.message) for w in caught]
+    assert "3 times before a backward, and no plan for 3 calls" in told[0]
+    assert [text[:7] for text in told[1:]] == ["2 calls", "3 calls"]
+    shown = rkmate.applied(module)
+    assert shown is not None and shown.plan.calls == 1

@@ -53,8 +53,7 @@ def test_a_new_torch_that_has_all_works_without_a_word() -> None:
 
 @pytest.mark.parametrize(("rename", "feature"), [
     ("torch._C._dynamo.guards.dict_version = lambda known: 0", features.GUARDS),
-    ("del torch.distributions.Distribution._validate_args", features.CHECKS),
-    ("del torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr", versions.KERNELS)])
+    ("del torch.distributions.Distribution._validate_args", features.CHECKS)])
 def test_a_renamed_name_turns_one_feature_off(rename: str, feature: str) -> None:
     done = fresh(f"{rename}\nimport rkmate\nwith warnings.catch_warnings(record=True) as told:\n"
                  f"    warnings.simplefilter('always')\n"

@@ -17,13 +17,12 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.alternatives import alternatives
-from rkmate.graph.passes.chunked_kernels import Alternative
+from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
-from rkmate.graph.passes.joint import adds
-from rkmate.graph.passes.simplify import Joint, is_backward, is_random, is_view
+from rkmate.graph.passes.joint import Joint, adds
+from rkmate.graph.passes.kernels import Alternative, alternatives
 from rkmate.ir.cd import CDGraph, CNode, DNode
-from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.nodes import VALUE, is_backward
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,7 @@ class _Builder:
         self.tangents: list[int] = []
         self.views: list[fx.Node] = []
         self.in_place: dict[fx.Node, dict[int, InPlace]] = {}
-        self.results = {n for n in joint.outputs if n is not None} \
-            | {n for _, n in joint.mutations} | {n for _, n in joint.grads} | set(joint.kept)
+        self.results = joint.handed()
         for node, source in joint.sources.items():
             if source.kind == "tangent":
                 if (node.users or node in self.results) and joint.wanted[int(source.key)]:
@@ -203,8 +201,7 @@ class _Builder:
         read_in_forward = {j for c in self.c[:loss] for j in c.inputs}
         outputs = [n for n in (*joint.outputs, *joint.kept) if n is not None]
         # A copy of what the forward overwrites can be made only once: it stays, as outputs do.
-        targets = {s for s, _ in joint.mutations}
-        overwritten = {n for n, s in joint.sources.items() if s in targets}
+        overwritten = joint.overwritten()
         outputs += [n for n in self.operation if n.target is torch.ops.aten.clone.default
                     and n.args[0] in overwritten]
         pinned = dict.fromkeys(w for n in outputs if isinstance(w := self.storage[n], int))

@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from rkmate.errors import GraphError
-from rkmate.graph.passes.joint import Joint, adds, is_backward, is_random, is_view
+from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.passes.joint import Joint, adds
 from rkmate.graph.passes.tiles.tiled import Tiled
-from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.nodes import VALUE, is_backward
 
 Form = tuple[torch.Size, torch.dtype] | None
 """What of a value no rewriting may change; None for what is no tensor."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rkmate.torch_seam import versions
-from rkmate.torch_seam.versions import GROUPS, KERNELS, ONEDNN, Feature
+from rkmate.torch_seam.versions import GROUPS, ONEDNN, Feature
 
 aten = torch.ops.aten
 JOINT_GRAPH = "the joint graph of forward and backward"
@@ -285,14 +285,6 @@ def _groups() -> None:
     assert isinstance(compiler.has_triton(), bool)
 
 
-def _kernels() -> None:
-    from rkmate.torch_seam import compiler
-
-    assert compiler.settings_key() and all(compiler.environment_of_kernels().values())
-    strided = compiler.names_in_generated_code()["empty_strided_cpu"]((2, 3), (3, 1), torch.float32)
-    compiler.names_in_generated_code()["assert_size_stride"](strided, (2, 3), (3, 1))
-
-
 def _onednn() -> None:
     from rkmate.torch_seam.compiler import onednn_product
 
@@ -334,7 +326,6 @@ FEATURES = (
     Feature(CUSTOM, _custom_functions, None),
     Feature(PATHS, _paths, "models of transformers may hold explicit masks, and differ in their last bits"),
     Feature(GROUPS, _groups, "compile=True is refused"),
-    Feature(KERNELS, _kernels, "each process compiles its kernels anew"),
     Feature(ONEDNN, _onednn, "products run by torch's default library"),
     Feature(GUARDS, _guards, "each planned call takes longer on the host"),
 )

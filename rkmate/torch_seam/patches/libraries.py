@@ -9,8 +9,8 @@ for bit, and the masks take no memory. What depends on the values of an input ke
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -73,30 +73,34 @@ def without_value_checks() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-def paths(model: nn.Module) -> list[Callable[[], AbstractContextManager[None]]]:
-    """Ways to export a module, eager's own path first; the last is what its library wants.
+def masks_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | None:
+    """While a module is exported: transformers make masks as in eager mode. A mask that asks for values
+    cannot be traced so. None where the library is not loaded."""
+    return as_in_eager_mode() if _MASKS in sys.modules else None
 
-    A path that asks for values (a mask, say) cannot be traced, and the next one is taken.
-    """
-    if _MASKS not in sys.modules:
-        return [nullcontext]
+
+def sources_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | None:
+    """While a module is exported: modules of transformers' source that ask whether they are compiled hear
+    that they are not. None where no part of the model asks."""
     named = {type(m).__module__: sys.modules.get(type(m).__module__) for m in model.modules()}
     asking = [m for m in named.values() if m is not None and hasattr(m, _COMPILING)
-              and m.__name__.startswith("transformers.")]
-    first = [lambda: as_in_eager_mode(asking)] if asking else []
-    return [*first, as_in_eager_mode, nullcontext]
+              and m.__name__.startswith("transformers.")] if _MASKS in sys.modules else []
+    return _as_not_compiled(asking) if asking else None
 
 
 @contextmanager
-def as_in_eager_mode(asking: Sequence[ModuleType] = ()) -> Iterator[None]:
-    """While a module is exported: libraries that are loaded decide as they would in eager mode.
-
-    `asking`: modules of source that ask whether they are compiled, and hear no.
-    """
-    masks = sys.modules.get(_MASKS)
+def _as_not_compiled(asking: Sequence[ModuleType]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in asking:
             stack.enter_context(mock.patch.object(module, _COMPILING, _no))
+        yield
+
+
+@contextmanager
+def as_in_eager_mode() -> Iterator[None]:
+    """While a module is exported: libraries that are loaded decide as they would in eager mode."""
+    masks = sys.modules.get(_MASKS)
+    with ExitStack() as stack:
         if masks is not None and hasattr(masks, "is_torchdynamo_exporting"):
             stack.enter_context(mock.patch.object(masks, "is_torchdynamo_exporting", _no))
         if masks is not None and hasattr(masks, "find_packed_sequence_indices"):

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rkmate.errors import CaptureError
-from rkmate.torch_seam.patches.libraries import paths, without_value_checks
+from rkmate.torch_seam.patches.libraries import without_value_checks
 from rkmate.torch_seam.patches.modules import cumulative_averages_as_tensors
 from rkmate.torch_seam.patches.numerics import as_eager_computes
 from rkmate.torch_seam.patches.recurrent import as_eager_runs_them, make_recurrent_layers_whole
@@ -62,12 +62,6 @@ def test_distributions_do_not_check_values(monkeypatch: pytest.MonkeyPatch) -> N
         torch.distributions.Normal(torch.zeros(1), torch.tensor([-1.0]))
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(torch.zeros(1), torch.tensor([-1.0]))
-
-
-def test_there_is_a_way_for_every_model() -> None:
-    assert len(paths(nn.Linear(2, 2))) >= 1
-    with paths(nn.Linear(2, 2))[-1]():
-        pass
 
 
 def _stack(op: Any, dropout: float, *, packed: bool = False) -> tuple[fx.GraphModule, fx.Node]:

@@ -11,9 +11,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rkmate.graph.capture.capture import Source, SourceKind
-from rkmate.graph.passes.joint import Choices, Rewriting
-from rkmate.graph.passes.simplify import rewrite
-from rkmate.graph.passes.table import PASSES
+from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.table import REWRITES, rewrite
 
 aten = torch.ops.aten
 
@@ -50,21 +49,21 @@ class Made:
 
     def work(self, outputs: Sequence[fx.Node | None] = (), grads: Sequence[tuple[fx.Node, fx.Node]] = (),
              mutations: Sequence[tuple[fx.Node, fx.Node]] = (), wanted: Sequence[bool] | None = None,
-             **choices: bool) -> Rewriting:
-        """What passes take. `choices`: as of `Choices`. `grads` and `mutations` are pairs of a source and its
-        gradient or value."""
-        return Rewriting(self.graph, self.sources, list(outputs),
-                         [(self.sources[s], n) for s, n in mutations],
-                         [(self.sources[s], n) for s, n in grads],
-                         tuple(wanted or [True] * len(outputs)), Choices(**choices))
+             **choices: bool) -> Joint:
+        """What passes take. `choices`: as of `Joint`, with underscores. `grads` and `mutations` are pairs of
+        a source and its gradient or value."""
+        return Joint(self.graph, self.sources, tuple(outputs),
+                     tuple((self.sources[s], n) for s, n in mutations),
+                     tuple((self.sources[s], n) for s, n in grads), tuple(wanted or [True] * len(outputs)),
+                     frozenset(name.replace("_", "-") for name, chosen in choices.items() if chosen))
 
 
-def run(name: str, work: Rewriting) -> Rewriting:
+def run(name: str, work: Joint) -> Joint:
     """One pass of the table; what it leaves is verified, as far as what it got was in order."""
-    rewrite(work, [p for p in PASSES if p.name == name and p.phase == "simplify"], verify=True)
+    rewrite(work, [p for p in REWRITES if p.name == name], verify=True)
     return work
 
 
-def targets(work: Rewriting) -> list[Any]:
+def targets(work: Joint) -> list[Any]:
     """The operations that are there, in order."""
     return [n.target for n in work.graph.nodes if n.op == "call_function"]

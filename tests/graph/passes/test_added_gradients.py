@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from torch import fx
 from rkmate.errors import GraphError, ScheduleError
 from rkmate.graph.blocks.lower import lower
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.added_gradients import add_gradients_in_place
-from rkmate.graph.passes.dead_code import drop_dead
-from rkmate.graph.passes.joint import Rewriting, adds
+from rkmate.graph.passes.cleanup import drop_dead
+from rkmate.graph.passes.gradients import add_gradients_in_place
+from rkmate.graph.passes.joint import Joint, adds
 from rkmate.graph.passes.verify import verify
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.schedule import Compute, Loss, Schedule
@@ -31,7 +30,7 @@ class Step(Made):
         super().__init__()
         self.x, self.g = self.source("input", 0, 6, 4), self.source("tangent", 0, 6, 3)
 
-    def rewritten(self, *grads: tuple[str, fx.Node]) -> Rewriting:
+    def rewritten(self, *grads: tuple[str, fx.Node]) -> Joint:
         y = self.call(aten.neg.default, self.x)
         last = list(self.graph.nodes)
         first = next(n for n in last if n.op == "call_function")
@@ -41,15 +40,13 @@ class Step(Made):
         return added(self.work([y], [(of[name], node) for name, node in grads]))
 
 
-def added(work: Rewriting) -> Rewriting:
-    work.choices = replace(work.choices, in_place=True)
+def added(work: Joint) -> Joint:
     add_gradients_in_place(work)
     drop_dead(work)
-    verify(work.joint())
-    return work
+    return verify(work)
 
 
-def calls(work: Rewriting) -> list[Any]:
+def calls(work: Joint) -> list[Any]:
     return [n.target for n in work.graph.nodes if adds(n)]
 
 
@@ -99,7 +96,7 @@ def test_a_gradient_that_arrives_is_added() -> None:
     made.source("param", "w", 6, 3)
     work = made.rewritten(("w", made.g))
     assert calls(work) == [aten.add_.Tensor]
-    program = lower(work.joint())
+    program = lower(work)
     node = program.cd.c[-1]
     assert node.adds and node.outputs == () and node.phase == "backward" and not program.param_grads
 
@@ -138,7 +135,7 @@ def test_parts_of_a_convolutions_gradient(transposed: bool, monkeypatch: pytest.
     torch.testing.assert_close(into_bias, of_bias + 1)
 
 
-def _work() -> Rewriting:
+def _work() -> Joint:
     made = Step()
     made.source("param", "w", 6, 3)
     return made.rewritten(("w", made.g))
@@ -149,16 +146,16 @@ def test_what_verify_finds() -> None:
     node = next(n for n in work.graph.nodes if adds(n))
     node.meta["partitioner_tag"] = "is_forward"
     with pytest.raises(GraphError, match=r"in the backward|of the backward"):
-        verify(work.joint())
+        verify(work)
     work = _work()
     del next(n for n in work.graph.nodes if adds(n)).meta["adds"]
     with pytest.raises(GraphError, match=r"there to be added to|nobody reads"):
-        verify(work.joint())
+        verify(work)
     work = _work()
     node = next(n for n in work.graph.nodes if adds(n))
     node.args = (node.args[1], node.args[0])
     with pytest.raises(GraphError, match="to places for gradients"):
-        verify(work.joint())
+        verify(work)
 
 
 def test_an_addition_runs_once_and_in_the_backward() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import rkmate
 from rkmate.graph.ops.norms import BY_GROUPS, groups_of
-from rkmate.graph.passes.batch_norms import LEAST_PIXELS
+from rkmate.graph.passes.images import LEAST_PIXELS
 from rkmate.measure.step import measure_peak
 from tests.device.fake import FakeDevice
 from tests.graph.passes.graphs import Made, aten, run, targets

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 own = torch.ops.rkmate
@@ -17,7 +17,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rkmate.device.cpu.PART_BYTES", 2**8)
 
 
-def _cross_entropy(rows: int, *, read_twice: bool = False) -> Rewriting:
+def _cross_entropy(rows: int, *, read_twice: bool = False) -> Joint:
     made = Made()
     x, target = made.source("input", 0, rows, 64), made.source("input", 1, rows, dtype=torch.int64)
     grad = made.source("tangent", 0)
@@ -46,7 +46,7 @@ def test_other_cross_entropies_stay(rows: int, read_twice: bool) -> None:
     assert targets(run("chunked kernels", work)) == before
 
 
-def _batch_norm(channels: int, *, train: bool) -> Rewriting:
+def _batch_norm(channels: int, *, train: bool) -> Joint:
     made = Made()
     x, weight = made.source("input", 0, 4, channels, 5), made.source("param", "w", channels)
     mean, invstd = made.source("input", 1, channels), made.source("input", 2, channels)

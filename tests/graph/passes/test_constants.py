@@ -52,5 +52,5 @@ def test_equal_outputs_are_two() -> None:
     b = made.source("buffer", "b", 3)
     pair = [made.call(aten.sin.default, b) for _ in range(2)]
     work = run("constants", made.work(pair))
-    assert work.outputs == pair
+    assert work.outputs == tuple(pair)
     assert work.constant == {b, *pair}

@@ -55,7 +55,7 @@ def test_copies_of_outputs() -> None:
     copy = made.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
     work = run("copies of outputs", made.work([copy]))
     assert targets(work) == [aten.relu.default, aten.t.default]
-    assert work.outputs == [turned]
+    assert work.outputs == (turned,)
 
 
 def test_a_copy_of_an_output_that_is_read_or_overwritten_stays() -> None:
@@ -65,4 +65,4 @@ def test_a_copy_of_an_output_that_is_read_or_overwritten_stays() -> None:
     z, moved = made.call(aten.exp.default, read), made.call(aten.add.Tensor, b, 1)
     work = run("copies of outputs", made.work([read, old, z], (), [(b, moved)]))
     assert targets(work).count(aten.clone.default) == 2
-    assert work.outputs == [read, old, z]
+    assert work.outputs == (read, old, z)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from rkmate.graph.passes.joint import Rewriting
-from rkmate.graph.passes.simplify import rewrite
-from rkmate.graph.passes.table import PASSES
+from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.table import REWRITES, rewrite
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 own = torch.ops.rkmate
@@ -23,8 +22,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _head(*, capped: bool = False, wanted: tuple[bool, ...] = (True, False), read: bool = False,
-          deferring: bool = True, chunked_loss: bool = True, overwritten: bool = False,
-          wide: int = WIDTH, batch: int = 2) -> tuple[Made, Rewriting]:
+          deferred_outputs: bool = True, chunked_loss: bool = True, overwritten: bool = False,
+          wide: int = WIDTH, batch: int = 2) -> tuple[Made, Joint]:
     """A linear loss, and the logits beside it. `capped`: something is done to what is returned; `read`:
     something else of the step reads the logits."""
     made = Made()
@@ -47,14 +46,14 @@ def _head(*, capped: bool = False, wanted: tuple[bool, ...] = (True, False), rea
     grads = [(w, made.call(aten.mm.default, made.call(aten.t.default, back, backward=True), hidden,
                            backward=True))]
     written = [(w, made.call(aten.mul.Tensor, w, 2.0))] if overwritten else []
-    work = made.work(outputs, grads, written,
-                     wanted=(*wanted, *([False] * read)), chunked_loss=chunked_loss, deferring=deferring)
+    work = made.work(outputs, grads, written, wanted=(*wanted, *([False] * read)), chunked_loss=chunked_loss,
+                     deferred_outputs=deferred_outputs)
     return made, work
 
 
-def _passed(work: Rewriting) -> Rewriting:
+def _passed(work: Joint) -> Joint:
     names = ("deferred outputs", "chunked loss", "outputs that stay")
-    rewrite(work, [p for p in PASSES if p.name in names], verify=True)
+    rewrite(work, [p for p in REWRITES if p.name in names], verify=True)
     return work
 
 
@@ -66,12 +65,12 @@ def test_logits_are_left_out_and_what_they_are_computed_from_is_kept(capped: boo
     assert work.outputs[1] is None
     deferred, = work.deferred
     assert deferred.output == 1
-    assert [n.target for n in work.joint().kept] == [aten.relu.default]
+    assert [n.target for n in work.kept] == [aten.relu.default]
     assert {s.kind for s in deferred.sources.values()} == {"kept", "param"}
     done = [n.target for n in deferred.graph.nodes if n.op == "call_function"]
     assert done == [aten.t.default, aten.mm.default, aten.view.default,
                     *([aten.tanh.default, aten.mul.Tensor] if capped else [])]
-    assert set(work.joint().kept) <= work.results()
+    assert set(work.kept) <= work.results()
 
 
 def test_the_logits_of_one_sequence_are_left_out_too() -> None:
@@ -81,10 +80,10 @@ def test_the_logits_of_one_sequence_are_left_out_too() -> None:
 
 
 @pytest.mark.parametrize("how", [
-    {"deferring": False}, {"wanted": (True, True)}, {"overwritten": True}, {"wide": CLASSES}], ids=str)
+    {"deferred_outputs": False}, {"wanted": (True, True)}, {"overwritten": True}, {"wide": CLASSES}], ids=str)
 def test_outputs_that_are_ordinary(how: dict[str, Any]) -> None:
     _, work = _head(**how)
-    before = list(work.outputs)
+    before = work.outputs
     assert run("deferred outputs", work).outputs == before
     assert not work.deferred
 
@@ -107,12 +106,12 @@ def test_outputs_whose_values_are_there_anyway_are_put_back(how: dict[str, Any],
 def test_what_takes_the_place_of_a_kept_value_is_kept() -> None:
     made, work = _head()
     run("deferred outputs", work)
-    kept, = work.joint().kept
+    kept, = work.kept
     with made.graph.inserting_after(kept):
         other = made.graph.call_function(aten.relu.default, kept.args)
     other.meta = dict(kept.meta)
     work.replace(kept, other)
-    assert work.joint().kept == (other,)
+    assert work.kept == (other,)
 
 
 def test_a_draw_is_never_repeated_for_an_output() -> None:
@@ -120,7 +119,8 @@ def test_a_draw_is_never_repeated_for_an_output() -> None:
     x, w = made.source("input", 0, ROWS, WIDTH), made.source("param", "w", WIDTH, CLASSES)
     product = made.call(aten.mm.default, made.call(aten.relu.default, x), w)
     noisy = made.call(aten.rand_like.default, product)
-    work = made.work([x, made.call(aten.add.Tensor, product, noisy)], wanted=(False, False), deferring=True)
+    work = made.work([x, made.call(aten.add.Tensor, product, noisy)], wanted=(False, False),
+                     deferred_outputs=True)
     assert not run("deferred outputs", work).deferred
 
 
@@ -129,5 +129,5 @@ def test_a_small_part_of_something_large_is_not_kept() -> None:
     x, w = made.source("input", 0, ROWS, WIDTH), made.source("param", "w", WIDTH, CLASSES)
     large = made.call(aten.cat.default, [made.call(aten.relu.default, x)] * 8)
     product = made.call(aten.mm.default, made.call(aten.slice.Tensor, large, 0, 0, ROWS), w)
-    work = made.work([x, product], wanted=(False, False), deferring=True)
+    work = made.work([x, product], wanted=(False, False), deferred_outputs=True)
     assert not run("deferred outputs", work).deferred

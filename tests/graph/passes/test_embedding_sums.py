@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import rkmate
 from rkmate.device import cpu
 from rkmate.graph.ops.embeddings import bytes_of_rows
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from rkmate.measure.step import measure_peak
 from tests.equality import as_bytes, assert_same_step, measured_peak
 from tests.graph.passes.graphs import Made, aten, run, targets
@@ -99,7 +99,7 @@ class _Tables:
     def sum(self, a: fx.Node, b: fx.Node, **more: Any) -> fx.Node:
         return self.made.call(aten.add.Tensor, a, b, backward=True, **more)
 
-    def run(self, total: fx.Node, *others: tuple[fx.Node, fx.Node]) -> Rewriting:
+    def run(self, total: fx.Node, *others: tuple[fx.Node, fx.Node]) -> Joint:
         return run("rows of embeddings", self.made.work([], [(self.weight, total), *others]))
 
 

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 import rkmate
 from rkmate.device import cpu, onednn
 from rkmate.graph.ops.products import BY_ONEDNN, PRODUCT, product
-from rkmate.graph.passes.alternatives import alternatives
-from rkmate.graph.passes.products import LEAST
+from rkmate.graph.passes.kernels import LEAST, alternatives
 from rkmate.graph.passes.tiles.source import products
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.ir.kernels import choose_kernels
@@ -45,7 +44,7 @@ def _rewritten(n: int = 32, k: int = 24, m: int = 16, *, bias: int | None = None
         y = made.call(aten.mm.default, a, b)
     else:
         y = made.call(aten.addmm.default, made.source("param", "c", *[m] * bias, dtype=dtype), a, b)
-    return targets(run("products", made.work([y], fused=fused)))
+    return targets(run("products", made.work([y], compiled=fused)))
 
 
 @pytest.mark.parametrize("bias", [None, 1])

@@ -101,8 +101,8 @@ def test_integers_that_are_counted_up_are_no_values() -> None:
     y = made.call(aten.neg.default, x)
     work = run("counters", made.work([y], (), list(zip(counters, new, strict=True))))
     assert targets(work) == [aten.neg.default] and not work.mutations
-    assert [(s.key, by) for s, by in work.joint().counters] == [("a", 1), ("b", 2)]
-    assert {s.key for s in work.joint().written()} == {"a", "b"}
+    assert [(s.key, by) for s, by in work.counters] == [("a", 1), ("b", 2)]
+    assert {s.key for s in work.written()} == {"a", "b"}
 
 
 @pytest.mark.parametrize("why", ["read", "returned", "read before", "of floats", "twice", "by a tensor"])

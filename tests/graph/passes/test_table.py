@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import rkmate
-from rkmate.graph.capture.repairs import PHASES, SEEN, Pass
-from rkmate.graph.passes.table import PASSES
+from rkmate.graph.capture.repairs import PATCHES, PROGRAM_REWRITES, TRACE_REWRITES, Rewrite
+from rkmate.graph.passes.table import REWRITES
 from rkmate.graph.passes.view_methods import view_method
+from rkmate.pipeline.prepare import choices_of
+from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.variants import VARIANTS
 from tests.graph.passes.graphs import Made, aten
-
-PACKAGE = Path(rkmate.__file__).parent
 
 
 def test_names_tell_passes_apart() -> None:
-    assert len({p.name for p in PASSES}) == len(PASSES)
+    rows = (*PATCHES, *PROGRAM_REWRITES, *TRACE_REWRITES, *REWRITES)
+    assert len({row.name for row in rows}) == len(rows)
 
 
-def test_phases_stand_in_the_order_of_the_stages() -> None:
-    order = list(PHASES)
-    found = [order.index(p.phase) for p in PASSES]
-    assert found == sorted(found)
-    assert set(found) == set(range(len(order)))
+def test_rows_ask_for_choices_that_a_variant_or_a_setting_makes() -> None:
+    made = frozenset().union(*(
+        choices_of(variant, Settings(gradients=gradients, compile=True))
+        for variant in VARIANTS for gradients in ("returned", "in_place")))
+    for row in REWRITES:
+        assert made.issuperset((*row.when, *row.unless)), row.name
 
 
-@pytest.mark.parametrize("each", PASSES, ids=lambda p: p.name)
-def test_a_row(each: Pass) -> None:
-    assert each.why.endswith(".") and len(each.why) > 40
-    assert (PACKAGE / each.place).is_file()
-    assert f"def {each.run.__name__}(" in (PACKAGE / each.place).read_text(encoding="utf-8")
-    assert not each.torch_versions or set(SEEN) <= set(each.torch_versions)
-    assert list(each.torch_versions) == sorted(each.torch_versions)
-
-
-def test_a_row_is_a_value() -> None:
-    with pytest.raises(AttributeError):
-        PASSES[0].name = "another"  # type: ignore[misc]
+def test_a_row_applies_when_all_it_asks_for_is_chosen() -> None:
+    row = Rewrite("a row", "a test", print, when=("a", "b"), unless=("c",))
+    assert row.applies(frozenset("abd"))
+    assert not row.applies(frozenset("a")) and not row.applies(frozenset("abc"))
 
 
 @pytest.mark.parametrize(("target", "args", "method"), [

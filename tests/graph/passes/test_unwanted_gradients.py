@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import fx
 
-from rkmate.graph.passes.joint import Rewriting
+from rkmate.graph.passes.joint import Joint
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 
 def _two_outputs(wanted: tuple[bool, bool], shape: tuple[int, ...] = (3,),
-                 join: Any = aten.add.Tensor) -> tuple[Rewriting, fx.Node, fx.Node]:
+                 join: Any = aten.add.Tensor) -> tuple[Joint, fx.Node, fx.Node]:
     """The gradient of `x` comes from both outputs, that of `w` from the second alone."""
     made = Made()
     x, w = made.source("input", 0, 3), made.source("param", "w", *shape)
@@ -61,7 +61,7 @@ def test_other_operations_get_zeros() -> None:
 def test_nothing_is_left_where_nothing_is_wanted() -> None:
     work, _, _ = _two_outputs((False, False))
     run("unwanted gradients", work)
-    assert work.grads == []
+    assert work.grads == ()
     assert targets(work) == [aten.relu.default, aten.exp.default]
 
 

@@ -45,7 +45,7 @@ def test_an_output_stays_the_view_that_it_is() -> None:
     x = _value(made, 3, 4)
     turned = made.call(aten.t.default, made.call(aten.t.default, x))
     work = run("chains of views", made.work([x, turned]))
-    assert work.outputs == [x, turned]
+    assert work.outputs == (x, turned)
     assert targets(work).count(aten.t.default) == 2
 
 

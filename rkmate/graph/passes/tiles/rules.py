@@ -1,26 +1,74 @@
-"""Row rules: how each operation treats the rows, and what it is on a few of them.
+"""Row rules: how each operation treats the rows that a region is cut along, and what it is on a few of them.
 
-`takes` says in which form an operation wants its operands so that its result has a form. `emit` writes the
-same operation for one tile: the dimensions of the rows are one there, the first. What sums over the
-rows is in `sums`.
+`takes` says in which form an operation wants its operands so that its result has a form; `sums` does so for
+what sums over the rows: gradients of weights, of biases, and losses. `emit` and `emit_sum` write the same
+operation for one tile: the dimensions of the rows are one there, the first.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from rkmate.graph.passes.tiles.forms import TURNED, WHOLE, aligned, lead_of, shape_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
 from rkmate.torch_seam.schema import OpOverload, operator_name, schema_of
 
 aten = torch.ops.aten
+
+
+# -- Forms -----------------------------------------------------------------------------------------
+#
+# How a value holds the rows that a region is cut along.
+
+WHOLE = 0
+"""The form of a value that is the same for all rows."""
+TURNED = -1
+"""The form of a matrix whose last dimension are the rows. Any other form is how many leading dimensions are
+the rows: 2 of ``[batch, time, width]``."""
+
+
+def lead_of(shape: Sequence[int], rows: int) -> int | None:
+    """How many leading dimensions are the rows, at least; None where none are."""
+    count = 1
+    for k, size in enumerate(shape, 1):
+        count *= size
+        if count == rows:
+            return k
+    return None
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...] | None:
+    """The shape of a node's value, of the first of several; None for what is no tensor."""
+    value = node.meta.get(VALUE)
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def aligned(shape: Sequence[int], result: Sequence[int], rows: int, form: int) -> int | None:
+    """The form of an operand that is broadcast to a result of a form; None where it has a part of the
+    rows' dimensions."""
+    if form == TURNED:
+        return TURNED if tuple(shape) == tuple(result) else WHOLE if math.prod(shape) == 1 else None
+    full = (1,) * (len(result) - len(shape)) + tuple(shape)
+    if full[:form] == tuple(result[:form]):
+        return lead_of(shape, rows)
+    return WHOLE if all(size == 1 for size in full[:form]) else None
+
+
+def row_numel(node: fx.Node, rows: int) -> int:
+    """Numbers of a value per row."""
+    return math.prod(shape_of(node) or (0,)) // rows
+
+
+# -- Rules -----------------------------------------------------------------------------------------
 
 Forms = dict[fx.Node, int]
 """Operands -> the form that each is wanted in."""
@@ -103,7 +151,7 @@ def together(pairs: list[tuple[Any, int | None]]) -> Forms | None:
     return found
 
 
-# -- pointwise --------------------------------------------------------------------------
+# -- Rules: pointwise ------------------------------------------------------------------------------
 
 
 def _pointwise(node: fx.Node, form: int, rows: int) -> Forms | None:
@@ -141,7 +189,7 @@ def _emit_clone(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     return tile.value[base] if form > 0 and kept else _emit_pointwise(node, form, tile)
 
 
-# -- along other dimensions -------------------------------------------------------------
+# -- Rules: along other dimensions -----------------------------------------------------------------
 
 
 def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), default: Any = None) -> Rule:
@@ -192,7 +240,7 @@ _WIDER = (aten.unsqueeze.default, aten.select_backward.default)
 """Whose results have a dimension more than their first argument."""
 
 
-# -- products ---------------------------------------------------------------------------
+# -- Rules: products -------------------------------------------------------------------------------
 
 
 def _mm(node: fx.Node, form: int, rows: int) -> Forms | None:
@@ -224,7 +272,7 @@ def emit_same(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     return tile.call(node.target, *args, **kwargs)
 
 
-# -- views and sizes --------------------------------------------------------------------
+# -- Rules: views and sizes ------------------------------------------------------------------------
 
 
 def _view(node: fx.Node, form: int, rows: int) -> Forms | None:
@@ -304,7 +352,7 @@ def _emit_cat(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     return tile.call(node.target, [tile.value[n] for n in arguments(node)[0]], dim % rank - form + 1)
 
 
-# -- pieces of losses, and what several results are made of ------------------------------
+# -- Rules: pieces of losses, and what several results are made of ---------------------------------
 
 
 def _item(node: fx.Node, form: int, rows: int) -> Forms | None:
@@ -335,7 +383,7 @@ def _look_up(node: fx.Node, form: int, rows: int) -> Forms | None:
     return together([(table, WHOLE), (index, form)]) if form > 0 else None
 
 
-# -- the table --------------------------------------------------------------------------
+# -- Rules: the table ------------------------------------------------------------------------------
 
 _VIEW = Rule(_view, _emit_view)
 _TURN = Rule(_turn, _emit_turn)
@@ -375,3 +423,43 @@ for _reduction in (aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim, 
                    aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
                    aten.any.dim, aten.all.dim, aten.cumsum.default, aten.var_mean.correction):
     RULES[_reduction] = _along((0,), 1)
+
+
+# -- Sums over the rows ----------------------------------------------------------------------------
+
+
+def sums(node: fx.Node, rows: int) -> Forms | None:
+    """The forms of the operands of an operation that sums over all rows; None where it is none."""
+    target, args = node.target, arguments(node)
+    if target is aten.mm.default:
+        return together([(args[0], TURNED), (args[1], 1)])
+    if target is aten.nll_loss_forward.default and args[3] != 0:      # taken apart before it is tiled
+        return together([(args[0], 1), (args[1], 1), (args[2], WHOLE)])
+    if target in (aten.sum.default, aten.mean.default):
+        return together([(args[0], lead_of(shape_of(args[0]) or (), rows))])
+    if target is aten.sum.dim_IntList:
+        shape = shape_of(args[0]) or ()
+        lead = lead_of(shape, rows)
+        dims = {d % len(shape) for d in args[1] or range(len(shape))} if shape else set()
+        if lead is not None and dims.issuperset(range(lead)):
+            return together([(args[0], lead)])
+    return None
+
+
+def emit_sum(node: fx.Node, tile: Tile) -> fx.Node:
+    """A tile's part of a sum, in the shape of the whole result."""
+    if node.target is aten.mm.default:
+        return emit_same(node, WHOLE, tile)
+    base: Any = arguments(node)[0]
+    shape, lead, value = shape_of(base) or (), tile.forms[base], tile.value[base]
+    if node.target is aten.mean.default:
+        part = tile.call(aten.sum.default, value, **node.kwargs)
+        return tile.call(aten.div.Scalar, part, math.prod(shape))
+    if node.target is aten.sum.default:
+        return tile.call(aten.sum.default, value, **node.kwargs)
+    dims = {d % len(shape) for d in arguments(node)[1] or range(len(shape))}
+    left = [0, *(d - lead + 1 for d in sorted(dims) if d >= lead)]
+    part = tile.call(aten.sum.dim_IntList, value, left, **node.kwargs)
+    after = list(shape_of(node) or ())
+    keep = len(arguments(node)) > 2 and bool(arguments(node)[2])
+    return tile.call(aten.reshape.default, part, after) if keep else part

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
+from rkmate.graph.passes.joint import owner_of
 from rkmate.torch_seam.nodes import VALUE
 
 
@@ -31,7 +31,7 @@ def steps_of(graph: fx.Graph) -> tuple[Step, ...]:
     at = {n: k for k, n in enumerate(nodes)}
     # A result is put where it belongs at once, so that it counts as read where it is made.
     last = {n: max((at[u] for u in n.users if u in at), default=at[n]) for n in nodes}
-    owner = {n: _owner(n) for n in graph.nodes if n.op != "output"}
+    owner = {n: owner_of(n) for n in graph.nodes if n.op != "output"}
     storage_ends: dict[fx.Node, int] = {}
     for n in nodes:
         storage_ends[owner[n]] = max(storage_ends.get(owner[n], 0), last[n])
@@ -55,12 +55,6 @@ def _argument(node: fx.Node, way: InPlace) -> fx.Node:
     return found
 
 
-def _owner(node: fx.Node) -> fx.Node:
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx.Node], int]) -> int:
     """The most bytes that a tile's own values take at once. `added`: products that are added where their sum
     stands. `inside`: of an operation, its temporaries."""
@@ -70,7 +64,7 @@ def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx
     owner: dict[fx.Node, fx.Node] = {}
     for step in steps_of(graph):
         node = step.node
-        base = _argument(node, step.way) if step.way is not None else _owner(node)
+        base = _argument(node, step.way) if step.way is not None else owner_of(node)
         owner[node] = owner.get(base, base) if base is not node else node
         if owner[node] is node:
             held[node] = 0 if node in added else _bytes(node.meta[VALUE])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rkmate.graph.passes.dead_code import drop_dead
-from rkmate.graph.passes.joint import Rewriting, is_backward
-from rkmate.graph.passes.tiles.heads import tile_heads
+from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.tiles.tiled import Tiled
-from rkmate.graph.passes.verify import verify
+from rkmate.torch_seam.nodes import is_backward
 from tests.graph.passes.graphs import Made, aten, run, targets
 
 own = torch.ops.rkmate
@@ -22,7 +20,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _linear_loss(*, biased: bool = True, returned: bool = False, between: bool = False, read: bool = False,
-                 chunked_loss: bool = True) -> Rewriting:
+                 chunked_loss: bool = True) -> Joint:
     """`between`: what stands between product and loss mixes the rows; `read`: so does a reader of the logits'
     gradient."""
     made = Made()
@@ -50,14 +48,14 @@ def _linear_loss(*, biased: bool = True, returned: bool = False, between: bool =
                      chunked_loss=chunked_loss)
 
 
-def _tiled(work: Rewriting) -> list[tuple[torch.fx.Node, Tiled]]:
+def _tiled(work: Joint) -> list[tuple[torch.fx.Node, Tiled]]:
     return [(n, n.target) for n in work.graph.nodes if isinstance(n.target, Tiled)]
 
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_no_logits_are_left(biased: bool) -> None:
     work = run("chunked loss", _linear_loss(biased=biased))
-    assert work.linear_losses == ("head.weight",)
+    assert work.concerned["chunked-loss"] == ("head.weight",)
     (node, tiled), = _tiled(work)
     assert not is_backward(node) and [g.shape for g in tiled.gives][1:3] == [(CLASSES, WIDTH), (ROWS, WIDTH)]
     found = targets(work)
@@ -75,21 +73,11 @@ def test_logits_that_are_returned_are_taken_as_they_are() -> None:
     assert "addmm.default" not in tiled.text
 
 
-def test_logits_that_are_returned_may_be_computed_apart() -> None:
-    work = _linear_loss(returned=True)
-    tile_heads(work, keep_outputs=False)
-    drop_dead(work)
-    assert aten.addmm.default in targets(work)
-    (node, tiled), = _tiled(work)
-    verify(work.joint())
-    assert work.outputs[1] not in node.args and "addmm.default" in tiled.text
-
-
 def test_it_is_noted_where_it_is_not_asked_for() -> None:
     work = _linear_loss(chunked_loss=False)
     before = targets(work)
     assert targets(run("chunked loss", work)) == before
-    assert work.linear_losses == ("head.weight",)
+    assert work.concerned["chunked-loss"] == ("head.weight",)
 
 
 @pytest.mark.parametrize("how", [{"between": True}, {"read": True}], ids=["rows are mixed", "read elsewhere"])
@@ -97,4 +85,4 @@ def test_others_are_left_alone(how: dict[str, bool]) -> None:
     work = _linear_loss(**how)
     before = targets(work)
     assert targets(run("chunked loss", work)) == before
-    assert not work.linear_losses
+    assert work.concerned["chunked-loss"] == ()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from rkmate.graph.passes.tiles.linear import is_linear
+from rkmate.graph.passes.tiles.region import is_linear
 from tests.graph.passes.graphs import Made, aten
 
 own = torch.ops.rkmate

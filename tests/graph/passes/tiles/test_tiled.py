@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from rkmate.graph.passes.tiles.build import build, default_parts
 from rkmate.graph.passes.tiles.region import Region, grow
+from rkmate.graph.passes.tiles.rewrite import build, default_parts
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.measure.step import measure_peak
 from rkmate.measure.temporaries import temporary_bytes

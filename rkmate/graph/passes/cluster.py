@@ -16,6 +16,7 @@ from rkmate.graph.passes.literals import argument
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
 
+aten = torch.ops.aten
 MOST_WORDS = 3
 """Operations that a name tells."""
 
@@ -99,5 +100,3 @@ def _made(text: str, name: str, threads: int, default: torch.dtype) -> Fused:
     exec(compile(text, f"<{name}>", "exec"), spaces)
     made: Fused = spaces[name]
     return made
-
-

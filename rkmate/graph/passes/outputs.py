@@ -1,4 +1,4 @@
-"""Rewriting passes: wide outputs that no loss is computed from are left out of the step.
+"""Rewrites of wide outputs that no loss is computed from: they are left out of the step.
 
 The logits that a language model returns beside its loss are as large as those that the loss is computed
 from, and the caller holds them: where the loss takes them a few rows at a time, they are all that is left
@@ -17,63 +17,61 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.passes.chunked_kernels import is_wide
-from rkmate.graph.passes.deferred import Deferred
-from rkmate.graph.passes.joint import Rewriting, is_backward, is_random, is_view, owner_of
-from rkmate.torch_seam.nodes import VALUE, copied
+from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.passes.joint import Deferred, Joint, owner_of
+from rkmate.graph.passes.lean import is_wide
+from rkmate.torch_seam.nodes import VALUE, copied, is_backward
 from rkmate.torch_seam.schema import OpOverload
 
 aten = torch.ops.aten
-
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 _CASTS = {aten._to_copy.default, aten.clone.default}
 SMALLER = 2
 """What is kept is smaller than the output by this factor at least."""
 
 
-def take_outputs_off(work: Rewriting) -> None:
+def take_outputs_off(joint: Joint) -> None:
     """Take wide outputs without a gradient off, where they come from a product of small values through
     views and operations element by element."""
-    if not work.choices.deferring:
-        return
-    for number, node in enumerate(work.outputs):
-        if node is None or work.wanted[number] or not _is_wide(node.meta.get(VALUE)):
+    for number, node in enumerate(joint.outputs):
+        if node is None or joint.wanted[number] or not _is_wide(node.meta.get(VALUE)):
             continue
-        recipe = _Recipe(work, node)
+        recipe = _Recipe(joint, node)
         if recipe.found:
-            work.deferred.append(recipe.written(number))
-            work.outputs[number] = None
+            joint.deferred += (recipe.written(number),)
+            joint.outputs = tuple(None if k == number else n for k, n in enumerate(joint.outputs))
 
 
-def put_outputs_back(work: Rewriting) -> None:
+def put_outputs_back(joint: Joint) -> None:
     """Put the outputs back whose wide values are still computed in the step."""
-    there = set(work.graph.nodes)
-    for deferred in list(work.deferred):
-        if any(old in there and _computes(old) and _bytes(old) * SMALLER > _bytes(deferred.result)
-               for old in deferred.origin.values()):
-            work.deferred.remove(deferred)
-            work.outputs[deferred.output] = _copied_back(work, deferred, there)
+    there = set(joint.graph.nodes)
+    computed = [d for d in joint.deferred if any(
+        old in there and _computes(old) and _bytes(old) * SMALLER > _bytes(d.result)
+        for old in d.origin.values())]
+    back = {d.output: _copied_back(joint, d, there) for d in computed}
+    joint.deferred = tuple(d for d in joint.deferred if d not in computed)
+    joint.outputs = tuple(back.get(k, n) for k, n in enumerate(joint.outputs))
 
 
-def _copied_back(work: Rewriting, deferred: Deferred, there: set[fx.Node]) -> fx.Node:
+def _copied_back(joint: Joint, deferred: Deferred, there: set[fx.Node]) -> fx.Node:
     """The output in the joint graph; what is gone from there is made again at the end of the forward."""
-    first = next(n for n in work.graph.nodes if n.op == "call_function" and is_backward(n))
+    first = next(n for n in joint.graph.nodes if n.op == "call_function" and is_backward(n))
     values = dict(deferred.kept)
-    with work.graph.inserting_before(first):
+    with joint.graph.inserting_before(first):
         for node in deferred.graph.nodes:
             if node in values:
                 continue
             old = deferred.origin[node]
-            values[node] = old if old in there else copied(work.graph, node, values)
+            values[node] = old if old in there else copied(joint.graph, node, values)
     return values[deferred.result]
 
 
 class _Recipe:
     """What an output is computed from, as far as it has to be computed when it is read."""
 
-    def __init__(self, work: Rewriting, output: fx.Node) -> None:
-        self._overwritten = work.overwritten()
-        self._sources = work.sources
+    def __init__(self, joint: Joint, output: fx.Node) -> None:
+        self._overwritten = joint.overwritten()
+        self._sources = joint.sources
         self._output = output
         self._nodes: dict[fx.Node, None] = {}
         """Those of the recipe, each after what it reads."""

@@ -1,0 +1,222 @@
+"""Rewrites that drop what a trace has too much of: dead code, copies, views that undo views, and copies of
+whole buffers for a part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture.operations import is_random
+from rkmate.graph.passes.joint import Joint, adds, owner_of
+from rkmate.torch_seam.nodes import VALUE, is_backward
+
+aten = torch.ops.aten
+
+
+# -- Dead code -------------------------------------------------------------------------------------
+
+
+def drop_dead(joint: Joint) -> None:
+    """Drop operations whose result nobody reads, among them assertions on metadata, which hold for every call
+    of the same signature. Draws of the forward stay, as the generator's state moves on."""
+    keep = joint.handed()
+    todo = [n for n in joint.graph.nodes if not n.users and n.op == "call_function"]
+    while todo:
+        node = todo.pop()
+        if node in keep or adds(node) or (is_random(node) and not is_backward(node)):
+            continue
+        read = node.all_input_nodes
+        joint.graph.erase_node(node)
+        todo += [n for n in read if not n.users and n.op == "call_function"]
+
+
+# -- Copies that copy nothing ----------------------------------------------------------------------
+
+_ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
+_COPIES = {aten.clone.default, aten.lift_fresh_copy.default}
+
+
+def drop_copies_of_outputs(joint: Joint) -> None:
+    """Drop the copies that capture put on the outputs; they may change layout without harm.
+
+    Those of what the forward overwrites stay: the caller gets the value from before.
+    """
+    overwritten = joint.overwritten()
+    for node in dict.fromkeys(joint.outputs):
+        if node is None or node.target is not aten.clone.default or node.users:
+            continue
+        base: fx.Node = node.args[0]  # type: ignore[assignment]
+        if owner_of(base) not in overwritten:
+            joint.replace(node, base)
+            joint.graph.erase_node(node)
+
+
+def drop_copies(joint: Joint) -> None:
+    """Replace aliases, and copies whose layout is that of their input, by their input.
+
+    Both stay where both can be seen by the caller, who may write to one of them.
+    """
+    overwritten = joint.overwritten()
+    for node in list(joint.graph.nodes):
+        if node.op != "call_function":
+            continue
+        base = node.args[0] if node.args else None
+        if not isinstance(base, fx.Node):
+            continue
+        same = node.target in _ALIASES
+        if node.target in _COPIES and owner_of(base) not in overwritten \
+                and not (joint.leaves(node) and _is_seen(joint, owner_of(base))):
+            a, b = node.meta[VALUE], base.meta[VALUE]
+            same = a.stride() == b.stride() and a.shape == b.shape
+        if same:
+            joint.replace(node, base)
+            joint.graph.erase_node(node)
+
+
+def _is_seen(joint: Joint, owner: fx.Node) -> bool:
+    return owner in joint.sources or joint.leaves(owner)
+
+
+# -- Chains of views -------------------------------------------------------------------------------
+#
+# A traced backward looks at values through chains of reshapes and transposes, each a call at every step. A
+# view that is what an earlier one of its chain was becomes that one; of two reshapes in a row, the first
+# goes.
+
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+_VIEWS = _RESHAPES | {aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
+                      aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
+
+_NO_VIEW = (RuntimeError, ValueError)
+"""What views raise where only a copy has that shape; those of fake tensors have an error of their own."""
+
+
+def shorten_views(joint: Joint) -> None:
+    """Shorten chains of views, except for what the caller gets: an output stays the view that it is."""
+    outputs = {n for n in joint.outputs if n is not None}
+    for node in list(joint.graph.nodes):
+        if node.op != "call_function" or node.target not in _VIEWS or node in outputs:
+            continue
+        same = _earlier(node)
+        if same is not None:
+            joint.replace(node, same)
+        elif node.target in _RESHAPES and _base(node).target in _RESHAPES:
+            origin = _base(_base(node))
+            viewed = _viewed(origin, node)
+            if viewed is not None and viewed == _layout(node.meta[VALUE]):
+                node.args = (origin, *node.args[1:])
+
+
+def _base(node: fx.Node) -> fx.Node:
+    return node.args[0]  # type: ignore[return-value]
+
+
+def _earlier(node: fx.Node) -> fx.Node | None:
+    """The first value of a view's chain that it is once more: the same elements in the same places."""
+    base = _base(node)
+    if base.target not in _VIEWS and _shape(base) != _shape(node):
+        return None                 # the only earlier value is another one
+    wanted, found = _layout(node.meta.get(VALUE)), None
+    chain: list[fx.Node] = []
+    base = node
+    while base.target in _VIEWS:
+        chain.append(base)
+        base = _base(base)
+        if wanted is not None and _layout(base.meta.get(VALUE)) == wanted and _is_identity(chain, base):
+            found = base
+    return found
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(node.meta.get(VALUE), "shape", None)
+
+
+def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
+    """Whether views (the last first) undo each other, whatever the strides of what they look at.
+
+    Traced strides do not tell: another gradient may stand where one was dropped.
+    """
+    value = plain = torch.empty(base.meta[VALUE].shape, device="meta")
+    try:
+        for view in reversed(chain):
+            value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    except _NO_VIEW:
+        return False
+    return _layout(value) == _layout(plain)
+
+
+def _viewed(origin: fx.Node, like: fx.Node) -> tuple[Any, ...] | None:
+    """The layout of one value with another's shape, without a copy. (A fake tensor takes long to say it.)"""
+    layout = _layout(origin.meta.get(VALUE))
+    if layout is None:
+        return None
+    shape, stride, offset, dtype = layout
+    try:
+        found = torch.empty_strided(shape, stride, dtype=dtype, device="meta").view(like.meta[VALUE].shape)
+    except _NO_VIEW:
+        return None
+    return found.shape, found.stride(), offset, dtype
+
+
+def _layout(value: Any) -> tuple[Any, ...] | None:
+    """What tells views of one storage apart."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value.shape, value.stride(), value.storage_offset(), value.dtype
+
+
+# -- Written parts ---------------------------------------------------------------------------------
+#
+# Kernels that go over a wide result tile by tile keep one buffer for the tiles, and write and read a part of
+# it. A trace has no writes in place: each write is a copy of the whole buffer with another part in it. A
+# part that was just written is read as what was written.
+
+_EXACT = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.neg.default,
+          aten.where.self, aten.maximum.default, aten.copy.default, aten._to_copy.default,
+          aten.slice_scatter.default, aten.mm.default, aten.addmm.default, aten.t.default}
+"""Operations whose result does not depend on how their inputs lie in memory."""
+
+
+def read_what_was_written(joint: Joint) -> None:
+    """Replace parts that are read as they were written, parts that are the whole, and copies over a whole
+    part by what was written."""
+    overwritten, seen = joint.overwritten(), joint.results()
+    for node in list(joint.graph.nodes):
+        if node in seen or node.op != "call_function":
+            continue
+        value = _written(node)
+        if value is not None and value.meta[VALUE].dtype == node.meta[VALUE].dtype \
+                and value.meta[VALUE].shape == node.meta[VALUE].shape \
+                and value.meta[VALUE].device == node.meta[VALUE].device \
+                and owner_of(value) not in overwritten and value not in joint.sources \
+                and (value.meta[VALUE].stride() == node.meta[VALUE].stride()
+                     or all(user.target in _EXACT for user in node.users)):
+            joint.replace(node, value)
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """What a node's value is, where it is another node's."""
+    if node.target is aten.copy.default:
+        return _node(node.args[1])
+    if node.target is aten.slice_scatter.default:
+        return _node(node.args[1])                 # where it has the shape of the whole
+    if node.target is not aten.slice.Tensor:
+        return None
+    base = _node(node.args[0])
+    if base is None or base.meta[VALUE].shape == node.meta[VALUE].shape:
+        return base
+    same = base.target is aten.slice_scatter.default and _place(base.args[2:]) == _place(node.args[1:])
+    return _node(base.args[1]) if same else None
+
+
+def _place(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Dimension, begin, end and step of a part."""
+    return tuple(given if given is not None else left_out
+                 for given, left_out in zip((*args, *[None] * (4 - len(args))), (0, 0, None, 1), strict=True))
+
+
+def _node(value: Any) -> fx.Node | None:
+    return value if isinstance(value, fx.Node) else None

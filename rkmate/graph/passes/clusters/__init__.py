@@ -1,1 +1,0 @@
-"""Groups of operations of the joint graph that are compiled into kernels of their own."""

@@ -1,0 +1,418 @@
+"""Rewrites of images: networks of convolutions with the channels last, and what that layout makes faster or
+less exact.
+
+Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels lie side
+by side in memory. Each operation takes the layout of what it reads, so that one copy where images enter turns
+a network around. A copy is an ordinary computation: a planner keeps it, or makes it again. Weights are not
+copied: convolutions take them in either layout, and rearrange them for themselves. That takes time and
+memory, so that small images of many channels, beside which the weights are large, keep the layout they have.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate import device as devices
+from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.capture.repairs import retrace
+from rkmate.graph.ops.norms import BY_GROUPS
+from rkmate.graph.passes.joint import Joint
+from rkmate.torch_seam.nodes import VALUE, is_backward, without_descriptor
+from rkmate.torch_seam.schema import OpOverload
+
+aten = torch.ops.aten
+
+
+# -- Layouts, and operations that work with any ----------------------------------------------------
+#
+# Kernels that are reached through a function which first makes its arguments contiguous (attention; a group
+# norm on an accelerator) read wrong numbers in another layout: what is not listed here keeps the layout it
+# had.
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+_NAMES = (
+    # Reductions, products and copies.
+    "sum", "mean", "var", "var_mean", "amax", "amin", "_softmax", "_softmax_backward_data", "_log_softmax",
+    "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward", "mm", "addmm", "bmm",
+    "baddbmm", "clone", "_to_copy", "copy", "cat", "stack", "constant_pad_nd", "slice_backward",
+    "select_backward", "index", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros",
+    "new_empty", "new_full", "new_ones", "mse_loss", "nll_loss2d_forward", "nll_loss2d_backward",
+    # Of images.
+    "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
+    "cudnn_batch_norm_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
+    "avg_pool3d", "avg_pool3d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
+    "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d",
+    "adaptive_max_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward",
+    "upsample_nearest3d", "upsample_nearest3d_backward", "upsample_bilinear2d",
+    "upsample_bilinear2d_backward", "upsample_trilinear3d", "upsample_trilinear3d_backward")
+_ANYWHERE = frozenset(getattr(aten, n) for n in _NAMES)
+_ON_CPU = frozenset((aten.native_group_norm, aten.native_group_norm_backward))
+
+
+def follows(node: fx.Node) -> bool:
+    """Whether an operation of ATen reads images in any layout, and returns them in one of its own choice."""
+    target: Any = node.target
+    if torch.Tag.pointwise in target.tags:
+        return bool(target.namespace == "aten")
+    packet = target.overloadpacket
+    return packet in _ANYWHERE or (packet in _ON_CPU and all(
+        devices.of(n.meta[VALUE]).cpu_kernels for n in node.all_input_nodes))
+
+
+def last_format(value: Any) -> torch.memory_format | None:
+    """The layout of an image, or of a volume, that has its channels last; None for other values."""
+    return _FORMATS.get(value.dim()) if isinstance(value, torch.Tensor) \
+        and value.layout is torch.strided else None
+
+
+def is_channels_last(value: Any) -> bool:
+    """Whether an image has its channels last, and is not contiguous as well."""
+    form = last_format(value)
+    return form is not None and value.is_contiguous(memory_format=form) and not value.is_contiguous()
+
+
+def sizes_of_small_images(graph: fx.Graph) -> frozenset[torch.Size]:
+    """Heights and widths at which convolutions read more numbers of their weights than of images: to bring
+    weights into another layout would take longer than the images gain. Those of one pixel have but one."""
+    balance: dict[torch.Size, int] = {}
+    for node in graph.nodes:
+        if node.target is aten.convolution.default:
+            image, weight = (n.meta[VALUE] for n in node.args[:2])
+            out = node.meta[VALUE]
+            moved = weight.numel() if weight.shape[2:].numel() > 1 else 0
+            balance[out.shape[2:]] = balance.get(out.shape[2:], 0) + image.numel() + out.numel() - moved
+    return frozenset(size for size, images in balance.items() if images < 0)
+
+
+def like_in_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have their elements in the same places: strides along dimensions of
+    size one say nothing."""
+    return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), other.stride(), strict=True))
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, and no two elements share a place."""
+    size = 1
+    for stride, n in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
+        if stride != size:
+            return False
+        size *= n
+    return True
+
+
+# -- Channels last ---------------------------------------------------------------------------------
+
+
+def channels_last(joint: Joint) -> None:
+    """Name the convolutions that could have their channels last; where it is wanted, let them."""
+    small = sizes_of_small_images(joint.graph)
+    found = joint.concerned["channels-last"] = tuple(dict.fromkeys(
+        joint.name(n.args[1]) for n in joint.graph.nodes
+        if n.target is aten.convolution.default and (form := last_format(n.meta[VALUE])) is not None
+        and not n.meta[VALUE].is_contiguous(memory_format=form) and n.meta[VALUE].shape[2:] not in small))
+    if "channels-last" in joint.choices and found:
+        retrace(_Turning(joint, small).run)
+
+
+def layouts_of_gradients(joint: Joint) -> None:
+    """Gradients of parameters have the parameters' layout: autograd would copy them to it, out of sight."""
+    place = {source: node for node, source in joint.sources.items()}
+    grads = list(joint.grads)
+    with torch.no_grad():
+        for k, (source, node) in enumerate(grads):
+            wanted = place[source].meta[VALUE]
+            if source.kind == "param" and is_channels_last(node.meta[VALUE]) and wanted.is_contiguous():
+                grads[k] = source, inserted(joint.graph, node.next, node, aten.clone.default, (node,),
+                                            memory_format=torch.contiguous_format)
+    joint.grads = tuple(grads)
+
+
+class _Turning:
+    """The graph while layouts go through it, in the order of its nodes."""
+
+    def __init__(self, joint: Joint, small: Collection[torch.Size]) -> None:
+        self.joint = joint
+        self.small = small
+        self.graph = joint.graph
+        self.before: dict[fx.Node, Any] = {n: n.meta.get(VALUE) for n in joint.graph.nodes}
+        """Values in the layout that they had."""
+        self.copies: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+        """Values in another layout, by strides."""
+
+    def run(self) -> None:
+        nodes = [n for n in self.graph.nodes if n.op == "call_function"]
+        for node in nodes:
+            if not is_backward(node):
+                self._visit(node)
+        self.joint.outputs = tuple(None if out is None else self._as_before(out, out, out.next)
+                                   for out in self.joint.outputs)
+        for node in nodes:
+            if is_backward(node):
+                self._visit(node)
+        self.joint.grads = tuple((s, n if s.kind == "param" else self._as_before(n, n, n.next))
+                                 for s, n in self.joint.grads)
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            node.meta[VALUE] = node.args[0].meta[VALUE][node.args[1]]  # type: ignore[union-attr]
+            return
+        if node.target is aten.convolution.default:
+            self._convolution(node)
+        elif node.target is aten.convolution_backward.default:
+            self._take_copies(node)
+        elif not any(self._is_turned(n) for n in node.all_input_nodes):
+            return
+        elif not self._may_follow(node):
+            self._restore(node)
+        else:
+            self._even(node)
+        try:
+            node.meta[VALUE] = _value(node)
+        except (RuntimeError, ValueError):      # a view that such a layout does not have
+            self._restore(node)
+            node.meta[VALUE] = _value(node)
+
+    def _is_turned(self, node: fx.Node) -> bool:
+        """Whether a value has another layout than before."""
+        return _strides(node.meta.get(VALUE)) != _strides(self.before.get(node))
+
+    def _may_follow(self, node: fx.Node) -> bool:
+        """Whether an operation works with any layout, and gives the same values."""
+        if not isinstance(node.target, OpOverload) or is_random(node):
+            return False
+        return is_view(node) or (follows(node) and all(map(is_dense, _tensors(self.before[node]))))
+
+    def _convolution(self, node: fx.Node) -> None:
+        """Convolutions take images with the channels last, if that is how they return them. (In that layout
+        already: a weight may see to it.)"""
+        image: fx.Node = node.args[0]  # type: ignore[assignment]
+        form = self._format(image, node.meta[VALUE])
+        if form is None or _value(node).is_contiguous(memory_format=form):
+            return
+        turned = _cloned(image.meta[VALUE], form)
+        if _value(node, {image: turned}).is_contiguous(memory_format=form):
+            node.replace_input_with(image, self._laid_out(image, turned, node, node))
+
+    def _take_copies(self, node: fx.Node) -> None:
+        """A convolution's gradients read the copy that it has read itself."""
+        image: fx.Node = node.args[1]  # type: ignore[assignment]
+        form = self._format(image, node.args[0].meta[VALUE])  # type: ignore[union-attr]
+        if form is not None:
+            copy = self.copies.get((image, _cloned(image.meta[VALUE], form).stride()))
+            if copy is not None:
+                node.replace_input_with(image, copy)
+
+    def _format(self, image: fx.Node, out: torch.Tensor) -> torch.memory_format | None:
+        """The layout that a convolution of an image should have, by its result."""
+        form = last_format(image.meta[VALUE])
+        return form if form is None or out.shape[2:] not in self.small else torch.contiguous_format
+
+    def _even(self, node: fx.Node) -> None:
+        """Images that an operation reads together have one layout: mixed ones are slow, and would go on."""
+        last = next((n for n in node.all_input_nodes if is_channels_last(n.meta.get(VALUE))), None)
+        if last is None or is_view(node):
+            return
+        like = last.meta[VALUE]
+        alike = [n for n in node.all_input_nodes if _is_image_beside(n.meta.get(VALUE), like)]
+        wanted = self._format(last, like)
+        assert wanted is not None
+        for n in alike if any(n.meta[VALUE].is_contiguous() for n in alike) else ():
+            if not n.meta[VALUE].is_contiguous(memory_format=wanted):
+                turned = _cloned(n.meta[VALUE], wanted)
+                node.replace_input_with(n, self._laid_out(n, turned, node, node))
+
+    def _restore(self, node: fx.Node) -> None:
+        """Let an operation read what it has read before."""
+        for n in node.all_input_nodes:
+            restored = self._as_before(n, node, node)
+            if restored is not n:
+                node.replace_input_with(n, restored)
+
+    def _as_before(self, node: fx.Node, like: fx.Node, point: fx.Node) -> fx.Node:
+        """A value in the layout that it had; a view, of the value that it is a view of."""
+        if node not in self.before or not self._is_turned(node):
+            return node
+        if is_view(node):
+            base: fx.Node = node.args[0]  # type: ignore[assignment]
+            return inserted(self.graph, point, like, node.target, (
+                self._as_before(base, like, point), *node.args[1:]), **node.kwargs)
+        return self._laid_out(node, self.before[node], like, point)
+
+    def _laid_out(self, node: fx.Node, wanted: torch.Tensor, like: fx.Node, point: fx.Node) -> fx.Node:
+        """A value with the strides of another tensor, before `point` if it is not there yet. `like`: the
+        operation that needs it."""
+        key = node, tuple(wanted.stride())
+        if key not in self.copies:
+            insert = functools.partial(inserted, self.graph, point, like)
+            value, form = node.meta[VALUE], last_format(wanted)
+            if like_in_memory(value, wanted):
+                made = insert(aten.as_strided.default, (node, list(wanted.shape), list(wanted.stride())))
+            elif wanted.is_contiguous() or (form is not None and wanted.is_contiguous(memory_format=form)):
+                made = insert(aten.clone.default, (node,), memory_format=torch.contiguous_format
+                              if wanted.is_contiguous() else form)
+            else:
+                places = list(zip(wanted.stride(), wanted.shape, strict=True))
+                order = sorted(range(len(places)), key=lambda d: places[d], reverse=True)
+                made = insert(aten.permute.default, (node, order))
+                made = insert(aten.clone.default, (made,), memory_format=torch.contiguous_format)
+                made = insert(aten.permute.default, (made, [order.index(d) for d in range(len(order))]))
+            self.copies[key] = made
+        return self.copies[key]
+
+
+def _is_image_beside(value: Any, like: torch.Tensor) -> bool:
+    """Whether a tensor is an image in one of the two layouts, as many and as large as another."""
+    form = last_format(value)
+    return form is not None and value.is_contiguous() != value.is_contiguous(memory_format=form) \
+        and bool((value.shape[0], value.shape[2:]) == (like.shape[0], like.shape[2:]))
+
+
+def inserted(graph: fx.Graph, point: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...],
+              **kwargs: Any) -> fx.Node:
+    """A new operation before `point`, of the module and the phase of `like`."""
+    with graph.inserting_before(point):
+        node = graph.call_function(target, args, kwargs)
+    node.meta = without_descriptor(like.meta)
+    node.meta[VALUE] = _value(node)
+    return node
+
+
+def _value(node: fx.Node, instead: dict[fx.Node, Any] | None = None) -> Any:
+    """What an operation returns for the values of its inputs. `instead`: other values of some."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs),
+                                   lambda n: (instead or {}).get(n, n.meta[VALUE]))
+    mode: Any = next(v.fake_mode for n in node.all_input_nodes for v in _tensors(n.meta[VALUE]))  # type: ignore[attr-defined]
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _cloned(value: Any, form: torch.memory_format) -> torch.Tensor:
+    with value.fake_mode:
+        turned: torch.Tensor = value.clone(memory_format=form)
+    return turned
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _strides(value: Any) -> list[tuple[int, ...]]:
+    return [v.stride() for v in _tensors(value) if v.layout is torch.strided]
+
+
+# -- Convolutions of one pixel each ----------------------------------------------------------------
+#
+# An image that has its channels last is a matrix already, of pixels by channels. A convolution with a kernel
+# of 1 x 1 multiplies it with one of channels by channels, and so do its gradients: kernels for windows gain
+# nothing, and on a CPU some of them copy the image first, or fill gradients with zeros before they write
+# them.
+
+_TYPES = (torch.float32, torch.float64)
+
+
+def multiply_pixels(joint: Joint) -> None:
+    """Rewrite the convolutions, and their gradients, of images that were given this layout, on a CPU."""
+    with torch.no_grad():
+        for node in list(joint.graph.nodes):
+            args = tuple[Any, ...](node.args)
+            if node.target is aten.convolution.default and _is_product((node, *args[:2]), args[3:]):
+                _Writer(joint, node).forward()
+            elif node.target is aten.convolution_backward.default \
+                    and _is_product(args[:3], args[4:10]):
+                _Writer(joint, node).backward()
+
+
+def _is_product(nodes: tuple[fx.Node, ...], how: tuple[Any, ...]) -> bool:
+    """Whether a convolution reads each pixel once, in place. `nodes`: its result or that one's gradient, the
+    image, the weight; `how`: stride, padding, dilation, whether it is transposed, padding of the result,
+    groups."""
+    stride, padding, _, transposed, _, groups = how
+    values = [n.meta[VALUE] for n in nodes]
+    form = last_format(values[1])
+    return form is not None and not transposed and groups == 1 and values[2].shape[2:].numel() == 1 \
+        and set(stride) == {1} and set(padding) == {0} and devices.of(values[1]).cpu_kernels and all(
+            v.dtype in _TYPES and v.is_contiguous(memory_format=form) for v in values)
+
+
+class _Writer:
+    """What takes the place of one node."""
+
+    def __init__(self, joint: Joint, node: fx.Node) -> None:
+        self.joint, self.node = joint, node
+
+    def forward(self) -> None:
+        image, weight, bias = self.node.args[:3]
+        pixels, turned = self._pixels(image), self._call(aten.t.default, self._matrix(weight))
+        out = self._call(aten.mm.default, pixels, turned) if bias is None \
+            else self._call(aten.addmm.default, bias, pixels, turned)
+        self.joint.replace(self.node, self._image(out, self.node.meta[VALUE]))
+        self.joint.graph.erase_node(self.node)
+
+    def backward(self) -> None:
+        """The weight's gradient first: with it the image is no longer needed."""
+        grad, image, weight = self.node.args[:3]
+        rows = self._pixels(grad)
+        for item in sorted(self.node.users, key=lambda n: n.args[1] == 0):
+            assert item.target is operator.getitem
+            if item.args[1] == 0:
+                new = self._image(self._call(aten.mm.default, rows, self._matrix(weight)), item.meta[VALUE])
+            elif item.args[1] == 1:
+                product = self._call(aten.mm.default, self._call(aten.t.default, rows), self._pixels(image))
+                new = self._call(aten.view.default, product, list(item.meta[VALUE].shape))
+            else:
+                new = self._call(aten.sum.dim_IntList, rows, [0])
+            self.joint.replace(item, new)
+            self.joint.graph.erase_node(item)
+        self.joint.graph.erase_node(self.node)
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        return inserted(self.joint.graph, self.node, self.node, target, args)
+
+    def _pixels(self, image: Any) -> fx.Node:
+        """An image as a matrix [pixels, channels]."""
+        value = image.meta[VALUE]
+        last = self._call(aten.permute.default, image, [0, *range(2, value.dim()), 1])
+        return self._call(aten.view.default, last, [value.numel() // value.shape[1], value.shape[1]])
+
+    def _matrix(self, weight: Any) -> fx.Node:
+        """A weight as a matrix [channels of the result, channels of the image]."""
+        return self._call(aten.view.default, weight, list(weight.meta[VALUE].shape[:2]))
+
+    def _image(self, pixels: fx.Node, like: torch.Tensor) -> fx.Node:
+        last = self._call(aten.view.default, pixels, [like.shape[0], *like.shape[2:], like.shape[1]])
+        return self._call(aten.permute.default, last, [0, like.dim() - 1, *range(1, like.dim() - 1)])
+
+
+# -- Sums over many pixels -------------------------------------------------------------------------
+#
+# Torch's kernel of a batch norm adds up a channel's pixels one after the other on a CPU, where channels lie
+# side by side, in the type of the image. Over tens of thousands of pixels its statistics are some fifty
+# times less exact than those of its kernel for contiguous images, and what is near zero before a ReLU comes
+# out on the other side more often. The operator that takes its place adds up groups of pixels.
+
+LEAST_PIXELS = 4096
+"""Of a channel: fewer are added up exactly enough."""
+
+
+def add_up_by_groups(joint: Joint) -> None:
+    """Let batch norms in training mode that keep running statistics add up their pixels by groups, where
+    images were given this layout: one of the caller's own choice has the bits of torch's kernel."""
+    for node in joint.graph.nodes:
+        if node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True \
+                and _has_many_pixels(node.args[0].meta[VALUE]):
+            node.target = BY_GROUPS
+
+
+def _has_many_pixels(image: torch.Tensor) -> bool:
+    return image.dtype is torch.float32 and devices.of(image).cpu_kernels and is_channels_last(image) \
+        and image.numel() >= LEAST_PIXELS * image.shape[1]

@@ -1,0 +1,422 @@
+"""Rewrites of wide products, which run a few rows at a time: heads, and MLPs. The gradients are exact, but
+those of weights are added up in another order, so that their last bits differ.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture.operations import is_view
+from rkmate.graph.passes.cleanup import drop_dead
+from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.lean import is_wide
+from rkmate.graph.passes.tiles.region import Region, grow, is_linear, makers_of, readers_of, seeds_of
+from rkmate.graph.passes.tiles.rewrite import default_parts, in_groups, late_nodes, tile
+from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum, shape_of
+from rkmate.torch_seam.nodes import VALUE, is_backward
+
+aten = torch.ops.aten
+
+
+# -- Losses by rows --------------------------------------------------------------------------------
+#
+# torch's `nll_loss_forward` returns the reduced loss and the weight of all rows, which depends on the
+# classes alone: known before any row's loss is.
+
+_NONE, _MEAN = 0, 1
+_IGNORE = -100
+
+
+def by_rows(joint: Joint, loss: fx.Node) -> Callable[[], None]:
+    """Write an `nll_loss_forward` as each row's loss and their reduction; returns what writes it as it was.
+
+    Where classes have no weights, torch's own kernel adds the rows up in its own order: it finds each one's
+    value as the score of the only class.
+    """
+    scores, target, weight, reduction, ignore = loss.args
+    value = scores.meta[VALUE]  # type: ignore[union-attr]
+    meta = {k: v for k, v in loss.meta.items() if k != VALUE}
+    graph = joint.graph
+
+    def call(target_: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(target_, args, kwargs)
+        given, named = fx.node.map_arg((args, kwargs), lambda n: n.meta[VALUE])
+        with value.fake_mode:
+            node.meta = meta | {VALUE: target_(*given, **named)}
+        return node
+
+    with graph.inserting_before(loss):
+        counted = call(aten.ne.Scalar, target, ignore)
+        if weight is None:
+            total = call(aten._to_copy.default, call(aten.sum.default, counted), dtype=value.dtype)
+        else:
+            known = call(aten.masked_fill.Scalar, target, call(aten.bitwise_not.default, counted), 0)
+            each = call(aten.index.Tensor, weight, [known])
+            zero = call(aten.full.default, [], 0.0, dtype=value.dtype, device=value.device)
+            total = call(aten.sum.default, call(aten.where.self, counted, each, zero))
+        rows = call(operator.getitem, call(aten.nll_loss_forward.default, scores, target, weight, _NONE,
+                                           ignore), 0)
+        if reduction == _NONE:
+            reduced = rows
+        elif weight is None:
+            only = call(aten.unsqueeze.default, call(aten.neg.default, rows), 1)
+            classes = call(aten.masked_fill.Scalar, call(aten.zeros_like.default, target),
+                           call(aten.bitwise_not.default, counted), _IGNORE)
+            reduced = call(operator.getitem, call(aten.nll_loss_forward.default, only, classes, None,
+                                                  reduction, _IGNORE), 0)
+        else:
+            reduced = call(aten.sum.default, rows)
+            if reduction == _MEAN:
+                reduced = call(aten.div.Tensor, reduced, total)
+    before: Any = (loss.target, loss.args, loss.kwargs)
+    about = dict(loss.meta)
+    items: dict[Any, dict[str, Any]] = {}
+    for user in list(loss.users):
+        items[user.args[1]] = dict(user.meta)
+        joint.replace(user, reduced if user.args[1] == 0 else total)
+        graph.erase_node(user)
+    graph.erase_node(loss)
+
+    def undo() -> None:
+        with graph.inserting_before(counted):
+            again = graph.call_function(*before)
+            again.meta = about
+            for k, of_item in items.items():
+                item = graph.call_function(operator.getitem, (again, k))
+                item.meta = of_item
+                joint.replace(reduced if k == 0 else total, item)
+
+    return undo
+
+
+# -- Rows that are left out ------------------------------------------------------------------------
+#
+# Language models' losses leave out the logits of each sequence's last word, after the product. What works
+# row by row gives the same when the rows are left out before it; a gradient is zero for them.
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A region of which only some rows are read."""
+
+    region: Region
+    slices: tuple[fx.Node, ...]
+    """What reads its values in the forward."""
+    zeros: tuple[fx.Node, ...]
+    """What enters its backward: a gradient of those rows, with zeros for the others."""
+    rows: tuple[int, ...]
+    """The dimensions of all rows."""
+    dim: int
+    start: int
+    end: int
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The dimensions of the rows that are read."""
+        return (*self.rows[:self.dim], self.end - self.start, *self.rows[self.dim + 1:])
+
+
+def shift_of(seed: fx.Node, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> Shift | None:
+    """What leaves rows out of a wide product; None where all are read."""
+    cut = next((c for n in (seed, *readers_of([seed])) if n not in late and (
+        c := _cut(n, seed.meta[VALUE].shape)) is not None and n.target is aten.slice.Tensor), None)
+    if cut is None:
+        return None
+    # The product's own backward reads none of its values: it is found from where it comes in.
+    region = grow(seed, [n for n in seed.graph.nodes if n in late and _cut(n, seed.meta[VALUE].shape) == cut])
+    slices = [u for n in region.forms for u in n.users
+              if u not in region.forms and u not in late and u.target is aten.slice.Tensor]
+    zeros = [n for made in region.forms for n, form in region.needs(made).items()
+             if n not in region.forms and form != WHOLE and region.wide(n) and n in late]
+    if not slices or any(_cut(n, seed.meta[VALUE].shape) != cut for n in (*slices, *zeros)):
+        return None
+    rows, dim, start, end = cut
+    of_zeros = {*zeros, *(n for n in readers_of(zeros) if n in region.forms)}
+    results = [n for n in region.results(leaving) if not (n not in late and n not in leaving and all(
+        u in slices or u in region.forms for u in n.users))]
+    backward = [n for n in region.forms if n in late]
+    if any(n not in of_zeros or region.forms[n] == TURNED or is_view(n) for n in results) \
+            or any(n not in of_zeros or not is_linear(n, of_zeros) for n in backward):
+        return None
+    return Shift(region, tuple(slices), tuple(dict.fromkeys(zeros)), rows, dim, start, end)
+
+
+def _cut(node: fx.Node, product: Sequence[int]) -> tuple[tuple[int, ...], int, int, int] | None:
+    """The dimensions of a product's rows, and which part of which one a slice or its gradient leaves.
+    `product`: its shape."""
+    args: tuple[Any, ...] = tuple(node.args)
+    if node.target is aten.slice.Tensor:
+        shape = shape_of(args[0])
+        rest: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1:]]
+        dim, start, end, step = rest
+    elif node.target is aten.slice_backward.default:
+        shape = tuple(args[1])
+        dim, start, end, step = args[2:6]
+    else:
+        return None
+    if not shape or step != 1 or shape[-1] != product[1] or math.prod(shape[:-1]) != product[0] \
+            or dim % len(shape) == len(shape) - 1:
+        return None
+    start, end, _ = slice(start, end).indices(shape[dim])
+    return (shape[:-1], dim % len(shape), start, end) if end > start else None
+
+
+def leave_out(joint: Joint, shift: Shift, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> None:
+    """Compute a region for the rows that are read."""
+    region = shift.region
+    order = {node: k for k, node in enumerate(joint.graph.nodes)}
+    results = [r for r in region.results(leaving) if r in late]
+    writer = _Writer(joint.graph, shift)
+    for node in sorted(region.forms, key=order.__getitem__):
+        writer.add(node)
+    for cut in shift.slices:
+        writer.like = cut
+        source: Any = cut.args[0]
+        with joint.graph.inserting_before(cut):
+            made = writer.view(writer.values[source], shape_of(cut) or ())
+        joint.replace(cut, made)
+    for result in results:
+        writer.like = result
+        with joint.graph.inserting_before(result):
+            made = writer.values[result] if result in region.sums else writer.whole(result)
+        joint.replace(result, made)
+
+
+class _Writer:
+    """Writes the operations of a region once more, for some of the rows."""
+
+    def __init__(self, graph: fx.Graph, shift: Shift) -> None:
+        self.graph = graph
+        self.shift = shift
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.operands: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.like = next(iter(shift.region.forms))
+        """The operation in whose place something is written."""
+
+    def add(self, node: fx.Node) -> None:
+        """Write an operation of the region."""
+        self.like = node
+        region = self.shift.region
+        forms = region.needs(node)
+        with self.graph.inserting_before(node):
+            operands = {o: self._operand(o, form) for o, form in forms.items()}
+            before = node.prev
+            tile = Tile(self.graph, math.prod(self.shift.left), operands, forms, region.rows)
+            self.values[node] = emit_sum(node, tile) if node in region.sums \
+                else emit(node, region.forms[node], tile)
+        while before.next is not node:
+            before = before.next
+            self._settle(before)
+
+    def view(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """A value in another shape."""
+        if not node.meta[VALUE].is_contiguous():
+            node = self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self._call(aten.view.default, node, list(shape))
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """A result of all rows, with zeros for those that were left out."""
+        shape = shape_of(node) or ()
+        tail = shape[self.shift.region.forms[node]:]
+        whole = self._call(aten.slice_backward.default,
+                           self.view(self.values[node], (*self.shift.left, *tail)), [*self.shift.rows, *tail],
+                           self.shift.dim, self.shift.start, self.shift.end, 1)
+        return self.view(whole, shape)
+
+    def _operand(self, node: fx.Node, form: int) -> fx.Node:
+        if node in self.values or form == WHOLE:
+            return self.values.get(node, node)
+        if (node, form) not in self.operands:
+            tail = (shape_of(node) or ())[form:]
+            some: Any = node.args[0] if node in self.shift.zeros else self._call(
+                aten.slice.Tensor, self.view(node, (*self.shift.rows, *tail)), self.shift.dim,
+                self.shift.start, self.shift.end)
+            self.operands[node, form] = self.view(some, (math.prod(self.shift.left), *tail))
+        return self.operands[node, form]
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        self._settle(node)
+        return node
+
+    def _settle(self, node: fx.Node) -> None:
+        """Give a new operation its value, and the rest of what it stands for."""
+        values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
+        args, kwargs = values
+        if node.target is aten.reshape.default and args[0].is_contiguous():
+            node.target = aten.view.default
+        target: Any = node.target
+        with self.like.meta[VALUE].fake_mode:
+            value = target(*args, **kwargs)
+        node.meta = {k: v for k, v in self.like.meta.items() if k != VALUE} | {VALUE: value}
+# -- Heads -----------------------------------------------------------------------------------------
+#
+# A wide product and the losses of its result. The logits of a language model, or of a classifier with many
+# classes, are often its largest tensors.
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_WIDER = 2
+"""A head's product is more than so many times as wide as what comes in."""
+
+
+def tile_heads(joint: Joint) -> None:
+    """Note the weights of heads; let the heads run a few rows at a time where that is asked for.
+
+    Logits that leave the graph, or that something else reads, are an argument of the head.
+    """
+    asked = joint
+    if any(True for _ in _shifts(joint)):
+        joint = joint if "chunked-loss" in joint.choices else joint.copy()
+        while (shift := next(_shifts(joint), None)) is not None:
+            leave_out(joint, shift, late_nodes(joint), joint.results())
+            drop_dead(joint)
+    found = seeds_of(joint.graph, _is_seed, lambda seed: _region(joint, seed))
+    names = [joint.name(weight_of(seed)) for seed in found]
+    if "chunked-loss" in joint.choices:
+        names = [name for name, seed in zip(names, found, strict=True)
+                 if _tiled(joint, seed)]
+    concerned = asked.concerned["chunked-loss"] = tuple(dict.fromkeys(names))
+    # By groups of rows, gradients of weights are added up where they belong: they need a place that is there.
+    asked.concerned["grouped-loss"] = concerned if "in-place" in asked.choices else ()
+
+
+def _tiled(joint: Joint, seed: fx.Node) -> bool:
+    """Let the head of a product run a few rows at a time. False, and nothing is changed, where it cannot."""
+    undo = [by_rows(joint, node) for node in list(grow(seed).forms)
+            if node.target is aten.nll_loss_forward.default]
+    region, in_place = _region(joint, seed), "in-place" in joint.choices
+    if region is not None:
+        apart = _with_bases(_seen(joint, region))
+        if (in_place and "grouped-loss" in joint.choices and in_groups(joint, region, seed, apart)) or tile(
+                joint, region, "head", default_parts(region, seed.meta[VALUE]), apart=apart,
+                in_forward=not in_place):
+            return True
+    for loss in reversed(undo):
+        loss()
+    drop_dead(joint)
+    return False
+
+
+def _shifts(joint: Joint) -> Iterator[Shift]:
+    """What leaves out rows of wide products."""
+    late, leaving = late_nodes(joint), joint.results()
+    for node in joint.graph.nodes:
+        if _is_seed(node) and (shift := shift_of(node, late, leaving)) is not None:
+            yield shift
+
+
+def _is_seed(node: fx.Node) -> bool:
+    if node.target not in _PRODUCTS or is_backward(node) or not is_wide(node.meta[VALUE], 0):
+        return False
+    x: Any = node.args[-2]
+    return bool(node.meta[VALUE].shape[1] > _WIDER * x.meta[VALUE].shape[1])
+
+
+def _region(joint: Joint, seed: fx.Node) -> Region | None:
+    """The region of a head; None where the product is none's: nothing narrow comes of it, its result goes on
+    through another product, or the gradient of its logits is read, or partly made, by others."""
+    late, leaving = late_nodes(joint), joint.results()
+    region = grow(seed)
+    seen = _seen(joint, region)
+    if any(n in late for n in seen) or any(
+            n in late and n not in region.forms and form != WHOLE and region.wide(n)
+            for made in region.forms for n, form in region.needs(made).items()):
+        return None
+    if seen:
+        region = _without(region, _with_bases(seen))
+    narrow = [n for n in region.results(leaving) if n not in late and (
+        n in region.sums or not region.wide(n))]
+    if not narrow or any(n.target in _PRODUCTS for n in narrow):
+        return None
+    return region
+
+
+def _seen(joint: Joint, region: Region) -> list[fx.Node]:
+    """Its wide values that others read, or that leave the graph."""
+    return [n for n in region.results(joint.results()) if region.wide(n) and n not in region.sums]
+
+
+def _with_bases(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """Some values and what they look at."""
+    found = set(nodes)
+    for node in nodes:
+        while is_view(node):
+            node = node.args[0]  # type: ignore[assignment]
+            found.add(node)
+    return found
+
+
+def _without(region: Region, kept: Collection[fx.Node]) -> Region:
+    """A region that reads some of its values from outside, without what only they need."""
+    gone, makers = set(kept), makers_of(kept)
+    for node in reversed(list(next(iter(kept)).graph.nodes)):
+        if node in makers and node in region.forms \
+                and all(u in gone or u not in region.forms for u in node.users):
+            gone.add(node)
+    region.forms = {n: f for n, f in region.forms.items() if n not in gone}
+    region.sums -= gone
+    return region
+
+
+def weight_of(product: fx.Node) -> fx.Node:
+    """The value whose storage a product's second operand is, through conversions."""
+    node: Any = product.args[-1]
+    while node.op == "call_function" and (is_view(node) or node.target is aten._to_copy.default):
+        node = node.args[0]
+    found: fx.Node = node
+    return found
+
+# -- MLPs ------------------------------------------------------------------------------------------
+#
+# A product, what is done to each number of its result, and a product back. Between the two products of a
+# transformer's MLP a token takes some four times what it takes elsewhere. In tiles, what a block works with
+# does not grow with the sequence, but for its inputs and results. The backward computes the first products
+# again.
+
+ROWS = 256
+"""Of a tile, at least: with as many, adding up the weights' gradients is a small share of the products."""
+MOST_PARTS = 256
+
+
+def tile_mlps(joint: Joint) -> None:
+    """Note the weights of wide MLPs; let the MLPs run a few rows at a time where that is asked for."""
+    found = seeds_of(joint.graph, _is_wide_mlp, lambda seed: _mlp(joint, seed))
+    names = [joint.name(weight_of(seed)) for seed in found]
+    if "tiled-mlps" in joint.choices:
+        names = [name for name, seed in zip(names, found, strict=True)
+                 if (region := _mlp(joint, seed)) is not None
+                 and tile(joint, region, "mlp", parts_of(region), in_forward=False)]
+    joint.concerned["tiled-mlps"] = tuple(dict.fromkeys(names))
+
+
+def parts_of(region: Region) -> int:
+    """In how many tiles a region runs: as many as have enough rows."""
+    return max(1, min(MOST_PARTS, region.rows // ROWS))
+
+
+def _is_wide_mlp(node: fx.Node) -> bool:
+    if node.target not in _PRODUCTS or is_backward(node) or not is_wide(node.meta[VALUE], 0):
+        return False
+    x: Any = node.args[-2]
+    rows, width = node.meta[VALUE].shape
+    return bool(width > x.meta[VALUE].shape[1] and rows >= 2 * ROWS)
+
+
+def _mlp(joint: Joint, seed: fx.Node) -> Region | None:
+    """The region of an MLP; None where the product is none's: no product leads back to narrow values, or a
+    wide one is read by others (an attention's queries, what dropout draws for)."""
+    late = late_nodes(joint)
+    region = grow(seed)
+    if any(region.wide(n) and n not in region.sums for n in region.results(joint.results())) \
+            or any(form != 0 and n not in region.forms and region.wide(n)
+                   for made in region.forms for n, form in region.needs(made).items()):
+        return None
+    back = [n for n in region.forms if n not in late and n.target in _PRODUCTS and not region.wide(n)]
+    return region if back else None
