@@ -8,7 +8,7 @@ the smallest budget that can be met: each side's own is its peak there, and time
 larger one of the two.
 
 A feature is turned off here alone, by one of its settings, or by a row of a table or a function of the
-package that is replaced while a plan is made (`FEATURES`). It keeps its place where it gains `WORTH` on
+package that is replaced while a plan is made (`FEATURES`). It stays if it gains `WORTH` on
 `MODELS_WORTH` models at least.
 
 Rows are appended to ``--rows FILE`` (JSON, one row a line; benchmarks/ablation.jsonl unless given), so that a
@@ -46,7 +46,7 @@ from peers import DOCS, Case
 import rkmate
 from rkmate.budget import Budget
 from rkmate.graph.capture.operations import is_view
-from rkmate.graph.passes import simplify
+from rkmate.graph.passes import table as passes
 from rkmate.measure import analytic
 from rkmate.pipeline import search, variants
 from rkmate.pipeline.attempts import Planned
@@ -100,10 +100,10 @@ class _Nothing:
 
 def _without_pass(name: str) -> Off:
     def off() -> AbstractContextManager[object]:
-        left = tuple(each for each in simplify.REWRITINGS if each.name != name)
-        if len(left) == len(simplify.REWRITINGS):
+        left = tuple(each for each in passes.REWRITES if each.name != name)
+        if len(left) == len(passes.REWRITES):
             raise LookupError(f"the table of passes has no row {name!r}")
-        return mock.patch.object(simplify, "REWRITINGS", left)
+        return mock.patch.object(passes, "REWRITES", left)
     return off
 
 
@@ -193,7 +193,7 @@ JUDGED: dict[str, Judged] = {
         "time of eager's, without and with ([`keep_pages()`](pages.md) keeps all): GPT-2 at 100% 0.90 and "
         "0.91, at 50% 0.90 and 0.98; ResNet-50 at 100% 0.97 and 0.96, at 50% 1.07 and 1.07", gone=True),
     "files of compiled groups": Judged(
-        "a second process loads groups without the compiler; from inductor's own cache, this takes some "
+        "a second process loads groups without the compiler; from inductor's own cache, this takes about "
         "2 s of processor time for the compiler and 0.03 s for each group, of "
         "[3 to 10 s until it is ready](fused.md)", gone=True),
     "sums on GPUs that are not here": Judged(
@@ -442,8 +442,8 @@ def worth_on(rows: Sequence[Row]) -> list[str]:
 
 def verdicts(rows: Sequence[Row]) -> str:
     """The table of verdicts, in Markdown."""
-    lines = ["| feature | most that it gains on a model | gains 3% on | processor seconds of planning, on | "
-             "off | verdict |", "|---|---|---|--:|--:|---|"]
+    lines = ["| feature | largest gain | gains 3% on | processor seconds of planning, with | "
+             "without | verdict |", "|---|---|---|--:|--:|---|"]
     for name in FEATURES:
         own = [row for row in rows if row.feature == name]
         if not own:
@@ -452,8 +452,8 @@ def verdicts(rows: Sequence[Row]) -> str:
         gains = f"{_part(most.gain)} ({most.model}, {most.budget})" if most.gain >= 0.0005 else "nothing"
         keeps = len(models) >= MODELS_WORTH
         missing = [model for model in FEATURES[name].models if not any(row.model == model for row in own)]
-        verdict = "keeps its place" if keeps else f"without {', '.join(missing)}: none yet" if missing \
-            else "does not keep it"
+        verdict = "stays" if keeps else f"open ({', '.join(missing)} not planned yet)" if missing \
+            else "does not stay"
         on, off = (sum(s or 0.0 for s in found) for found in zip(
             *((row.on_planning, row.off_planning) for row in own), strict=True))
         lines.append(f"| {name} | {gains} | {', '.join(models) or 'none'} | {on:.0f} | {off:.0f} | "
@@ -492,23 +492,24 @@ def page(rows: Sequence[Row]) -> str:
     parts = [
         "# What each feature gives\n",
         "Each optional feature on and off: two plans of the same captured model from the same costs, at the "
-        "whole peak (1.0), at half of it, and at the smallest budget that can be met. Ratios are off to on: "
-        "above 1, the feature gains. At the smallest budget, the peak is each side's smallest budget, and "
-        "the time that of both at the larger one. *Not met*: there is no plan without the feature. Planning "
+        "whole peak (1.0), at half of it, and at the smallest budget that can be met. Ratios are the value "
+        "without the feature divided by the value with it: above 1, the feature is an improvement. At the "
+        "smallest budget, the peaks are the smallest budgets with and without it, and the times are those "
+        "at the larger of the two. *Not met*: there is no plan without the feature. Planning "
         f"is in processor seconds, from the captured graph. Costs are {' and '.join(costs)} ones, so that "
-        "times and peaks are predicted: they tell what a plan gains, and nothing about kernels whose counted "
-        "costs are equal. Made by `python benchmarks/ablation.py --write` from "
+        "times and peaks are predicted. They show what a plan gains, but no differences between kernels that "
+        "have the same counted costs. Made by `python benchmarks/ablation.py --write` from "
         "`benchmarks/ablation.jsonl`.\n",
-        f"A feature keeps its place if it gains at least {WORTH:.0%} of the time or memory of a step on at "
+        f"A feature stays if it gains at least {WORTH:.0%} of the time or memory of a step on at "
         f"least {MODELS_WORTH} models.\n",
         "## Verdicts\n", verdicts(rows) + "\n"]
     if JUDGED:
-        lines = [f"| {name} | {each.figures} | {'taken out' if each.gone else 'keeps its place'} |"
+        lines = [f"| {name} | {each.figures} | {'removed' if each.gone else 'stays'} |"
                  for name, each in JUDGED.items()]
-        parts += ["Judged by other tables, or taken out:\n",
+        parts += ["Features judged by other tables, and features that were removed:\n",
                   "\n".join(["| feature | figures | verdict |", "|---|---|---|", *lines]) + "\n"]
     for name in dict.fromkeys(row.feature for row in rows):
-        about = FEATURES[name].about if name in FEATURES else "taken out"
+        about = FEATURES[name].about if name in FEATURES else "removed"
         parts += [f"## {name[0].upper()}{name[1:]}\n", f"{about[0].upper()}{about[1:]}.\n",
                   table([row for row in rows if row.feature == name]) + "\n"]
     return "\n".join(parts)

@@ -1,6 +1,6 @@
-"""Twenty budgets of one model: the peak is never above the budget, never falls as the budget grows,
-and is what was predicted. Beside it, what torch.compile's `activation_memory_budget` makes of twenty
-fractions. Prints a Markdown table; ``--write`` draws docs/images/budgets-MODEL.svg.
+"""Measure one model at twenty budgets: the peak never exceeds the budget, never falls as the budget
+grows, and is as predicted. Also measure twenty fractions of torch.compile's
+`activation_memory_budget`. Prints a Markdown table; ``--write`` draws docs/images/budgets-MODEL.svg.
 
 Peaks are measured with the exact meter; parameter gradients are allocated beforehand.
 """

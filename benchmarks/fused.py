@@ -1,16 +1,16 @@
-"""Layouts and compiled groups (``layouts="auto"``, ``compile=True``), beside torch.compile and its budgets.
+"""Compare layouts and compiled groups (``layouts="auto"``, ``compile=True``) with torch.compile.
 
-Each method in a process of its own, and the steps of all methods of a model take turns: peak by the exact
-meter over the level that stands before a step, time as ratio of medians. ``inductor`` as the fraction of a
-row is the smallest peak of torch.compile's rows.
+Each method runs in a process of its own, and the steps of all methods of a model take turns: peak by the
+exact meter over the level that stands before a step, time as ratio of medians. ``inductor`` as the fraction
+of a row is the smallest peak of torch.compile's rows.
 
 ``--ready`` measures how long methods take to get ready, each alone: seconds until the first step is done,
 with empty caches; a second process then finds what the first has compiled, and follows the plan that it has
-saved. ``--depths`` does so for GPT-2 of so many layers.
+saved. ``--depths`` does so for GPT-2 with these numbers of layers.
 
-Rows are appended to ``--turns FILE`` and ``--waits FILE`` (JSON, one row a line), so that a run can be broken
-off and taken up again: what is there is not measured again. ``--write`` makes docs/fused.md of both files.
-``--small`` is the same with tiny models of the same kinds.
+Rows are appended to ``--turns FILE`` and ``--waits FILE`` (JSON, one row a line), so that a run can be
+interrupted and continued: existing rows are not measured again. ``--write`` makes docs/fused.md of both
+files. ``--small`` is the same with tiny models of the same kinds.
 
 Usage: python benchmarks/fused.py --threads 1 --turns turns.jsonl [--models unet,vit] [--methods "eager,..."]
        python benchmarks/fused.py --threads 2 --waits waits.jsonl --depths 6,12,24
@@ -87,7 +87,7 @@ MODELS: dict[str, Callable[[], Case]] = peers.MODELS
 
 
 def case_of(model: str, *, small: bool) -> Case:
-    """A model with its inputs; ``12 layers`` is the GPT-2 of the first table with so many."""
+    """Return a model with its inputs; ``12 layers`` is the GPT-2 of the first table with 12 layers."""
     if model.endswith(" layers"):
         layers = int(model.split()[0])
         return gpt(layers, 32, 32, 2, 128) if small else gpt(layers)
@@ -206,34 +206,34 @@ def _threads(count: int) -> str:
 
 def write(turns: Turns, waits: Waits) -> None:
     """The page of the documentation, of all rows."""
-    about = ("# Layouts and compiled groups, measured\n\nPeak and time of a training step relative to "
-             "eager's, beside torch.compile's at its own budgets: [compiled groups](compile.md), and "
-             "`layouts=\"auto\"` for networks of convolutions. Each method of a table was in a process of "
-             "its own, and their steps took turns; times are medians. Parameters and their gradients stand, "
-             "and are not counted. Predicted times are beside those of the same module's steps right "
-             "after it was planned, without a gradient that stands: a machine's speed moves from minute to "
-             "minute. When this was measured, planned modules kept [pages of up to 32 MiB](pages.md), which "
-             "they no longer do; processes of other methods are as the C library has them, and wait for "
-             "fresh pages (the median of a step's) or do not, by what lies at the end of their heaps. "
-             "Gradients' errors, against double precision, are the median of several batches. Made by "
-             "`python benchmarks/fused.py "
-             "--turns FILE --waits FILE --write` on a CPU "
-             f"({platform.machine()}), torch {torch.__version__.partition('+')[0]}.\n\n"
-             f"{predictions(turns)}\n")
+    about = ("# Layouts and compiled groups, measured\n\nPeak and time of a training step, relative to "
+             "eager's, next to torch.compile at its own budgets: [compiled groups](compile.md), and "
+             "`layouts=\"auto\"` for networks of convolutions. Each method of a table ran in a process of "
+             "its own, and their steps took turns; times are medians. Parameters and their gradients are "
+             "allocated before the step and are not counted. Predicted times are compared with steps of the "
+             "same module right after it was planned, without existing gradients, because a machine's speed "
+             "changes from minute to minute. When this was measured, planned modules kept [pages of up to "
+             "32 MiB](pages.md), which they no longer do. Processes of other methods manage memory as the C "
+             "library does: whether their steps wait for fresh pages depends on what is at the end of their "
+             "heaps. Errors of gradients, "
+             "compared with double precision, are the median of several batches. `python "
+             "benchmarks/fused.py --turns FILE --waits FILE --write` makes this page. Measured on a CPU "
+             f"({platform.machine()}), torch "
+             f"{torch.__version__.partition('+')[0]}.\n\n{predictions(turns)}\n")
     kinds = dict.fromkeys((row.model, row.threads) for row in turns.values())
     sections = []
     for threads in sorted({threads for _, threads in kinds}):
         names = [name for name in NAMES if (name, threads) in kinds]
         holds = bars_table(names, threads, turns, {name: bars_of(name) for name in names})
-        sections.append(f"## In short, {_threads(threads)}\n\nAt the smallest peak of torch.compile or "
-                        "below it, and of some models at a part of eager's. One ratio moves by up to a "
-                        f"twentieth from run to run.\n\n{holds}\n")
+        sections.append(f"## In short, {_threads(threads)}\n\nEach model at the smallest peak of "
+                        "torch.compile or below it, and some models at a part of eager's peak. A ratio "
+                        f"varies by up to a twentieth from run to run.\n\n{holds}\n")
     for threads in sorted({row.threads for row in waits.values()}):
         names = list(dict.fromkeys(row.model for row in waits.values() if row.threads == threads))
-        sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\nEach in processes of its "
-                        "own, with empty caches. When this was measured, a second process found groups in "
-                        "files of rkmate's own, without the compiler; it now finds them in inductor's cache, "
-                        "which takes some 2 s of processor time more.\n\n"
+        sections.append(f"## How long it takes to get ready, {_threads(threads)}\n\nEach method in "
+                        "processes of its own, with empty caches. When this was measured, a second process "
+                        "found groups in files of rkmate, without the compiler. It now finds them in "
+                        "inductor's cache, which takes about 2 s more of processor time.\n\n"
                         f"{waits_table(names, threads, waits)}\n")
     sections += [f"## {model}, {_threads(threads)}\n\n{MODELS[model].__doc__ or ''}\n\n"
                  f"{table(model, threads, turns)}\n"
@@ -249,8 +249,8 @@ def main() -> None:
     parser.add_argument("--models", help=f"of {', '.join(MODELS)}; comma separated")
     parser.add_argument("--methods", help="comma separated; all by default")
     parser.add_argument("--ready", action="store_true", help="measure how long methods take to get ready")
-    parser.add_argument("--depths", help="of GPT-2, comma separated: how long so many layers take to get "
-                        "ready, and nothing else")
+    parser.add_argument("--depths", help="numbers of layers, comma separated: only measure how long GPT-2 "
+                        "with these takes to get ready")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=0,
                         help=f"of turns, exactly; by default {LEAST_ROUNDS} at least, and for {SECONDS} s a "

@@ -1,6 +1,6 @@
-"""On a GPU: plans beside eager mode, checkpointing of each block, and torch.compile, in pieces.
+"""Compare plans on a GPU with eager mode, a checkpoint around each block, and torch.compile, in pieces.
 
-    python benchmarks/gpu.py check            gradients beside eager's, on tiny models
+    python benchmarks/gpu.py check            gradients compared with eager's, on tiny models
     python benchmarks/gpu.py first            GPT-2 medium, ResNet-50 in bf16: eager, checkpoint, 0.7 and 0.5
     python benchmarks/gpu.py large            GPT-2 large, Llama 1B, ResNet-101, ViT-L: the same
     python benchmarks/gpu.py compile          torch.compile's `activation_memory_budget`
@@ -14,8 +14,8 @@ Peaks are above the level before the step, with gradients of parameters in place
 asked for, *reserved* what torch's allocator holds for the whole process. Times are medians of steps on the
 device, *host* the least processor time of a step in turns with eager's, *launches* what one starts (left out
 where the profiler sees none), *waits* the operations that wait for the device. Rows are printed, and kept in
-``--out`` as JSON beside those of other models; ``--write`` puts those of that folder into a page of the
-documentation.
+``--out`` as JSON, together with those of other models; ``--write`` puts those of that folder into a page of
+the documentation.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def wrapped_at(case: Case, budget: float | int | str) -> Any:
 
 
 def needs(error: rkmate.InfeasibleBudget) -> Row:
-    """In the place of figures, where a budget is too small."""
+    """Return the row of a budget that is too small."""
     return {"failed": f"at least {error.minimum_bytes / MIB:.1f} MiB"}
 
 
@@ -269,7 +269,7 @@ def private_pools() -> int:
 
 
 def same(name: str, options: Options) -> Iterator[Row]:
-    """Loss and gradients beside eager's, from the same random numbers; and eager's beside its own."""
+    """Compare loss and gradients with eager's, from the same random numbers; and two eager runs."""
     case = Options(True, options.steps, ()).case(name)
     twin = copy.deepcopy(case.model)
 

@@ -24,21 +24,21 @@ PLAN, REQUESTED, RESERVED = ("plan, MiB", _mib("plan_mib")), ("requested, MiB", 
 LAUNCHES, WAITS, HOST = ("launches", _number("launches")), ("waits", _number("waits")), \
     ("host time, of eager's", _number("host", ".2f"))
 COLUMNS: dict[str, tuple[tuple[str, Callable[[Row], str]], ...]] = {
-    "table": (PLAN, REQUESTED, ("beside the plan", _number("requested_over_plan", "+.2%")), RESERVED,
+    "table": (PLAN, REQUESTED, ("compared with the plan", _number("requested_over_plan", "+.2%")), RESERVED,
               ("of eager's peak", _number("of_eager", ".0%")), LAUNCHES, WAITS, HOST),
-    "auto": (("given, MiB", _mib("given_mib")), RESERVED, ("times that all was freed", _number("retries")),
+    "auto": (("given, MiB", _mib("given_mib")), RESERVED, ("caches emptied", _number("retries")),
              ("budget, MiB", _mib("budget_mib")), PLAN, ("of its own peak", _number("of_own_peak", ".0%")),
              ("predicted time", _number("predicted", ".3f"))),
     "recorded": (PLAN, ("gradients, MiB", _mib("gradients_mib")), ("its pool, MiB", _mib("pool_mib")),
                  RESERVED, LAUNCHES, HOST),
     "reserved": (("allocated, MiB", _mib("allocated_mib")), REQUESTED, RESERVED),
 }
-"""By piece: the titles of a table's columns, and what stands in them."""
+"""For each piece: the titles of a table's columns, and functions that write a row's cells."""
 
 
 def keep(path: Path, row: Row, order: Sequence[str] = ()) -> None:
-    """Put a row into a file of rows: in the place of that of its model and way, and of its failure.
-    `order`: of models."""
+    """Put a row into a file of rows. It replaces the row of the same model and way, and the model's failure.
+    `order`: names of models, in the order of the file."""
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     name, way = row["model"], row.get("way")
     rows = [r for r in rows if r["model"] != name or r.get("way") not in (way, None)]

@@ -1,4 +1,4 @@
-"""Host time: what a planned step costs before a device does anything, beside eager's.
+"""Measure host time: the cost of a planned step before a device does anything, compared with eager's.
 
 Models of everyday depths and tiny widths, where operations take no time to speak of: a step's processor time
 is Python, the dispatcher, and autograd. On CUDA this is what a launch costs, whatever the sizes; a step whose

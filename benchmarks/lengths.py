@@ -51,7 +51,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def toy(count: int, budget: float) -> None:
-    """Train over `count` lengths, four steps each, beside the plain model."""
+    """Train over `count` lengths, four steps each, next to the plain model."""
     torch.manual_seed(0)
     plain = Toy()
     model = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""LoRA on a Llama, CPU: gradient checkpointing beside a plan at the same peak, in one process.
+"""LoRA on a Llama, CPU: gradient checkpointing compared with a plan at the same peak, in one process.
 
 The same adapters on the same frozen base train plain, with ``gradient_checkpointing_enable()``, and inside a
 budget that is the measured peak of checkpointing, and half-way between that and the plain peak. Peaks are

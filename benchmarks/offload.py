@@ -1,11 +1,11 @@
-"""Copying away beside recomputing: peak and time of a training step at a small budget, relative to eager's.
+"""Compare copying with recomputing: peak and time of a training step at a small budget, relative to eager's.
 
-Of each model: a checkpoint around each layer; a plan that recomputes alone; one that also copies activations
-to a folder and back (`offload=`), at the same budget. Each method's steps are interleaved with eager's,
-parameters and gradients shared, peaks measured by the exact meter, times ratios of medians. Each row is
-appended to ``--rows FILE`` (JSON, one row a line), so that a run can be broken off and taken up again: what
-is there is not measured again. ``--write`` makes docs/offload-figures.md of such a file. ``--small`` runs
-tiny models of the same kinds.
+For each model: a checkpoint around each layer; a plan that only recomputes; a plan that also copies
+activations to a folder and back (`offload=`), at the same budget. Each method's steps are interleaved with
+eager's, parameters and gradients shared, peaks measured by the exact meter, times ratios of medians. Each row
+is appended to ``--rows FILE`` (JSON, one row a line), so that a run can be interrupted and continued:
+existing rows are not measured again. ``--write`` makes docs/offload-figures.md of such a file. ``--small``
+runs tiny models of the same kinds.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _copied(plan: rkmate.Plan | None) -> dict[str, Any]:
 
 def measured(name: str, method: str, case: Case, level: int, folder: Path, repeats: int,
              fraction: float) -> Row:
-    """One method beside eager. `level`: eager's peak in bytes. `fraction`: of it, unless the method's name
-    ends with another."""
+    """Measure one method next to eager. `level`: eager's peak in bytes. `fraction`: budget relative to it,
+    unless the method's name ends with another fraction."""
     kind, _, named = method.partition(" ")
     fraction = float(named) if named else fraction
     budget = None if kind == "checkpoint" else fraction
@@ -196,12 +196,13 @@ def _about(rows: Sequence[Row]) -> str:
 
 def write(rows: Rows) -> None:
     """The page of the documentation, of all rows."""
-    about = ("# Offload, measured\n\nPeak and time of a training step relative to eager's in the same run: a "
-             "checkpoint around each layer, a plan that recomputes alone, and [one that also copies "
-             "activations to a folder](offload.md), at the same budget. Parameters and their gradients "
-             "stand, and are not counted. Waits and the link's share of the step are predicted. Made by "
-             f"`python benchmarks/offload.py --rows FILE --write` on a CPU ({platform.machine()}, "
-             f"{torch.get_num_threads()} threads), torch {torch.__version__.partition('+')[0]}.\n")
+    about = ("# Offload, measured\n\nPeak and time of a training step, relative to eager's in the same run: "
+             "a checkpoint around each layer, a plan that only recomputes, and [a plan that also copies "
+             "activations to a folder](offload.md), at the same budget. Parameters and their gradients are "
+             "allocated before the step and are not counted. Waits and the link's share of the step are "
+             "predicted. `python benchmarks/offload.py --rows FILE --write` makes this page. Measured on a "
+             f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), torch "
+             f"{torch.__version__.partition('+')[0]}.\n")
     sections = [f"## {name}\n\n{model.about}.\n\n{table(name, rows)}\n" for name, model in MODELS.items()
                 if any(of == name for of, _ in rows)]
     PAGE.write_text("\n".join([about, *sections]), encoding="utf-8")

@@ -2,8 +2,8 @@
 
 Peak and time of a training step relative to eager's in the same run: each method's steps are interleaved with
 eager's, parameters and gradients shared, peaks measured by the exact meter, times ratios of medians. Each row
-is appended to ``--rows FILE`` (JSON, one row a line), so that a run can be broken off and taken up again:
-what is there is not measured again. ``--write`` makes docs/papers.md of such a file.
+is appended to ``--rows FILE`` (JSON, one row a line), so that a run can be interrupted and continued:
+existing rows are not measured again. ``--write`` makes docs/papers.md of such a file.
 ``--small`` runs tiny models of the same kinds.
 """
 
@@ -73,7 +73,7 @@ class Model:
     said: dict[str, tuple[Said, ...]]
     """By method: rows of the paper."""
     planners: tuple[str, ...] = ("rotor",)
-    """Beside ours, at the same budgets."""
+    """Other planners, at the same budgets."""
 
 
 def _gpt2(layers: int, width: int, batch: int, length: int) -> Callable[[bool], Case]:
@@ -137,15 +137,15 @@ MODELS: dict[str, Model] = {
     "resnet101": Model(
         _residual((3, 4, 23, 3), 224, 8, "resnet"),
         "ResNet-101, eight images of 224 x 224 (Rockmate, figure 6: "
-        "no figures in its text)", (0.2, 0.3, 0.5, 0.7), {}),
+        "its text has no figures)", (0.2, 0.3, 0.5, 0.7), {}),
     "regnet32": Model(
         _residual((2, 5, 12, 1), 224, 4, "regnet"),
         "RegNet-32, four images of 224 x 224 (Rockmate, figure 7: "
-        "no figures in its text)", (0.3, 0.4, 0.5, 0.7), {}),
+        "its text has no figures)", (0.3, 0.4, 0.5, 0.7), {}),
     "rotor-figure-3": Model(
         _residual((3, 4, 23, 3), 1000, 1, "resnet"),
         "ResNet-101, one image of 1000 x 1000 (Rotor, figure 3: "
-        "plain takes 2.83 GiB there; on average 15% more throughput than sequential)",
+        "plain takes 2.83 GiB in the paper; throughput is 15% above sequential on average)",
         (0.2, 0.3, 0.5, 0.7), {}, ("rotor", "sequential", "revolve")),
     "kusumoto-resnet50": Model(
         _residual((3, 4, 6, 3), 224, 8, "resnet"),
@@ -201,7 +201,7 @@ def loss_of(case: Case) -> torch.Tensor:
 
 
 def measured(name: str, method: str, case: Case, level: int, repeats: int) -> Row:
-    """One method beside eager. `level`: eager's peak in bytes."""
+    """Measure one method next to eager. `level`: eager's peak in bytes."""
     start = time.perf_counter()
     try:
         forward, plan = _forward(method, sharing(case) if method == "checkpoint" else case, level)
@@ -261,16 +261,16 @@ def table(name: str, rows: Rows) -> str:
 
 def write(rows: Rows) -> None:
     """The page of the documentation, of all rows."""
-    about = ("# The papers' tables\n\nPeak and time of a training step relative to eager's in the same "
-             "run, beside what the papers say of theirs. "
-             "Parameters and their gradients stand, and are not counted. "
-             "`rkmate` and planners of other names are asked for a part of eager's peak, `in-place` is "
-             "rkmate with gradients in place, `checkpoint` has a checkpoint around each layer. Predicted "
-             "times are sums of operations, measured one by one on memory that was used before; in a step, "
-             "eager's tensors are memory that the system has to clear first, so that the less a plan holds, "
-             "the faster it is beside eager than predicted. "
-             f"Made by `python benchmarks/papers.py --rows FILE --write` on a CPU ({platform.machine()}, "
-             f"{torch.get_num_threads()} threads), torch {torch.__version__.partition('+')[0]}.\n")
+    about = ("# The papers' tables\n\nPeak and time of a training step, relative to eager's in the same "
+             "run, next to the figures of the papers. Parameters and their gradients are allocated before "
+             "the step and are not counted. `rkmate` and the other planners get a part of eager's peak as "
+             "their budget; `in-place` is rkmate with gradients in place; `checkpoint` has a checkpoint "
+             "around each layer. Predicted times add up operations that were measured one by one, on memory "
+             "that was used before. In an eager step, the system must first clear the memory of new "
+             "tensors. A plan that holds less therefore runs faster, relative to eager, than predicted. "
+             "`python benchmarks/papers.py --rows FILE --write` makes this page. Measured on a CPU "
+             f"({platform.machine()}, {torch.get_num_threads()} threads), torch "
+             f"{torch.__version__.partition('+')[0]}.\n")
     sections = [f"## {name}\n\n{model.about}.\n\n{table(name, rows)}\n" for name, model in MODELS.items()
                 if any(of == name for of, _ in rows)]
     PAGE.write_text("\n".join([about, *sections]), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""rkmate beside what people use: peak memory and time of a training step, relative to eager.
+"""Compare rkmate with other tools: peak memory and time of a training step, relative to eager.
 
 Each method in a fresh process, its steps interleaved with eager's; peaks by the exact meter, over
 the level that stands before a step (gradients allocated beforehand), times as ratios of medians.
-Prints Markdown tables; ``--write`` puts them, and a picture, into the documentation, ``--add`` beside
-the rows that are there.
+Prints Markdown tables; ``--write`` puts them, and a picture, into the documentation, ``--add``
+adds to the existing rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FRACTIONS = ("1.0", "0.7", "0.5", "0.4", "0.3", "as checkpoint", "smallest", "lo
 PEERS = ("checkpoint", "sequential", *(f"{b} {f}" for b in ("aot_eager", "inductor")
                                        for f in (1.0, 0.5, 0.1, 0.0)))
 OTHERS = tuple(f"{name} 0.5" for name in PLANNERS if name not in ("rockmate", "rk-rotor", "save-all"))
-"""The other planners of the package, but for the one that recomputes nothing."""
+"""The other planners of the package, except the one that recomputes nothing."""
 METHODS = ("eager", *PEERS, *(f"rkmate {f}" for f in FRACTIONS), *OTHERS)
 SECONDS = 6
 """Steps are repeated for so long, at least."""
@@ -165,7 +165,7 @@ class Alone(nn.Module):
         self.model = model
 
     def forward(self, **kwargs: Any) -> Loss:
-        """What the model returns beside it, nobody holds."""
+        """Return only the loss: nobody holds the model's other outputs."""
         return Loss(self.model(**kwargs).loss)
 
 

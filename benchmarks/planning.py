@@ -1,7 +1,7 @@
 """How long planning takes, by depth: GPT-2 with 6 to 48 layers, cold and for a second budget.
 
-Each depth in a fresh process with an empty cache, and in one more for what planning allocates beside the
-model. Prints a Markdown table.
+Each depth runs in a fresh process with an empty cache, and in another one that measures what planning
+allocates in addition to the model. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Unmetered:
 
 
 def allocated(layers: int, width: int, length: int) -> None:
-    """What planning allocates beside the model, and what the largest block takes to train: one line of
-    JSON."""
+    """Print the bytes that planning allocates in addition to the model, and those that training the largest
+    block takes: one line of JSON."""
     from rkmate.device.cpu import Cpu
     from rkmate.ir.schedule import from_order
     from rkmate.ir.simulate import simulate

@@ -2,7 +2,7 @@
 
 GPT-2 of four layers (width 256, batch 2 x 128, 50,257 words, tied) at several parts of eager's peak, with
 default settings and, where this version knows it, with ``gradients="in_place"``: peak by the exact meter,
-time as ratio of medians of interleaved steps. Then a training run beside eager's: the greatest relative
+time as ratio of medians of interleaved steps. Then a training run next to eager's: the greatest relative
 difference of losses. ``--heads``: instead, a product with the vocabulary and its cross entropy alone, plain
 and a few rows at a time.
 Prints Markdown tables. ``--small`` is the same with a tiny model.

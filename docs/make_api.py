@@ -62,7 +62,7 @@ def _entry(home: ModuleType, name: str) -> str:
         return f"{heading}\n{_signature(name, inspect.signature(value))}\n{_markdown(value)}\n"
     if issubclass(value, Exception):
         bases = ", ".join(b.__name__ for b in value.__bases__)
-        return f"{heading}\n{_markdown(value)}\n\nIs a {bases}.\n"
+        return f"{heading}\n{_markdown(value)}\n\nSubclass of {bases}.\n"
     parts = [heading]
     if "\nArgs:\n" in (inspect.getdoc(value) or ""):
         made = inspect.signature(value).replace(return_annotation=inspect.Signature.empty)

@@ -36,7 +36,7 @@ def errors() -> list[str]:
 
 def slopes() -> list[str]:
     """One line for each random operation."""
-    lines = ["| operation | at its own peak | half-way | at the smallest budget |",
+    lines = ["| operation | at its own peak | halfway | at the smallest budget |",
              "| --- | ---: | ---: | ---: |"]
     for kind in KINDS:
         cells = " | ".join(f"{gap:.1e}" for gap in largest_gap(kind))
@@ -50,13 +50,14 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = [
         "# Errors and slopes, as tested", "",
-        "Made by `python docs/make_checks.py` from the tables of the tests.", "",
+        "`python docs/make_checks.py` makes this page from the tables of the tests.", "",
         f"## {len(TABLE)} bad inputs", "",
-        "What each gets (`tests/semantics/test_bad_inputs.py`):", "", *errors(), "",
+        "The error that each input raises (`tests/semantics/test_bad_inputs.py`):", "", *errors(), "",
         "## Gradients against finite differences", "",
-        "Each operation stands between two linear layers, in float64. The wrapped module's gradients, in "
-        "a random direction of each parameter, are held against central differences of its loss with "
-        "the same seed, over three steps of training at each of three budgets. The largest relative gap "
+        "Each operation is between two linear layers, in float64. The wrapped module's "
+        "gradients, in a random direction of each parameter, are compared with central "
+        "differences of its loss with the same seed, over three training steps at each "
+        "of three budgets. The table shows the largest relative difference "
         "(`tests/semantics/test_randomness.py` fails above 1e-5):", "", *slopes(), ""]
     PAGE.write_text("\n".join(lines), encoding="utf-8")
     print(PAGE)

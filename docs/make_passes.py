@@ -15,28 +15,28 @@ SECTIONS: tuple[tuple[str, str, Rows], ...] = (
     ("Patches around the capture of a model", "", [p for p in PATCHES if p.around == "trace"]),
     ("Patches around the trace of its forward", "", [p for p in PATCHES if p.around == "forward"]),
     ("Patches around the export of its forward",
-     "Where the export fails, it is tried again without the patches that may fail, the last of them "
-     "first.\n\n",
+     "If the export fails, it is tried again without the last of the patches that may fail, then without "
+     "the last two, and so on.\n\n",
      [p for p in PATCHES if p.around == "export"]),
     ("Rewrites of the exported forward", "", PROGRAM_REWRITES),
     ("Rewrites of the traced joint graph", "", TRACE_REWRITES),
     ("Rewrites of the joint graph that is planned",
-     "What nobody reads any more goes after each of them. A rewrite with a condition works on graphs with "
-     "such choices: a variant of the graph, or a setting.\n\n", REWRITES),
+     "After each of them, nodes that no other node reads are removed. A rewrite with a condition (`when`) "
+     "works only on graphs with these choices: a variant of the graph, or a setting.\n\n", REWRITES),
 )
 
 
 def passes_text() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     parts = [
         "# Passes\n",
         "Made from the tables in `rkmate/graph/capture/repairs.py` and `rkmate/graph/passes/table.py` by "
         "`python docs/make_passes.py`.\n",
-        "Between what torch traces and what a plan runs stand two types of passes, in ordered tables. A "
-        "`Patch` is a context around a stage of the capture: `run(model)` returns it. A `Rewrite` changes a "
-        "graph: `run(graph)`. Each has a name and its reason; `torch` says on which versions it was seen "
-        "needed (the "
-        f"tests run with {', '.join(SEEN)}), and is empty where torch is not what it makes up for.\n",
+        "Passes change how torch traces a model, and the graph that it traces, before a plan is made. "
+        "There are two types, in ordered tables. A `Patch` is a context around a stage of the capture: "
+        "`run(model)` returns it. A `Rewrite` changes a graph: `run(graph)`. Each has a name and a reason. "
+        "The column `torch` names the versions on which it was needed "
+        f"(the tests run with {', '.join(SEEN)}). It is empty if the reason is not in torch.\n",
         "In tests, `verify` (`rkmate/graph/passes/verify.py`) checks the joint graph after each rewrite; "
         "`simplify(..., verify=True)` does so anywhere. How to add one: "
         "[adding a rewrite](adding-a-planner.md#adding-a-rewrite).\n",
@@ -59,7 +59,7 @@ def _when(each: Patch | Rewrite[Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, without the columns that say nothing."""
+    """Return a table, without columns that are empty."""
     said = [k for k in range(len(head)) if any(row[k] for row in rows)]
     lines = [[line[k] for k in said] for line in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -134,7 +134,7 @@ def memory_and_time(measure: bool) -> None:
 
 def screenshot(plan: rkmate.Plan, curve: rkmate.Curve, measured: Any, path: Path, width: int,
                height: int) -> None:
-    """The top of the report, in a browser whose window is so many pixels wide and high, in few colours."""
+    """Save a picture of the top of the report, as a browser shows it in a window of this size in pixels."""
     from PIL import Image
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")

@@ -21,14 +21,14 @@ PAGE = ROOT / "docs" / "versions.md"
 FOLDER = ROOT / ".venv-versions"
 _HEAD = """# Releases of torch
 
-Made by `make versions` (`docs/make_versions.py`): the whole test suite with each release, in an environment
-of its own, with the other dependencies of `constraints.txt`. *Features off* are those whose self test fails
-(`rkmate/torch_seam/versions.py`, `rkmate/torch_seam/patches/features.py`): rkmate warns, or says in the
-error, what is lost.
+`make versions` (`docs/make_versions.py`) makes this page: it runs the whole test suite with each release, in
+an environment of its own, with the other dependencies of `constraints.txt`. *Features off*: features whose
+self test fails (`rkmate/torch_seam/versions.py`, `rkmate/torch_seam/patches/features.py`). If a feature is
+off, rkmate warns, or an error says what does not work.
 
 With a release other than 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, rkmate runs these self tests before it
-does anything else. What passes is used, what fails is turned off with a warning, and if nothing works without
-it, `rkmate.TorchVersionError` names the releases to install.
+does anything else. A feature whose test fails is turned off, with a warning. If rkmate cannot work without
+that feature, `rkmate.TorchVersionError` names the releases to install.
 
 | torch | passed | failed | skipped | features off |
 |---|--:|--:|--:|---|

@@ -1,7 +1,7 @@
-"""Trains a dynamic model by eager and inside budgets, step by step, and compares.
+"""Train a dynamic model in eager mode and inside budgets, step by step, and compare.
 
 Every step's gradients must equal eager's bit for bit, and its exact peak must stay inside the
-budget, gradients that the step leaves not counted. The four examples beside this file use it:
+budget (without the gradients that the step leaves). The four examples in this folder use it:
 
     python examples/dtr_treelstm.py
 """

@@ -28,7 +28,7 @@ def arguments(description: str, budget: str, steps: int) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=steps,
                         help=f"training steps (default: {steps})")
     parser.add_argument("--compare", action="store_true",
-                        help="also train a copy without rkmate, step by step beside it")
+                        help="also train a copy without rkmate, in alternating steps")
     return parser.parse_args()
 
 

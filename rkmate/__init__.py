@@ -30,8 +30,8 @@ _PLACES = {
     "rkmate.show.curve": ("Curve",),
     "rkmate.show.plan": ("Plan",),
 }
-"""Where each public name is defined: it is loaded when it is first used, and torch with it where it
-needs torch. No module is called as a public function is, so none can take its place."""
+"""The module in which each public name is defined. A name is loaded on first use, and torch with it if it
+needs torch. No module has the name of a public function, which it would replace."""
 __all__ = sorted(name for names in _PLACES.values() for name in names)
 
 if typing.TYPE_CHECKING:

@@ -55,16 +55,17 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         model: the module to train.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
         budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
-            model's own peak, or ``"auto"``: the largest budget whose steps fit in what is free on the CUDA
-            device, with gradients, the states of Adam and the allocator's fragments. The budget bounds what a
-            training step allocates above what was allocated before it, without parameter gradients.
+            model's own peak, or ``"auto"``: the largest budget whose steps fit into the free memory of the
+            CUDA device, together with gradients, the states of Adam and the allocator's fragments. The budget
+            bounds the bytes that a training step allocates on top of what is in memory before the step.
+            Gradients of parameters do not count.
         plan: a plan made before (`Plan.load`), instead of a budget.
-        loss: a function or module that gets the model's output; ``wrap(model, args, kwargs, loss=fn,
-            loss_args=(y,))`` is ``wrap(with_loss(model, fn), args, {**kwargs, "loss_args": (y,)})``: a module
-            that returns the loss (`rkmate.with_loss`), and plans it with the model.
-        loss_args: samples of what the loss gets after the output.
-        options: `rkmate.Options`, which every call takes that plans: ``calls`` before a backward, ``compile``
-            groups of operations, ``offload`` data to a place, ``settings`` for everything else
+        loss: a function or module that receives the model's output. ``wrap(model, args, kwargs, loss=fn,
+            loss_args=(y,))`` means ``wrap(with_loss(model, fn), args, {**kwargs, "loss_args": (y,)})``: the
+            module returns the loss (`rkmate.with_loss`), and the plan includes it.
+        loss_args: samples of the loss's arguments after the output.
+        options: `rkmate.Options`, which every planning call takes: ``calls`` before a backward, ``compile``
+            groups of operations, ``offload`` data to a target, ``settings`` for everything else
             (`rkmate.Settings`), and whether to show ``progress``.
 
     Returns:
@@ -75,12 +76,12 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         InfeasibleBudget: no schedule fits; ``.minimum_bytes`` is the smallest budget.
         CaptureError: the model has no static graph; the message names the operation and the line.
         ArgumentError: an argument is wrong.
-        UnknownOption: a keyword is no option; the message names the nearest one.
+        UnknownOption: a keyword is unknown; the message names the nearest option.
         PlanError: `plan` does not belong to this model.
-        OffloadError: `offload` could not be written or read when it was measured.
-        CompilerError: `compile` is True, and there is no compiler that works.
-        DeviceMemoryError: too little is free even to measure the operations.
-        PlanningTimeout, SolverError: the planner found nothing in its time, or a solver failed.
+        OffloadError: the target of `offload` could not be written or read while it was measured.
+        CompilerError: `compile` is True, and no compiler works.
+        DeviceMemoryError: too little memory is free even to measure single operations.
+        PlanningTimeout, SolverError: the planner found nothing within its time limit, or a solver failed.
     """
     call = chosen(options, wrap)
     run = call.settings.run
@@ -103,20 +104,20 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
 def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None, *,
           budget: int | float | str | None = None, plan: Plan | None = None,
           **options: Unpack[Options]) -> _M:
-    """Make a module train inside a memory budget, in place: it stays what it is for everything else.
+    """Make a module train inside a memory budget, in place. The module object stays the same.
 
-    Its class, attributes, state dictionary, ``save_pretrained``, ``generate`` and adapters are its own; its
-    calls follow a plan where gradients are recorded. A call is planned as a whole: with the module's
-    hooks, and with what a library has put in the place of its forward. Copies and pickles of the module
-    are without a plan: apply one to them, too.
+    Its class, attributes, state dictionary, ``save_pretrained``, ``generate`` and adapters do not change; its
+    calls follow a plan if gradients are recorded. A call is planned as a whole, with the module's hooks, and
+    with a forward that a library has set on the module. Copies and pickles of the module have no plan: call
+    `apply` on them, too.
 
     Args:
-        model: the module to train. `remove` undoes what this does; applying again replaces it. The layers
-            of a model that was sharded by ``fully_shard`` are planned each by itself, with a share of the
+        model: the module to train. `remove` undoes `apply`; a second `apply` replaces the first. If the model
+            was sharded by ``fully_shard``, each sharded layer gets a plan of its own and a share of the
             budget; `applied` then shows the plan of each layer.
-        args, kwargs: sample inputs, to plan now. Unless given, the first call that records gradients is
+        args, kwargs: sample inputs, to plan now. Without them, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
-        budget: as for `wrap`; a fraction is one of the peak of the first call.
+        budget: as for `wrap`; a fraction refers to the peak of the first call.
         plan: as for `wrap`, together with the sample inputs that it belongs to.
         options: `rkmate.Options`, as for `wrap`. ``RunSettings(training=...)`` concerns sample inputs alone.
 
@@ -133,15 +134,15 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if plan is not None and not sampled:
         raise ArgumentError("plan is given without the sample inputs that it belongs to: give args or kwargs")
     if isinstance(model, PlannedModule):
-        raise ArgumentError("the module is a wrapped one already: apply a budget to the module itself "
+        raise ArgumentError("the module is already wrapped: apply a budget to the module itself "
                             "(.original)")
     check_model(model)
     layers = sharded_layers(model)
     if layers and call.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if layers and sampled:
-        raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters are there in a "
-                            "step alone: leave the sample inputs out, and the first step is planned")
+        raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters exist only "
+                            "during a step: leave out the sample inputs, and the first step is planned")
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, call)
@@ -162,8 +163,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
 
 
 def remove(model: _M) -> _M:
-    """Undo `apply`: the module, and each part of it, runs as it did before. Returns it. Nothing happens to
-    modules that have no plan."""
+    """Undo `apply`: the module and its submodules run as before. Returns the module. Modules without a plan
+    do not change."""
     check_model(model)
     for module in model.modules():
         take_plan_from(module)
@@ -171,8 +172,8 @@ def remove(model: _M) -> _M:
 
 
 def applied(model: nn.Module) -> PlannedModule | None:
-    """What shows the plan of a module that `apply` was called with: its ``.plan`` and ``.source``, as of what
-    `wrap` returns. None for other modules."""
+    """Return the module that shows the plan of `model` after `apply`: its ``.plan`` and ``.source``, like
+    those of a module that `wrap` returns. None for other modules."""
     check_model(model)
     call = planned_call_of(model)
     return None if call is None else call.latest
@@ -181,11 +182,13 @@ def applied(model: nn.Module) -> PlannedModule | None:
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str, loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          device: GPU | str | None = None, **options: Unpack[Options]) -> Plan:
-    """Return the plan that `wrap` would follow, without generating code. Takes and raises what `wrap` does.
+    """Return the plan that `wrap` would follow, without generating code. Arguments and errors are those of
+    `wrap`.
 
-    `device`: a GPU that need not be here (`rkmate.devices.H100`, or ``"h100"``), to plan for it: times are
-    then estimates, ``budget="auto"`` is what it has left for a step, and the model may be on the CPU or on
-    the meta device. The plan's note says what is not known; see [planning elsewhere](planning-elsewhere.md).
+    `device`: a GPU to plan for, which this machine need not have (`rkmate.devices.H100`, or ``"h100"``).
+    Times are then estimates, ``budget="auto"`` is the memory that the GPU has left for a step, and the model
+    may be on the CPU or on the meta device. The plan's note says what is unknown; see [planning
+    elsewhere](planning-elsewhere.md).
     """
     call = chosen(options, plan)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
@@ -205,11 +208,11 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
              **options: Unpack[Options]) -> Curve:
     """Return plans along the curve of time against memory, from the largest budget to the smallest.
 
-    One capture and one measurement serve all of them, and so do the options of a graph's blocks (larger
-    tiles of a head have options of their own). Without `budgets`: from the model's own peak to the smallest
-    one that the original's operations meet, in ten steps. The result is a sequence of plans that can be drawn
-    (``.plot("curve.svg")``). Raises `InfeasibleBudget` for a budget that was given and cannot be met, and
-    otherwise what `wrap` raises. `device`: as for `plan`.
+    One capture and one measurement serve all plans, and so do the options of a graph's blocks (larger tiles
+    of a head have options of their own). Without `budgets`: ten steps from the model's own peak to the
+    smallest budget that the original's operations can meet. The result is a sequence of plans that can be
+    drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget` if one of `budgets` cannot be met, and otherwise
+    as `wrap`. `device`: as for `plan`.
     """
     call = chosen(options, tradeoff)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
@@ -233,17 +236,16 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
     Batch sizes are doubled until a step no longer fits, then narrowed to the last one that does.
 
     Args:
-        model: the module to train; in train mode, where it is in eval mode.
-        make_inputs: batch size -> ``args``, or ``(args, kwargs)`` with a tuple and a dict.
-        device_memory: of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
-            and optimizer state are taken off. None: what is free on the model's CUDA device.
+        model: the module to train; a model in eval mode is planned in train mode.
+        make_inputs: function from a batch size to ``args``, or to ``(args, kwargs)`` with a tuple and a dict.
+        device_memory: memory of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
+            and optimizer state are subtracted. None: the free memory of the model's CUDA device.
         optimizer_states: see `auto_budget`.
-        most: greatest batch size to try.
-        device: a GPU that need not be here, to plan for it, as for `plan`: costs are then estimated, and
-            `device_memory` is its own unless given.
-        options: `rkmate.Options`, as for `wrap`. Each of `calls` gets a batch of the size that is returned.
-            With `compile`, each size that is tried has groups of its own, so that compiling takes seconds for
-            each.
+        most: largest batch size to try.
+        device: a GPU to plan for, as for `plan`: costs are then estimated, and `device_memory` is the GPU's
+            by default.
+        options: `rkmate.Options`, as for `wrap`. Each of `calls` gets a batch of the returned size. With
+            `compile`, each size that is tried has its own groups, and takes seconds to compile.
 
     Raises:
         InfeasibleBudget: not even a batch of one fits.
@@ -267,15 +269,14 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
                 budget: int | float | str, group: Any = None, **options: Unpack[Options]) -> Plan:
     """Return the plan that the first process of a group makes, in every process of the group.
 
-    Measured times differ from process to process, so each would find a plan of its own. Every process
-    of the group calls this with the same model and arguments, and hands the result to `wrap` as
-    ``plan``.
+    Measured times differ from process to process, so each process would find a plan of its own. Call this in
+    every process of the group with the same model and arguments, and pass the result to `wrap` as ``plan``.
 
     Args:
         model, args, kwargs, budget: as for `plan`.
-        group: the process group; the default one unless given.
-        options: `rkmate.Options`, as for `plan`. Where `offload` is fast for the first process it should be
-            for all, and each says ``offload=`` again to `wrap`: a folder may be another one there.
+        group: the process group; the default group by default.
+        options: `rkmate.Options`, as for `plan`. The target of `offload` should be as fast for all processes
+            as for the first one. Each process passes ``offload=`` again to `wrap`, possibly another folder.
 
     Raises:
         ArgumentError: there is no process group.
@@ -306,7 +307,7 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:
-    """``"auto"`` as a share of the device; other budgets as they are."""
+    """Return ``"auto"`` as a share of the device, and any other budget unchanged."""
     return device_share(model) if isinstance(budget, str) and budget == "auto" else budget
 
 
@@ -335,8 +336,8 @@ def _planning(budget: Any, plan: Plan | None, call: Chosen, gpu: GPU | None = No
     name = find_planner(settings.planner_name).name
     checked = Budget(bytes=plan.budget_bytes) if plan is not None else parse_budget(budget)
     if settings.offload is not None and plan is None and name not in SENDING:
-        raise ArgumentError(f"planner is {name!r}, which recomputes alone: leave offload out, or take one "
-                            f"that sends data away ({', '.join(map(repr, SENDING))})")
+        raise ArgumentError(f"planner is {name!r}, which only recomputes: leave out offload, or choose a "
+                            f"planner that sends data away ({', '.join(map(repr, SENDING))})")
     if gpu is not None:
         settings = elsewhere.estimating(settings, call.costs)
     elif settings.offload is not None:

@@ -18,7 +18,7 @@ from rkmate.settings import OPTIONS, check_no_settings_of_wrap, chosen
 
 def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
             options: Mapping[str, Any] | None = None, **ignored: Any) -> Callable[..., Any]:
-    """Plans each graph that Dynamo captures, when it is first called with gradients.
+    """Plan each graph that Dynamo captures, when it is first called with gradients.
 
     The budget holds for each graph by itself, and so does what it may send away at once. Dynamo hands the
     parameters over as inputs, so their gradients leave together at the end of the graph's backward.
@@ -35,8 +35,8 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
     """
     rest = {"progress": False, **(options or {})}
     if "budget" not in rest:
-        raise ArgumentError(f"options of the rkmate backend are budget, {', '.join(OPTIONS)}, of which "
-                            f"budget is needed; given were {', '.join(sorted(options or {})) or 'none'}")
+        raise ArgumentError(f"the rkmate backend needs the option budget; other options are "
+                            f"{', '.join(OPTIONS)}. Given: {', '.join(sorted(options or {})) or 'none'}")
     budget = rest.pop("budget")
     call = chosen(rest, backend, own=("budget",), name="the rkmate backend")
     check_no_settings_of_wrap(call.settings, "the rkmate backend")
@@ -46,7 +46,7 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
 
 
 class _Planned:
-    """One captured graph: planned at the first call that records gradients."""
+    """A captured graph, planned at the first call that records gradients."""
 
     def __init__(self, graph: nn.Module, options: Mapping[str, Any]) -> None:
         self._graph = graph

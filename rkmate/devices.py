@@ -1,4 +1,4 @@
-"""GPUs that need not be here: their published figures, to plan for them.
+"""Published figures of GPUs, to plan for a GPU of another machine.
 
 ``rkmate.plan(model, args, budget=0.5, device=rkmate.devices.H100)``. Rates are those of the makers' data
 sheets, for dense products; memory is what torch reports of the device, which is a little less than what is
@@ -18,37 +18,37 @@ _TERA = 1e12
 _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
 """Bytes per second each way of sixteen lanes, by generation."""
 DISK_BYTES_PER_SECOND = 1e9
-"""Of an ordinary disk, each way while it goes both: where it is not measured."""
+"""Rate of an ordinary disk in each direction while it copies in both, if it is not measured."""
 DISK_SECONDS_PER_COPY = 1e-3
-"""What a copy to it, or from it, takes however small it is."""
+"""Seconds of a copy to or from such a disk, however small the copy is."""
 _LABELS = ("NVIDIA", "GeForce", "SXM", "SXM2", "GB", "32", "40", "80", "141")
-"""What is not the kind, in a name."""
+"""Parts of a device name that do not tell the kind."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a device computes: what times are estimated from, where nothing is measured."""
+    """Speed of a device, for estimates of times that are not measured."""
 
     bytes_per_second: float
-    """Of memory, read and written."""
+    """Rate of memory, read and written."""
     flops_per_second: float
-    """Of operations that are no products."""
+    """Rate of operations that are not products."""
     product_flops_per_second: Mapping[str, float]
-    """Of products of matrices, convolutions and attention, by type: ``float32``, ``bfloat16``, and ``tf32``
-    for float32 where that is allowed. Other types: as operations that are no products."""
+    """Rate of products of matrices, convolutions and attention, by type: ``float32``, ``bfloat16``, and
+    ``tf32`` for float32 if that is allowed. Other types have the rate of operations that are not products."""
     seconds_per_call: float
-    """What an operation takes however small it is."""
+    """Seconds of an operation, however small it is."""
     host_bytes_per_second: float = 12e9
     """Between its memory and the host's, each way at once."""
 
     def seconds(self, arithmetic: float, moved: int) -> float:
-        """Of an operation: the greater of its arithmetic, in seconds, and of the bytes that it moves, and a
-        call."""
+        """Return the seconds of an operation: the larger one of its arithmetic (in seconds) and the time to
+        move its bytes, plus the time of a call."""
         return self.seconds_per_call + max(arithmetic, moved / self.bytes_per_second)
 
     def of_products(self, dtype: str, *, tf32: bool = False) -> float:
-        """Floating-point operations a second of products of a type. `tf32`: whether float32 may be cut to
-        19 bits."""
+        """Return the rate of products of a type, in floating-point operations per second. `tf32`: whether
+        float32 may be cut to 19 bits."""
         known = self.product_flops_per_second
         if tf32 and dtype == "float32" and "tf32" in known:
             return known["tf32"]
@@ -56,28 +56,28 @@ class Rates:
 
 
 HOST = Rates(2e10, 1e11, MappingProxyType({}), 5e-6)
-"""Of a processor, about."""
+"""Approximate rates of a processor."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU that is planned for without being there."""
+    """A GPU to plan for, which this machine need not have."""
 
     name: str
-    """As its maker calls it."""
+    """Name of the device, as its maker writes it."""
     memory_bytes: int
-    """What torch reports of it."""
+    """Bytes of memory that torch reports."""
     capability: tuple[int, int]
     """CUDA's compute capability: which kernels there are."""
     rates: Rates = field(repr=False)
-    """As published."""
+    """Published rates."""
     launch_seconds: float = field(default=4e-6, repr=False)
-    """What it takes to start a kernel."""
+    """Seconds to start a kernel."""
     reached: float = field(default=0.7, repr=False)
     """The share of published rates that large operations come to."""
 
     def is_called(self, name: str) -> bool:
-        """Whether torch means this kind of device by a name ("NVIDIA H100 80GB HBM3")."""
+        """Return whether torch means this kind of device by a name ("NVIDIA H100 80GB HBM3")."""
         words = name.replace("-", " ").split()
         kind = [w for w in self.name.split() if w not in _LABELS]
         return all(w in words for w in kind[:2])
@@ -93,9 +93,9 @@ class GPU:
 
 def _gpu(name: str, gib: float, capability: tuple[int, int], gigabytes: float, plain: float, half: float, *,
          tf32: float | None = None, pcie: int = 4) -> GPU:
-    """`gigabytes`: a second. `plain`, `half`, `tf32`: Tflop/s of float32 on the ordinary cores, and of
-    products of float16 and of float32 numbers cut short. `pcie`: which generation is between it and the host,
-    of sixteen lanes."""
+    """Make a `GPU` from published figures. `gigabytes`: of memory bandwidth per second. `plain`, `half`,
+    `tf32`: Tflop/s of float32 on the ordinary cores, of products of float16, and of products of shortened
+    float32. `pcie`: generation of the link to the host, with sixteen lanes."""
     products = {"float32": plain, "float16": half}
     if tf32 is not None:
         products |= {"tf32": tf32, "bfloat16": half}
@@ -119,11 +119,12 @@ H200 = _gpu("NVIDIA H200 SXM 141 GB", 139.7, (9, 0), 4800, 66.9, 989, tf32=494, 
 NAMES: Mapping[str, GPU] = MappingProxyType({
     "t4": T4, "v100": V100, "a10g": A10G, "a100-40": A100_40, "a100": A100, "rtx3090": RTX_3090,
     "rtx4090": RTX_4090, "l4": L4, "l40s": L40S, "h100": H100, "h200": H200})
-"""What the command calls them."""
+"""GPUs by the names that the command uses."""
 
 
 def known(name: str) -> GPU | None:
-    """The GPU of a name as people write it (``H100``, ``rtx-4090``, ``A100_80``); None for other names."""
+    """Return the GPU of a name as people write it (``H100``, ``rtx-4090``, ``A100_80``); None for other
+    names."""
     plain = "".join(ch for ch in name.lower() if ch.isalnum())
     for ours, gpu in NAMES.items():
         if plain.removesuffix("80" if ours == "a100" else "") == ours.replace("-", ""):
@@ -132,15 +133,15 @@ def known(name: str) -> GPU | None:
 
 
 def called(name: str) -> GPU | None:
-    """The GPU that torch means by a name ("NVIDIA A100-SXM4-80GB"), of several sizes the one in it; None for
-    others."""
+    """Return the GPU that torch means by a name ("NVIDIA A100-SXM4-80GB"), of several sizes the one in it;
+    None for others."""
     sizes = {word.removesuffix("GB") for word in name.replace("-", " ").split()}
     found = [gpu for gpu in NAMES.values() if gpu.is_called(name)]
     return max(found, key=lambda gpu: len(sizes & set(gpu.name.split()[2:])), default=None)
 
 
 def checked(device: GPU | str) -> GPU:
-    """A GPU, or the one of a name. Raises `ArgumentError`."""
+    """Return a GPU, or the one of a name. Raises `ArgumentError`."""
     found = known(device) if isinstance(device, str) else device
     if not isinstance(found, GPU):
         raise ArgumentError(f"device is {device!r}; it should be a rkmate.devices.GPU, or one of "

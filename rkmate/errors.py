@@ -1,4 +1,4 @@
-"""Every error and warning that rkmate raises on purpose."""
+"""All errors and warnings that rkmate raises."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ArgumentError(RkmateError, ValueError):
 
 
 class UnknownOption(ArgumentError, TypeError):
-    """A public function was called with a keyword that is none of its options: the message names the nearest
-    one."""
+    """A public function was called with a keyword that is not one of its options. The message names the
+    nearest one."""
 
 
 class CaptureError(RkmateError):

@@ -1,4 +1,4 @@
-"""The options of all public calls, declared once, and what a call makes of them.
+"""The options of all public calls, declared once, and how a call reads them.
 
 `wrap`, `apply`, `plan`, `tradeoff`, `compare`, `max_batch_size`, `shared_plan`, the callbacks for trainers,
 the backend of ``torch.compile`` and the command line take `Options`. Next to them, each of these calls names
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """The options of every call that plans a model: what depends on the model and on how it is trained. An
-    option that is left out, or None, is what `settings` say.
+    """Options of every call that plans a model: choices that depend on the model and on how it is trained.
+    For an option that is left out, or None, the value in `settings` holds.
 
-    What is decided once for a project, or by few (how costs are found, the planner, gradients in place, what
-    a planned module does with new shapes), is a field of `rkmate.Settings`, and no option. So `rkmate.wrap`
-    names twelve parameters: the model, its sample inputs, a budget or a plan, the loss, and these five.
+    Choices that a project makes once, or that few users make (the source of costs, the planner, gradients in
+    place, what a planned module does with new shapes), are fields of `rkmate.Settings` instead. `rkmate.wrap`
+    therefore has twelve parameters: the model, its sample inputs, a budget or a plan, the loss, and these
+    five.
     """
 
     calls: int | None
-    """How many times the module is called before the backward (siamese networks, contrastive losses). Once by
-    default. The budget then holds for the whole step of all these calls, and a fraction is one of the
-    original's peak over the same number of calls."""
+    """Number of calls of the module before the backward (siamese networks, contrastive losses). 1 by default.
+    The budget holds for the whole step of all these calls, and a fraction refers to the original's peak over
+    the same number of calls."""
     compile: Compile | None
-    """Whether groups of operations are compiled into kernels of their own. True: torch's compiler makes a
-    kernel of each group of operations between products, convolutions and attention, and networks of
-    convolutions work with their channels last where that is faster ([what that gives, and what it
-    needs](compile.md)). A plan then takes less time and memory, and numbers agree with the original's within
-    the type's precision. ``"auto"``: True if there is a compiler that works. False, the default: every bit is
-    the original's."""
+    """Whether to compile groups of operations into fused kernels. True: torch's compiler makes one kernel of
+    each group of operations between products, convolutions and attention, and networks of convolutions use
+    channels last if that is faster ([what that gains, and what it needs](compile.md)). A plan then takes less
+    time and memory, and numbers agree with the original's within the type's precision. ``"auto"``: True if a
+    compiler works. False, the default: all bits are the original's."""
     offload: Place | None
-    """A place to which a step may send data while it computes, to have it back when it is needed. A folder on
-    a disk; ``"host"``, the host's memory, for a model on a GPU; or `rkmate.Offload`, which also bounds the
-    bytes. What is sent, and when, is planned together with what is recomputed, from the measured speed of the
-    place ([offload](offload.md)). None, the default: nothing is sent."""
+    """Target to which a step may send data while it computes, to copy it back when needed. A folder on a
+    disk; ``"host"``, the host's memory, for a model on a GPU; or `rkmate.Offload`, which also bounds the
+    bytes. The planner decides what to send and what to recompute, from the measured speed of the target
+    ([offload](offload.md)). None, the default: nothing is sent."""
     settings: Settings | None
-    """Everything else, which few users change: `rkmate.Settings`. An option of the call wins over the same
+    """All other choices, which few users change: `rkmate.Settings`. An option of the call overrides the same
     field of the settings."""
     progress: bool
     """Whether to show progress on a terminal. True by default."""
@@ -57,10 +57,10 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a call makes of its options."""
+    """The merged options of a call."""
 
     settings: Settings
-    """All of them merged."""
+    """The settings, with the options of the call merged into them."""
     progress: bool
     loss_kwargs: Mapping[str, Any] | None = None
     """The value of an old keyword of calls that take a loss."""
@@ -79,7 +79,7 @@ def chosen(options: Mapping[str, Any], call: Callable[..., Any], *, own: tuple[s
     Args:
         options: as the user gave them.
         call: the public function or method that got them.
-        own: the names that it takes beside `Options`; those of its parameters unless given.
+        own: the names that it takes in addition to `Options`; its parameters by default.
         name: how messages call it; the function's name, or its class, unless given.
 
     Raises:
@@ -132,7 +132,7 @@ def check_no_settings_of_wrap(settings: Settings, name: str) -> None:
 
 @functools.cache
 def parameters_of(call: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names that a call takes beside `Options`."""
+    """Return the names of the parameters that a call takes in addition to `Options`."""
     return tuple(p.name for p in inspect.signature(call).parameters.values()
                  if p.kind is not p.VAR_KEYWORD and p.name != "self")
 
@@ -161,7 +161,7 @@ class Moved:
     """A keyword that calls took in earlier versions."""
 
     place: str
-    """What to write instead."""
+    """The text to write instead."""
     put: Callable[[Settings, Any], Settings] | None = None
     """Puts its value into settings; None: the call itself knows what to do with it."""
     needs: str = ""
@@ -200,7 +200,7 @@ MOVED: dict[str, Moved] = {
        for name in ("verify", "on_new_shape", "training", "lengths", "pad", "cuda_graph")},
     "loss_kwargs": Moved('kwargs={..., "loss_kwargs": ...}', needs="loss"),
 }
-"""By name. They go with the next version."""
+"""Old keywords by name. They will be removed in the next version."""
 
 
 def _accepts(keyword: str, own: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""A module that stands in another's place: the same parameters, state and attributes."""
+"""A module that replaces another one: it has the same parameters, state and attributes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
 
 
 class StandIn(nn.Module):
-    """Shares the original's parameters, buffers, submodules and state-dict hooks, and passes other
-    attributes on to it. Its forward hooks, its backward hooks and what a library puts in the place of
-    its methods are its own; a copy and a pickle have them too.
-    """
+    """Shares the original's parameters, buffers, submodules and state-dict hooks, and passes other attributes
+    on to it. Its forward hooks, its backward hooks and methods that a library has replaced on it are its own;
+    copies and pickles have them, too."""
 
     _FIELDS: ClassVar[frozenset[str]] = frozenset()
     """Attributes of a subclass that `_set_up` makes: no part of a copy."""
     _original: nn.Module
 
     def _stand_in_for(self, model: nn.Module) -> None:
-        """In place of `nn.Module.__init__`."""
+        """Set up the module; called instead of `nn.Module.__init__`."""
         self.__dict__["_original"] = model
         training = model.training
         nn.Module.__init__(self)                # sets the train flag, which is the original's
@@ -38,11 +37,12 @@ class StandIn(nn.Module):
         raise NotImplementedError
 
     def _made_with(self) -> tuple[Any, ...]:
-        """Values that a copy shares, to set it up with."""
+        """Return values that a copy shares, to set it up with."""
         raise NotImplementedError
 
     def _added(self) -> dict[str, Any]:
-        """What concerns this module alone: its hooks, and what libraries have put on it."""
+        """Return the attributes of this module alone: its hooks, and the attributes that libraries have
+        set."""
         return {k: v for k, v in self.__dict__.items()
                 if k != "_original" and k not in SHARED and k not in self._FIELDS}
 
@@ -61,7 +61,7 @@ class StandIn(nn.Module):
         self._original.training = value
 
     def train(self, mode: bool = True) -> Self:
-        """The original's `train`, which may leave some submodules in eval mode."""
+        """Call the original's `train`, which may leave some submodules in eval mode."""
         self._original.train(mode)
         return self
 
@@ -82,8 +82,8 @@ class StandIn(nn.Module):
             self._original.training = value
         elif name in self.__dict__ or hasattr(type(self), name) or (
                 isinstance(value, MethodType) and value.__self__ is self):
-            # What concerns the wrapper itself: `forward` when a library puts another in its place, the
-            # one before, which the library keeps beside it, `__class__`, hooks.
+            # Attributes of the wrapper itself: a `forward` that a library sets, the previous one, which the
+            # library keeps, `__class__`, hooks.
             object.__setattr__(self, name, value)
         else:
             setattr(self._original, name, value)
@@ -95,7 +95,7 @@ class StandIn(nn.Module):
             delattr(self._original, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with parameters and hooks of its own."""
+        """Return a copy with parameters and hooks of its own."""
         module = _blank(type(self))
         memo[id(self)] = module                 # what it refers to may refer to it
         original, added = copy.deepcopy((self._original, self._added()), memo)
@@ -117,5 +117,5 @@ _M = TypeVar("_M", bound=StandIn)
 
 
 def _blank(kind: type[_M]) -> _M:
-    """To be completed by `__setstate__`."""
+    """Make an instance for `__setstate__` to complete."""
     return kind.__new__(kind)

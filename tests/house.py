@@ -1,8 +1,8 @@
-"""The house in one table: each folder of the package (and each module that stands loose in it), what it
-is, and what it may import. Rows stand in the order of imports: none imports a row below it.
+"""The package layout as one table: each folder of the package and each loose module, what it is, and what it
+may import. Rows are in the order of imports: no row imports a row below it.
 
-``python -m tests.house`` writes it into CONTRIBUTING.md and docs/house.md; the tests hold the package and
-both pages against it.
+``python -m tests.house`` writes the table into CONTRIBUTING.md and docs/package-layout.md. Tests compare the
+package and both pages with it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ ALL = ("all above",)
 
 @dataclass(frozen=True)
 class Room:
-    """A folder, or a loose module."""
+    """A folder of the package, or a module directly in it."""
 
     name: str
     """Its path in the package, without ``.py``."""
     about: str
     imports: tuple[str, ...] = ALL
-    """The rows that it may import, itself left out."""
+    """The rows that it may import, without itself."""
     torch: bool = True
     """Whether it may import torch."""
 
@@ -33,45 +33,45 @@ _SEAM = ("torch_seam", "torch_seam/patches")
 _GRAPH = ("graph/capture", "graph/ops", "graph/passes", "graph/blocks")
 
 HOUSE: tuple[Room, ...] = (
-    Room("errors", "every error and warning that is raised on purpose", (), torch=False),
+    Room("errors", "all errors and warnings that rkmate raises", (), torch=False),
     Room("budget", "budgets as people write them", ("errors",), torch=False),
     Room("support", "progress, warnings, locks, names that load on first use", ("errors",), torch=False),
     Room("ir", "the values between stages: graph, schedule and simulator, options and chain, plan data",
          ("errors", "support"), torch=False),
-    Room("devices", "published figures of GPUs, to plan for one that is not here", ("errors",), torch=False),
-    Room("torch_seam", "everything that is not torch's documented API, by subject", ("errors", "support")),
-    Room("device", "what differs from device to device, as a type", (*_BASE, "devices", "torch_seam")),
-    Room("stand_in", "a module that stands in the place of another", ("errors", "torch_seam")),
-    Room("torch_seam/patches", "replacements of torch's and libraries' functions while a model is captured",
+    Room("devices", "published figures of GPUs, to plan for another machine's GPU", ("errors",), torch=False),
+    Room("torch_seam", "everything outside of torch's documented API, by subject", ("errors", "support")),
+    Room("device", "the differences between devices, behind one protocol", (*_BASE, "devices", "torch_seam")),
+    Room("stand_in", "the base class of modules that replace another module", ("errors", "torch_seam")),
+    Room("torch_seam/patches", "replacements for functions of torch and other libraries during a capture",
          (*_BASE, "devices", "torch_seam", "device")),
-    Room("graph/capture", "a module as one graph of forward and backward; what is refused",
+    Room("graph/capture", "captures a module as one graph of forward and backward, or refuses it",
          (*_BASE, "devices", "device", *_SEAM)),
-    Room("graph/sizes", "a captured graph at other sizes of its call",
+    Room("graph/sizes", "derives the graph of a call of another size",
          (*_BASE, "device", *_SEAM, "graph/capture")),
-    Room("graph/ops", "the package's own operators, each with a record of what is known about it",
+    Room("graph/ops", "the package's own operators, one record for each",
          (*_BASE, "device", *_SEAM)),
-    Room("graph/passes", "rewritings of the captured graph, in one ordered table",
+    Room("graph/passes", "rewrites of the captured graph, in one ordered table",
          (*_BASE, "device", *_SEAM, *_GRAPH[:2])),
-    Room("graph/blocks", "the graph of computations and data, cut into blocks, equal ones found",
+    Room("graph/blocks", "cuts the graph of computations and data into blocks, and finds equal blocks",
          (*_BASE, "device", *_SEAM, *_GRAPH[:3])),
-    Room("measure", "time and memory of each operation, of a call, of a step",
+    Room("measure", "time and memory of an operation, a call, a step",
          (*_BASE, "devices", "device", *_SEAM, *_GRAPH)),
-    Room("ilp", "options of one block: integer programs and a heuristic", _BASE, torch=False),
+    Room("ilp", "options of a block: integer programs and a heuristic", _BASE, torch=False),
     Room("rotor", "dynamic programs over the chain of blocks", _BASE, torch=False),
-    Room("planners", "every way to find a schedule, behind one protocol", (*_BASE, "ilp", "rotor"),
+    Room("planners", "all planners, behind one protocol", (*_BASE, "ilp", "rotor"),
          torch=False),
     Room("show", "a plan in words, pictures and pages", _BASE, torch=False),
-    Room("pipeline", "the order of the stages, from a module to a plan"),
-    Room("codegen", "a schedule as Python source", (*_BASE, "device", *_SEAM, *_GRAPH)),
-    Room("runtime", "a wrapped module at work: guards, cache of plans, autograd segments"),
-    Room("settings", "the options of all public calls, declared once, and what a call makes of them",
+    Room("pipeline", "calls the stages in order, from a module to a plan"),
+    Room("codegen", "writes a schedule as Python source", (*_BASE, "device", *_SEAM, *_GRAPH)),
+    Room("runtime", "runs a wrapped module: guards, cache of plans, autograd segments"),
+    Room("settings", "the options of all public calls, declared once, and how a call reads them",
          ("errors", "support", "pipeline")),
     Room("api", "the public calls `wrap`, `apply`, `plan`, `tradeoff`, `max_batch_size`, `shared_plan`"),
-    Room("integrations", "budgets inside of the libraries that people train with"),
-    Room("comparison", "every planner on one model at equal budgets"),
+    Room("integrations", "callbacks for training libraries"),
+    Room("comparison", "compares all planners on one model at equal budgets"),
     Room("compile", 'the backend of `torch.compile(backend="rkmate")`',
-         ("errors", "runtime", "settings", "api")),
-    Room("dtr", "dynamic rematerialization, without a plan: a path of its own",
+         ("errors", "budget", "runtime", "settings", "api")),
+    Room("dtr", "dynamic rematerialization, without a plan: a separate path",
          ("errors", "budget", "support", "devices", "torch_seam", "device", "stand_in", "measure")),
     Room("__init__", "the public names, loaded on first use"),
     Room("cli", "the command `rkmate`"),
@@ -79,7 +79,7 @@ HOUSE: tuple[Room, ...] = (
 
 
 def may_import(room: Room) -> tuple[str, ...]:
-    """The names of the rows that a room may import."""
+    """Return the names of the rows that a row may import."""
     if room.imports != ALL:
         return room.imports
     names = [r.name for r in HOUSE]
@@ -87,7 +87,7 @@ def may_import(room: Room) -> tuple[str, ...]:
 
 
 def room_of(module: str) -> str:
-    """The row of a module by its full name: ``graph/blocks`` of ``rkmate.graph.blocks.cut``."""
+    """Return the name of a module's row: ``graph/blocks`` for ``rkmate.graph.blocks.cut``."""
     parts = module.split(".")[1:]
     for n in (2, 1):
         if "/".join(parts[:n]) in (r.name for r in HOUSE):
@@ -96,7 +96,7 @@ def room_of(module: str) -> str:
 
 
 def imports_table() -> str:
-    """What may import what, as a table of Markdown."""
+    """Return the table of imports in Markdown."""
     rows = ["| in `rkmate/` | may import | torch |", "|---|---|---|"]
     for r in HOUSE:
         imports = "all above" if r.imports == ALL else ", ".join(f"`{i}`" for i in r.imports) or "nothing"
@@ -105,7 +105,7 @@ def imports_table() -> str:
 
 
 def rooms() -> str:
-    """What is where, as a list of Markdown."""
+    """Return the list of rows in Markdown."""
     return "\n".join(f"- {_shown(r)}: {r.about}" for r in HOUSE)
 
 
@@ -114,14 +114,14 @@ def _shown(room: Room) -> str:
 
 
 LOOSE = ("errors", "budget", "devices", "stand_in", "settings", "api", "compile", "__init__")
-"""Modules that stand loose in the package; all else is in folders."""
-PAGES = {ROOT / "CONTRIBUTING.md": imports_table, ROOT / "docs" / "house.md": rooms}
-"""Each page, and what of the house it shows."""
-_BEGIN, _END = "<!-- the house: python -m tests.house -->\n", "\n<!-- end of the house -->"
+"""Modules directly in the package; everything else is in folders."""
+PAGES = {ROOT / "CONTRIBUTING.md": imports_table, ROOT / "docs" / "package-layout.md": rooms}
+"""Each page, and the function that writes its part."""
+_BEGIN, _END = "<!-- packages: python -m tests.house -->\n", "\n<!-- end of packages -->"
 
 
 def up_to_date(page: Path) -> str:
-    """A page's text with the house as it is now."""
+    """Return the text of a page with its current part of the table."""
     head, rest = page.read_text(encoding="utf-8").split(_BEGIN)
     return f"{head}{_BEGIN}{PAGES[page]()}{_END}{rest.split(_END)[1]}"
 

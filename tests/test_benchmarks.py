@@ -344,7 +344,7 @@ def test_steps_with_and_without_a_feature_take_turns(on_the_path: None, tmp_path
 def test_every_switch_turns_something_off(on_the_path: None) -> None:
     import ablation
 
-    from rkmate.graph.passes import simplify
+    from rkmate.graph.passes import table
     from rkmate.pipeline import attempts, prepare, search, variants
     from rkmate.planners import default, finish
     from rkmate.planners.save_set import SaveSet
@@ -352,7 +352,7 @@ def test_every_switch_turns_something_off(on_the_path: None) -> None:
 
     def state() -> list[Any]:
         entries = default.table(PlannerSettings(), SaveSet())
-        return [simplify.REWRITINGS, variants.VARIANTS, [e.origin for e in entries], prepare.reordered,
+        return [table.REWRITES, variants.VARIANTS, [e.origin for e in entries], prepare.reordered,
                 search.with_larger_tiles, search.find_planner, default.finish]
 
     before = state()
@@ -380,11 +380,11 @@ def test_a_feature_keeps_its_place_where_it_gains_enough(on_the_path: None) -> N
     assert row("gpt", "0.5", None, off_peak=None).gain == 1
     assert row("gpt", "0.5", None, off_peak=None, on=None).gain == 0
     one = [row("gpt", "1.0", 1.0), row("gpt", "smallest", 1.04), row("unet", "0.5", 1.02)]
-    assert ablation.worth_on(one) == ["gpt"] and "without gpt12, resnet18, " in ablation.verdicts(one)
+    assert ablation.worth_on(one) == ["gpt"] and "open (gpt12, resnet18, " in ablation.verdicts(one)
     rest = [row(model, "0.5", 1.0) for model in ablation.fused.NAMES]
-    assert "| none | 16 | 8 | does not keep it |" in ablation.verdicts(rest)
+    assert "| none | 16 | 8 | does not stay |" in ablation.verdicts(rest)
     two = [*one, row("unet", "smallest", 1.0, off_peak=110)]
-    assert ablation.worth_on(two) == ["gpt", "unet"] and "| keeps its place" in ablation.verdicts(two)
+    assert ablation.worth_on(two) == ["gpt", "unet"] and "| stays" in ablation.verdicts(two)
     assert "| 9.1% (unet, smallest) | gpt, unet | 8 | 4 |" in ablation.verdicts(two)
     page = ablation.page([*two, row("vit", "0.5", None, off_peak=None)])
     assert "| vit | 0.5 | not met |" in page and "| unet | 0.5 | 1.020 |  | 2.0 s | 1.0 s |" in page

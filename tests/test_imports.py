@@ -1,4 +1,4 @@
-"""What imports what: only downwards, never in a circle, and torch where it is needed."""
+"""Imports go only downwards, never in a circle; torch is loaded only by rows that may."""
 
 from __future__ import annotations
 
@@ -134,5 +134,5 @@ def test_what_a_text_tells_to_type_is_there() -> None:
 
 
 @pytest.mark.parametrize("page", list(PAGES), ids=lambda p: p.name)
-def test_the_pages_have_the_house_as_it_is(page: Path) -> None:
+def test_the_pages_are_up_to_date(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == up_to_date(page), "run `python -m tests.house`"

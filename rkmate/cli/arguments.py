@@ -36,7 +36,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
                 "more": "; auto: where a compiler is installed (default: no)"},
     "offload": {"metavar": "PLACE", "more": ": a folder on a disk, or host: the host's memory, for a model "
                 "on a GPU (default: none)"}}
-"""How `Options` are said in a terminal; their help begins with the first sentence of the declaration."""
+"""Command-line forms of `Options`. Their help begins with the first sentence of the declaration."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,18 +72,19 @@ def elsewhere_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.device is None or known(args.device) is None:
         return {}
     if getattr(args, "source", None):
-        raise ArgumentError(f"device is {args.device!r}, a GPU that is not here: --source is for one that "
-                            "the model is on")
+        raise ArgumentError(f"device is {args.device!r}, a GPU of another machine: --source needs the "
+                            "model on the GPU")
     return {"device": args.device}
 
 
 def budget_of(text: str) -> int | str:
-    """``1`` is a byte; ``0.5``, ``50%`` and ``1.5GB`` are text as `rkmate.wrap` takes it."""
+    """Return a budget from text: ``1`` is a byte; ``0.5``, ``50%`` and ``1.5GB`` stay text, which
+    `rkmate.wrap` takes."""
     return int(text) if text.isdecimal() else text
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Planning takes a while: a file that cannot be written is said before."""
+    """Raise `ArgumentError` for a file that cannot be written, before planning starts."""
     for name in ("file", "save", "source", "plot"):
         folder = Path(getattr(args, name, None) or ".").parent
         if not os.access(folder, os.W_OK):

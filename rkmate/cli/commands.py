@@ -1,4 +1,4 @@
-"""The commands on a model: plan, curve, draw, report, compare. Torch is loaded when they run, not before."""
+"""Commands on a model: plan, curve, draw, report, compare. They load torch only when they run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def as_json(plan: PlanData) -> dict[str, Any]:
-    """The figures of a plan, as ``--json`` prints them. Bytes and seconds."""
+    """Return the figures of a plan, as ``--json`` prints them. Bytes and seconds."""
     copies = copies_of(replay(plan)) if plan.graph.link is not None else None
     sent = {} if copies is None else {"offload": {
         "place": copies.link.place, "tensors": copies.tensors, "away_bytes": copies.away_bytes,
@@ -145,7 +145,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def _read_or_make(args: argparse.Namespace, source: bool) -> tuple[Plan, Target | None]:
-    """The plan of a file, or a plan for a model."""
+    """Return the plan of a file, or a plan for a model."""
     import rkmate
 
     if args.target.endswith(".json"):

@@ -1,4 +1,4 @@
-"""The factories of the demo models; the table of them is in targets.py, which loads no torch."""
+"""Factories of the demo models. Their table is in targets.py, which loads no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Sample = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 def mlp() -> Sample:
-    """Linear layers and GELU."""
+    """Make a model of linear layers and GELU."""
     layers: list[nn.Module] = []
     for _ in range(8):
         layers += [nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.LayerNorm(256)]
@@ -22,7 +22,7 @@ def mlp() -> Sample:
 
 
 def gpt2() -> Sample:
-    """GPT-2 with a language model's loss."""
+    """Make a GPT-2 with a language model's loss."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=1024, n_positions=128,
@@ -34,7 +34,7 @@ def gpt2() -> Sample:
 
 
 def resnet() -> Sample:
-    """ResNet-18 with a classifier's loss."""
+    """Make a ResNet-18 with a classifier's loss."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2],
@@ -45,7 +45,8 @@ def resnet() -> Sample:
 
 
 class UNet(nn.Module):
-    """Double convolutions with batch norm at each width; what goes down is joined to what comes up."""
+    """Double convolutions with batch norm at each width; the results of the way down are joined to those of
+    the way up."""
 
     def __init__(self, widths: Sequence[int] = (16, 32, 64), classes: int = 2) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to class scores of each pixel."""
+        """Map images to class scores of each pixel."""
         kept: list[torch.Tensor] = []
         for i, block in enumerate(self.down):
             x = block(x if i == 0 else F.max_pool2d(x, 2))
@@ -77,5 +78,5 @@ def _double(inputs: int, outputs: int) -> nn.Module:
 
 
 def unet() -> Sample:
-    """Scores of each pixel."""
+    """Make a U-Net that scores each pixel."""
     return UNet().train(), (torch.randn(2, 3, 96, 96),), {}

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """``python -m rkmate.cli.simulate LOG ...``"""
+    """Run ``python -m rkmate.cli.simulate LOG ...``."""
     parser = argparse.ArgumentParser(prog="rkmate simulate", description=__doc__)
     add_arguments(parser)
     return run(parser.parse_args(arguments))

@@ -1,4 +1,4 @@
-"""A TARGET of the command line: a demo model, or what a function of the user's returns."""
+"""TARGET of the command line: a demo model, or the result of a user's function."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DEMOS: dict[str, Demo] = {
 
 
 def make_demo(name: str) -> Sample:
-    """A built-in model with sample arguments. Raises `MissingExtra`."""
+    """Return a built-in model with sample arguments. Raises `MissingExtra`."""
     demo = DEMOS[name]
     if not demo.installed:
         raise MissingExtra(f"the demo model {name!r} needs {demo.needs}: "
@@ -58,7 +58,8 @@ def make_demo(name: str) -> Sample:
 
 
 _OURS = (str(Path(__file__)), str(Path(importlib.__file__).parent) + os.sep, "<frozen importlib")
-"""Where the names of files begin through which the user's code is reached: not part of what went wrong."""
+"""Beginnings of the names of files through which the user's code is reached. They are not part of the user's
+error."""
 
 
 class TargetError(ArgumentError):
@@ -70,7 +71,7 @@ class TargetError(ArgumentError):
         while here is not None and here.tb_frame.f_code.co_filename.startswith(_OURS):
             here = here.tb_next
         self.trace = "".join(traceback.format_exception(type(error), error, here))
-        """What Python says, from the first line of the user's code."""
+        """Python's traceback, from the first line of the user's code."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Target:
 
 
 def load_target(name: str, device: str | None = None) -> Target:
-    """A demo model, or what a factory returns. Raises `ArgumentError`."""
+    """Return a demo model, or what a factory returns. Raises `ArgumentError`."""
     if name in DEMOS:
         made: Any = make_demo(name)
     else:
@@ -125,7 +126,7 @@ def _factory(name: str) -> Callable[[], Any]:
             raise ArgumentError(f"target is {name!r}: {module} has no {function!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise ArgumentError(f"target is {name!r}: {function} is no function")
+        raise ArgumentError(f"target is {name!r}: {function} is not a function")
     return found  # type: ignore[no-any-return]
 
 

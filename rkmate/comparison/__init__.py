@@ -1,4 +1,4 @@
-"""Every planner on one model at equal budgets: one table, one picture."""
+"""Compare all planners on one model at equal budgets, in one table and one picture."""
 
 from rkmate.comparison.run import compare
 from rkmate.comparison.table import Comparison, Row

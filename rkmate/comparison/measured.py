@@ -39,7 +39,7 @@ CHECKPOINT = "checkpoint_sequential"
 
 
 class Bench:
-    """Runs jobs on one model: a context in which the model and its inputs stand in a file."""
+    """Runs jobs on one model: a context in which the model and its inputs are in a file."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  settings: Settings | None = None) -> None:
@@ -64,13 +64,13 @@ class Bench:
         self._folder.cleanup()
 
     def measured(self, row: Row, plan: Plan) -> Row:
-        """A row with the measured peak and time of a plan."""
+        """Return a row with the measured peak and time of a plan."""
         assert self._folder is not None
         plan.save(Path(self._folder.name) / PLAN)
         return self._run(row, {"kind": "plan"})
 
     def today(self) -> list[Row]:
-        """The original model, and sequential checkpointing where it applies."""
+        """Return the original model, and sequential checkpointing where it applies."""
         rows = [self._run(Row("eager", None, "ok", None), {"kind": "eager"})]
         why = self._not_sequential()
         if why is not None:
@@ -136,7 +136,7 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
     trains: Trains = settings.trains
 
     def step_of(run: Callable[[], Any]) -> Step:
-        """A step of as many calls as the settings say."""
+        """Return a step of as many calls as the settings say."""
         return lambda: _backward(_sum([loss_of(run(), trains) for _ in range(settings.calls)]), device)
 
     eager = step_of(lambda: model(*args, **kwargs))
@@ -158,7 +158,8 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
 
 
 def interleaved(first: Step, second: Step, rounds: int) -> float:
-    """Median over rounds of the second's time over the first's, taken in turns."""
+    """Return the median, over rounds, of the second step's time relative to the first's; the steps take
+    turns."""
     ratios = []
     for k in range(rounds + 1):
         seconds = []
@@ -172,9 +173,9 @@ def interleaved(first: Step, second: Step, rounds: int) -> float:
 
 
 def loss_of(output: Any, trains: Trains = None) -> torch.Tensor:
-    """A scalar to start a backward from: the output's ``loss``, else the sum of its scalars, else
-    the means of its tensors' tanh; of those that `trains` names, where it does. Raises `ArgumentError`
-    when nothing requires a gradient."""
+    """Return a scalar to start a backward from: the output's ``loss``, else the sum of its scalars, else the
+    means of its tensors' tanh; of those that `trains` names, where it does. Raises `ArgumentError` when
+    nothing requires a gradient."""
     tensors, structure = take_apart(output, result=True)
     if trains is not None:
         chosen = chosen_outputs(structure, [t.requires_grad for t in tensors], trains)

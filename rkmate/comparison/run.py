@@ -103,8 +103,8 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
 
 def _planned(solved: Solved, budgets: Sequence[Budget], methods: Sequence[Planner],
              time_limit: float, progress: Progress) -> list[tuple[Row, Plan | None]]:
-    """Rows and plans in the caller's order. The planning goes from the smallest budget up, as what
-    was found for one serves those above."""
+    """Return rows and plans in the caller's order. The planning goes from the smallest budget up, as what was
+    found for one serves those above."""
     limits = list(dict.fromkeys(limit_of(solved.prepared, budget) for budget in budgets))
     made: dict[tuple[int, int], tuple[Row, Plan | None]] = {}
     best: dict[int, Plan] = {}
@@ -128,13 +128,14 @@ def _planned(solved: Solved, budgets: Sequence[Budget], methods: Sequence[Planne
 
 
 def _turns(methods: Sequence[Planner]) -> list[int]:
-    """Planners that ask others come after those, so that each pays for its own work."""
+    """Return the order in which planners run: a planner that asks others comes after them, so that each pays
+    for its own work."""
     places = list(PLANNERS)
     return sorted(range(len(methods)), key=lambda k: (asks(methods[k]), places.index(methods[k].name)))
 
 
 def _at_least(row: Row, plan: Plan | None, before: Plan | None) -> tuple[Row, Plan | None]:
-    """A planner's row, or where it is slower than its plan of a smaller budget, that plan's."""
+    """Return a planner's row, or where it is slower than its plan of a smaller budget, that plan's."""
     if before is None or row.status == "failed" or row.budget_bytes is None or (
             plan is not None and plan.step_seconds <= before.step_seconds):
         return row, plan
@@ -146,7 +147,8 @@ def _at_least(row: Row, plan: Plan | None, before: Plan | None) -> tuple[Row, Pl
 
 def _row(solved: Solved, limit: int, method: Planner, time_limit: float,
          known: Sequence[Candidate] | None) -> tuple[Row, Plan | None, tuple[Candidate, ...] | None]:
-    """A row, its plan, and the schedules that further budgets should know; None: it was not searched."""
+    """Return a row, its plan, and the schedules that further budgets should know; None: it was not
+    searched."""
     name, start = method.name, time.perf_counter()
     try:
         attempt = attempted(solved.prepared, solved, method, limit, time_limit=time_limit, known=known)
@@ -166,7 +168,7 @@ def _ratio(plan: Plan) -> float:
 
 def _measured(bench: Bench, found: Sequence[tuple[Row, Plan | None]],
               progress: Progress) -> list[Row]:
-    """The rows with what was measured, and those of what people use without this package."""
+    """Return the rows with what was measured, and those of what people use without this package."""
     rows: list[Row] = []
     done: list[tuple[str, float]] = []
     number = sum(plan is not None for _, plan in found) + 1
@@ -188,8 +190,8 @@ def _measured(bench: Bench, found: Sequence[tuple[Row, Plan | None]],
 
 
 def seconds_left(done: Sequence[tuple[str, float]], coming: Sequence[str]) -> float | None:
-    """Seconds of the tasks that come: each as long as its method's mean so far, or the mean of all where its
-    method has not run. None while nothing is done.
+    """Return seconds of the tasks that come: each as long as its method's mean so far, or the mean of all
+    where its method has not run. None while nothing is done.
 
     `done`: (method, seconds). A planner takes about as long for one budget as for the next, and planners
     differ by three orders of magnitude: one rate for all of them would say nothing.

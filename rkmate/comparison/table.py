@@ -28,7 +28,7 @@ _COLUMNS = (("method", 26), ("planning", 9), ("predicted peak", 15), ("measured 
 
 @dataclass(frozen=True)
 class Row:
-    """One method at one budget."""
+    """A method at one budget."""
 
     method: str
     """Name of a planner, or of a method from outside this package."""
@@ -145,7 +145,7 @@ class Comparison(Sequence[Row]):
         return f"<pre>{escape(str(self))}</pre>"
 
     def to_json(self) -> str:
-        """The whole result as one JSON object."""
+        """Return the whole result as one JSON object."""
         return json.dumps({
             "model": self.model, "costs": self.costs,
             "baseline_peak_bytes": self.baseline_peak_bytes,
@@ -158,8 +158,8 @@ class Comparison(Sequence[Row]):
 
         Args:
             path: where to write the picture (.svg, .png, .pdf); without it, nothing is written.
-            title: of the picture; the model's name unless given.
-            methods: which lines; all unless given.
+            title: title of the picture; by default, the model's name.
+            methods: methods to draw; by default, all.
 
         Returns:
             The matplotlib figure.
@@ -216,7 +216,7 @@ _TOP = 100
 
 @dataclass(frozen=True)
 class Line:
-    """One method."""
+    """A method in the picture."""
 
     name: str
     predicted: tuple[tuple[int, float], ...]
@@ -259,5 +259,5 @@ def plot(lines: Sequence[Line], baseline_peak_bytes: int, title: str, path: str 
 
 
 def _in_axes(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """MiB, and extra time in %."""
+    """Return points in MiB and in percent of extra time."""
     return [(peak / _MIB, 100 * (ratio - 1)) for peak, ratio in points]

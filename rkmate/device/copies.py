@@ -1,6 +1,5 @@
-"""Copies of a call's data out of a device's memory and back, on threads of their own: bytes that are away,
-room for them, lanes, and the order of a call's copies.
-"""
+"""Copies of a call's data out of a device's memory and back, on separate threads: the bytes that are away,
+room for them, lanes, and the order of a call's copies."""
 
 from __future__ import annotations
 
@@ -31,14 +30,14 @@ from rkmate.errors import OffloadError
 
 
 class Call(Protocol):
-    """One that sends."""
+    """A call that sends data."""
 
     away_bytes: int
-    """Of the storages that it has sent, until it is closed."""
+    """Bytes of the storages that the call has sent, until it is closed."""
 
 
 class AwayBytes:
-    """Of all open calls of one engine."""
+    """Counts the bytes that all open calls of one engine have away."""
 
     def __init__(self, place: str, most_bytes: int | None) -> None:
         self._place, self._most = place, most_bytes
@@ -46,13 +45,14 @@ class AwayBytes:
         self._counting = threading.Lock()
 
     def add(self, call: Call, size: int) -> None:
-        """A call sends so many bytes. Raises `OffloadError`: more than may be away."""
+        """Count `size` more bytes for a call. Raises `OffloadError` if more bytes would be away than
+        allowed."""
         with self._counting:
             self._calls.add(call)
             away = sum(c.away_bytes for c in self._calls) + size
             if self._most is not None and away > self._most:
-                raise OffloadError(f"{self._place}: {size:,} bytes more would make {away:,} bytes there, and "
-                                   f"{self._most:,} may be (most_bytes)")
+                raise OffloadError(f"{self._place}: {size:,} more bytes would make {away:,} bytes there, "
+                                   f"and the limit is {self._most:,} (most_bytes)")
             call.away_bytes += size
 
 
@@ -66,28 +66,28 @@ PIECE = 2**18
 
 
 class Extent(NamedTuple):
-    """Bytes in a row."""
+    """A run of bytes."""
 
     offset: int
     size: int
 
 
 class Room:
-    """A space that grows where what is free does not do. All is in multiples of a block of bytes."""
+    """A space that grows if its free part is too small. All sizes are multiples of a block of bytes."""
 
     def __init__(self, block: int, grow: Callable[[Extent], None], *, step: int = 1) -> None:
-        """`grow`: makes the space longer by an extent, in multiples of `step` bytes; what it raises, `take`
-        raises, and nothing is taken."""
+        """`grow`: makes the space longer by an extent, in multiples of `step` bytes. If `grow` raises, `take`
+        raises the same error, and nothing is taken."""
         self.block = block
         self.end = 0
-        """How long the space is."""
+        """Length of the space, in bytes."""
         self._grow, self._step = grow, step
         self._free: list[Extent] = []
         self._given: deque[Extent] = deque()
         self._lock = threading.Lock()
 
     def take(self, size: int) -> list[Extent]:
-        """Room for so many bytes: one extent where there is one, else several."""
+        """Return room for `size` bytes: one extent if possible, else several."""
         need = -(-size // self.block) * self.block
         if not need:
             return []
@@ -128,12 +128,12 @@ class Room:
 
 
 def _after(extent: Extent, size: int) -> list[Extent]:
-    """What is left of an extent when its first bytes are taken."""
+    """Return the rest of an extent after its first bytes were taken."""
     return [Extent(extent.offset + size, extent.size - size)] if extent.size > size else []
 
 
 def _merged(extents: Iterable[Extent]) -> Iterator[Extent]:
-    """Neighbours as one; extents come in order."""
+    """Yield extents with neighbours merged. `extents` come in order."""
     last: Extent | None = None
     for extent in extents:
         if last is not None and last.offset + last.size == extent.offset:
@@ -159,7 +159,7 @@ def _merged(extents: Iterable[Extent]) -> Iterator[Extent]:
 LANES = 2
 """Threads of a direction."""
 BLOCK = 4096
-"""Direct reads and writes are in multiples of so many bytes, in the file and in memory."""
+"""Direct reads and writes are in multiples of this number of bytes, in the file and in memory."""
 CHUNK = 2**20
 """Bytes that are moved at a time, at most, and of a thread's buffer."""
 _LOOK_SECONDS = 2e-4
@@ -170,10 +170,10 @@ class Transfer:
     """A copy of one storage, one way, in chunks."""
 
     def __init__(self, chunks: int, buffers: tuple[int, ...]) -> None:
-        """`buffers`: each lane's, by its address."""
+        """`buffers`: addresses of the lanes' buffers."""
         self.buffers = buffers
         self.given_up = False
-        """Set by whoever needs it no more: chunks that nobody has begun are left out."""
+        """Set when the transfer is not needed any more: chunks that no lane has begun are left out."""
         self.error: BaseException | None = None
         """The first that occurred; before the end of the transfer it means nothing."""
         self.over = threading.Event()
@@ -184,7 +184,7 @@ class Transfer:
             self.over.set()
 
     def count(self, error: BaseException | None) -> None:
-        """A chunk is over."""
+        """Count a chunk as done; the last one ends the transfer."""
         with self._lock:
             self.error = self.error or error
             self._left -= 1
@@ -199,16 +199,16 @@ class Chunk:
 
     transfer: Transfer
     address: int
-    """In memory."""
+    """Address in memory."""
     size: int
     offset: int
-    """In the file."""
+    """Offset in the file."""
     checksum: int | None = None
-    """Which its bytes should have when they are back."""
+    """Checksum that the chunk's bytes should have when they are back."""
 
 
 class Mismatch(Exception):
-    """What came back is not what went."""
+    """Data came back with another checksum."""
 
 
 class Descriptor:
@@ -231,7 +231,7 @@ class Descriptor:
     __del__ = close
 
     def write(self, chunk: Chunk, lane: int) -> None:
-        """From memory to the file."""
+        """Copy a chunk from memory to the file."""
         buffer = self._buffer(chunk, lane)
         if buffer:
             ctypes.memmove(buffer, chunk.address, chunk.size)
@@ -244,7 +244,7 @@ class Descriptor:
             self._forget(chunk)
 
     def read(self, chunk: Chunk, lane: int) -> None:
-        """From the file to memory."""
+        """Copy a chunk from the file to memory."""
         buffer = self._buffer(chunk, lane)
         view, done = memory(buffer or chunk.address, -(-chunk.size // BLOCK) * BLOCK), 0
         while done < chunk.size:
@@ -258,18 +258,18 @@ class Descriptor:
             raise Mismatch
 
     def _buffer(self, chunk: Chunk, lane: int) -> int:
-        """The address of the buffer that a chunk takes its way over; 0 for none."""
+        """Return the address of the buffer that a chunk takes its way over; 0 for none."""
         return chunk.transfer.buffers[lane] if chunk.address % self.aligned or chunk.size % BLOCK else 0
 
     def _forget(self, chunk: Chunk) -> None:
-        """The system need not keep the pages."""
+        """Tell the system that it need not keep the pages."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.number, chunk.offset, chunk.size, os.POSIX_FADV_DONTNEED)
 
 
 def _advanced(done: int, some: int, size: int, what: str) -> int:
-    """How much is done after another call, in whole blocks unless that is all. Raises `OSError` where it got
-    no further, as at the end of the file."""
+    """Return the number of bytes done after another call, in whole blocks unless the chunk is complete.
+    Raises `OSError` if the call made no progress, as at the end of the file."""
     if done + some >= size:
         return size
     if some < BLOCK:
@@ -278,12 +278,12 @@ def _advanced(done: int, some: int, size: int, what: str) -> int:
 
 
 def memory(address: int, size: int) -> memoryview:
-    """Memory at an address, which it does not keep."""
+    """Return memory at an address, which it does not keep."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 def checksum(address: int, size: int) -> int:
-    """Of bytes in memory."""
+    """Return the checksum of bytes in memory."""
     return zlib.crc32(memory(address, size))
 
 
@@ -295,8 +295,8 @@ def let_go(lock: threading.RLock) -> None:
 
 
 def uninterrupted(call: Callable[[], None]) -> Callable[[], None]:
-    """Where Python drops what a call raises and goes on, as around a fork and in a collector: half of it is
-    worse than a Ctrl-C that is lost. It begins anew."""
+    """Return a function that repeats a call until no Ctrl-C interrupts it. For calls around a fork or in the
+    garbage collector, where Python drops exceptions: a call that is half done is worse than a lost Ctrl-C."""
     def run() -> None:
         while True:
             try:
@@ -313,7 +313,7 @@ class Lanes:
     """The threads of one file. The file's owner calls `stop`."""
 
     def __init__(self, descriptor: Descriptor, keep: object) -> None:
-        """`keep`: what has to live as long as the threads do."""
+        """`keep`: an object that has to live as long as the threads do."""
         self.out: Queue = SimpleQueue()
         self.back: Queue = SimpleQueue()
         self._descriptor, self._keep = descriptor, keep
@@ -339,7 +339,7 @@ class Lanes:
                 queue.put(chunk)
 
     def here(self) -> bool:
-        """Whether this thread is one of them."""
+        """Return whether this thread is one of them."""
         return threading.current_thread() in [lane.thread for lane in self._lanes]
 
     def stop(self) -> None:
@@ -370,23 +370,23 @@ class Lanes:
             lane.working.acquire()
 
     def resume(self) -> None:
-        """The opposite of `rest`, in the same thread; also of one that was interrupted, or done twice."""
+        """Undo `rest`, in the same thread; also a `rest` that was interrupted or done twice."""
         for lane in self._lanes:
             let_go(lane.working)
 
 
 class Lane:
-    """A thread, and what it works on."""
+    """A thread, and its current work."""
 
     def __init__(self, number: int, queue: Queue, move: Callable[[Chunk, int], None]) -> None:
         self.queue = queue
         self.thread: threading.Thread | None = None
         self.transfer: Transfer | None = None
-        """Whose chunk it moves now."""
+        """The transfer whose chunk the lane is moving."""
         self.working = threading.RLock()
         """Held while it moves a chunk. It knows who holds it: nobody lets go of it for another."""
         self.stopped = False
-        """Set when it is to move no more."""
+        """Whether the lane should move no more chunks."""
         self._number, self._move = number, move
 
     @property
@@ -395,7 +395,7 @@ class Lane:
         return self.thread is not None and self.thread.ident is not None
 
     def work(self, _keep: object) -> None:
-        """What the thread does."""
+        """Run the thread: move chunks until the queue ends."""
         while (chunk := self.queue.get()) is not None:
             error: BaseException | None = None
             with self.working:
@@ -423,9 +423,9 @@ class Sent:
 
     form: Form
     leaving: torch.Tensor | None
-    """What is copied away; None when it has left."""
+    """Tensor that is being copied away; None when it has left."""
     coming: torch.Tensor | None = field(default=None, init=False)
-    """Where it is copied back to, until it is there."""
+    """Tensor that the data is copied back to, until the copy has ended."""
     begun: bool = field(default=False, init=False)
     """Whether all of the last copy, out or back, was asked for: else that was interrupted."""
 
@@ -434,18 +434,19 @@ S = TypeVar("S", bound=Sent)
 
 
 class CallCopies(ABC, Generic[S]):
-    """See `StepCopies`. One thread at a time may use it, any may close it."""
+    """The copies of one call; see `StepCopies`. One thread at a time may use them, any thread may close
+    them."""
 
     room = "room"
-    """What `_take` takes, in words."""
+    """The kind of room that `_take` takes, in words."""
 
     def __init__(self, place: str, device: torch.device, away: AwayBytes) -> None:
-        """`away`: counts what all calls of its engine have there."""
+        """`away`: counts the bytes that all calls of the engine have away."""
         self._place, self._device, self._bytes = place, device, away
         self._process = os.getpid()
         self._closing = threading.RLock()       # of this thread: an interrupted close can be done again
         self.away_bytes = 0
-        """Of the storages that it has sent, until it is closed."""
+        """Bytes of the storages that the call has sent, until it is closed."""
         self._away: dict[str, S] = {}
         self._open = True
 
@@ -453,7 +454,7 @@ class CallCopies(ABC, Generic[S]):
 
     @abstractmethod
     def _take(self, form: Form, tensor: torch.Tensor) -> S:
-        """Room for a storage. Raises `OSError` or `RuntimeError`: there is none."""
+        """Take room for a storage. Raises `OSError` or `RuntimeError` if there is none."""
 
     @abstractmethod
     def _send(self, sent: S, content: torch.UntypedStorage) -> None:
@@ -482,7 +483,7 @@ class CallCopies(ABC, Generic[S]):
         """See `StepCopies.out`."""
         self._check_open()
         if key in self._away:
-            raise ValueError(f"{key} was sent away before")
+            raise ValueError(f"{key} was already sent away")
         form = Form.of(tensor)
         self._bytes.add(self, form.nbytes)
         try:
@@ -499,7 +500,7 @@ class CallCopies(ABC, Generic[S]):
         self._check_open()
         sent = self._away[key]
         if sent.leaving is None:
-            raise ValueError(f"{key} has left before")
+            raise ValueError(f"{key} was already freed after its copy-out")
         self._check_begun(sent)
         self._wait_out(sent)
         sent.leaving = None
@@ -548,18 +549,18 @@ class CallCopies(ABC, Generic[S]):
         if not self._open:
             raise OffloadError(f"{self._place}: these copies were closed")
         if self._process != os.getpid():
-            raise OffloadError(f"{self._place}: what another process sent there is not a forked child's")
+            raise OffloadError(f"{self._place}: a forked process cannot use data that its parent sent there")
 
     def _check_begun(self, sent: S) -> None:
         if not sent.begun:
-            raise OffloadError(f"{self._place}: {sent.form.nbytes:,} bytes were not copied: that was "
-                               "interrupted")
+            raise OffloadError(f"{self._place}: {sent.form.nbytes:,} bytes were not copied, because the "
+                               "copy was interrupted")
 
     def _error(self, what: str, error: BaseException) -> OffloadError:
         return OffloadError(f"{self._place}: {what} ({reason_of(error)})")
 
 
 def reason_of(error: BaseException) -> str:
-    """Of an error, in words."""
+    """Return the reason of an error in words."""
     return str(error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 

@@ -1,4 +1,4 @@
-"""What copies data away while a device computes, as a type, and how long its copies take."""
+"""The protocol of engines that copy data away while a device computes, and how long their copies take."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class StepCopies(Protocol):
         another, after its `leave`."""
 
     def arrive(self, key: str) -> None:
-        """Wait for the end of that copy: nobody may read the tensor before. Where none is under way, nothing
-        happens."""
+        """Wait for the end of this copy: nobody may read the tensor before. Does nothing if no copy is under
+        way."""
 
     def close(self) -> None:
         """Wait for, or give up, what is under way; free buffers and room. Idempotent; safe from any thread
@@ -50,18 +50,20 @@ class CopyEngine(Protocol):
 
     @property
     def most_bytes(self) -> int | None:
-        """That its calls may have away at once, in all; None: as many as there is room for."""
+        """Bytes that the engine's calls may have away at once, in total; None: no limit except the free
+        space."""
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the device that an open call takes, as the device's meter counts them."""
 
     def open(self, *, verify: bool = False) -> StepCopies:
-        """For one call; takes its buffers (in the calling thread: the meter sees them), which are freed
-        at its `close`. `verify`: what comes back in this call must have the checksum of what went."""
+        """Open the copies of one call. Takes the call's buffers in the calling thread, so that the meter sees
+        them; `close` frees them. `verify`: data that comes back in this call must have its original
+        checksum."""
 
     def close(self) -> None:
-        """No more calls are opened; the place is given back when the open ones are closed."""
+        """Open no more calls. The room is returned when the open calls are closed."""
 
 
 # -- Times -----------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ class _Waiting(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """What the thread does."""
+        """Run the thread: wait for the copies one after another."""
         try:
             for key in self._keys:
                 self._wait(key)

@@ -62,16 +62,16 @@ class Cpu:
         return PART_BYTES
 
     def memory(self) -> None:
-        """None: the machine's memory is not this process's alone."""
+        """Return None: the machine's memory does not belong to this process alone."""
 
     def allocator(self) -> None:
-        """None: what is freed goes back to the system's allocator."""
+        """Return None: freed memory goes back to the system's allocator."""
 
     def give_back(self) -> None:
         give_back_free_pages()
 
     def warm_up(self) -> None:
-        """Libraries keep nothing that is counted."""
+        """Do nothing: libraries keep no memory that is counted."""
 
     def measure_peak(self, fn: Callable[[], T], *, timeline: bool = False) -> Peak[T]:
         return events.measure_peak(fn, "cpu", timeline=timeline)
@@ -89,7 +89,7 @@ class Cpu:
         return _cache_bytes()
 
     def synchronize(self) -> None:
-        """Calls have returned when they are done."""
+        """Do nothing: a call on the CPU has ended when it returns."""
 
     def generator(self) -> torch.Generator:
         return torch.default_generator
@@ -145,7 +145,7 @@ _MARK = "rkmate part "
 
 @functools.cache
 def _cache_bytes() -> int:
-    """Of the last cache, where the system says it."""
+    """Return the bytes of the last cache, if the system tells them."""
     with contextlib.suppress(OSError, ValueError):
         sizes = [path.read_text(encoding="ascii").strip()
                  for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
@@ -156,7 +156,7 @@ def _cache_bytes() -> int:
 
 @functools.cache
 def _processor() -> str:
-    """The processor's name; Python's `platform` knows it on some systems only."""
+    """Return the processor's name; Python's `platform` knows it on some systems only."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

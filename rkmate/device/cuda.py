@@ -33,12 +33,13 @@ idle one would wait for each launch."""
 
 @functools.lru_cache
 def _rates_of(name: str) -> Rates:
-    """Of the GPU that torch calls so; those of an A100 for others."""
+    """Return the rates of the GPU with this name; those of an A100 for unknown names."""
     return (called(name) or A100).expected
 
 
 class CudaStatistics:
-    """Of the caching allocator: bytes that were asked for, without what it keeps beside them."""
+    """Statistics of the caching allocator: bytes that were requested, without those that it keeps in
+    addition."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,7 +59,7 @@ class CudaStatistics:
 
 
 class Cuda:
-    """One GPU."""
+    """A GPU."""
 
     host = False
     cpu_kernels = False
@@ -73,7 +74,7 @@ class Cuda:
 
     @staticmethod
     def initialized() -> list[torch.device]:
-        """All GPUs, once the process uses one; none before that."""
+        """Return all GPUs, once the process uses one; none before that."""
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] \
             if torch.cuda.is_initialized() else []
 
@@ -178,6 +179,6 @@ class Cuda:
 
 
 def _segment(told: Any) -> Segment:
-    """Of the allocator's own snapshot."""
+    """Return a segment from the allocator's own snapshot."""
     return Segment(told["segment_type"] == "small", tuple(
         Held(block["size"], block["state"] == "inactive") for block in told["blocks"]))

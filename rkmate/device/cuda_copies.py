@@ -1,8 +1,8 @@
 """Copies between a GPU's memory and the host's.
 
-Two streams beside the one that computes, one a direction, and events between the three: the host waits for
-nothing. Host memory is pinned (else a copy would wait for the host), taken in slabs, once, and kept for the
-next step.
+Each direction has a stream, in addition to the one that computes, and events order the three: the host waits
+for nothing. Host memory is pinned (otherwise a copy would wait for the host), allocated once, in slabs, and
+kept for the next step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BLOCK = 512
 
 
 class PinnedPool:
-    """A device's pinned memory and streams; shared by all that send there. It is given back when nobody has
-    it any more."""
+    """A device's pinned memory and streams, shared by all that send there. The memory is freed when nothing
+    refers to the pool any more."""
 
     def __init__(self, device: torch.device) -> None:
         self.out = torch.cuda.Stream(device)
@@ -37,7 +37,7 @@ class PinnedPool:
         self._slabs: list[torch.Tensor] = []
         self.room = Room(BLOCK, functools.partial(_grow, self._slabs), step=SLAB)
         self._read: deque[torch.cuda.Event] = deque()
-        """After them, room that was given back is read no more; copies out do not wait for them yet."""
+        """Events after which returned room is not read any more; copies out do not wait for them yet."""
         self._waiting = threading.Lock()
 
     def give(self, extents: Sequence[Extent]) -> None:
@@ -47,7 +47,7 @@ class PinnedPool:
         self.room.give(extents)
 
     def wait_for_readers(self) -> None:
-        """Copies out that are begun from now on may write to all room that was given back."""
+        """Let the copies out that begin from now on wait for all readers of the room that was given back."""
         with self._waiting:
             while self._read:
                 self.out.wait_event(self._read[0])
@@ -55,7 +55,7 @@ class PinnedPool:
 
     def parts(self, extents: Sequence[Extent], content: torch.Tensor
               ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of a storage's bytes, each with its place in the host's memory."""
+        """Return parts of a storage's bytes, each with its place in the host's memory."""
         done = 0
         for extent in extents:
             at, end = extent.offset, min(extent.size, len(content) - done) + extent.offset
@@ -73,7 +73,7 @@ def _grow(slabs: list[torch.Tensor], extent: Extent) -> None:
 
 
 def pool_of(device: torch.device) -> PinnedPool:
-    """The one of a device."""
+    """Return the pinned memory of a device; one pool for each device."""
     with _lock:
         found = _pools.get(device)
         if found is None:
@@ -92,8 +92,8 @@ class HostEngine:
     place = "host"
 
     def __init__(self, device: torch.device, most_bytes: int | None = None, *, verify: bool = False) -> None:
-        """`most_bytes`: of the storages that its calls have away at once. `verify`: what comes back must have
-        the checksum of what went, for which the host waits."""
+        """`most_bytes`: limit of the storages that the engine's calls have away at once. `verify`: whether
+        data that comes back must have its original checksum, for which the host waits."""
         self.most_bytes, self._verify = most_bytes, verify
         self._device = device
         self._pool: PinnedPool | None = pool_of(device)
@@ -102,7 +102,7 @@ class HostEngine:
     def open(self, *, verify: bool = False) -> HostCopies:
         """See `CopyEngine.open`. Raises `OffloadError`: the engine is closed."""
         if self._pool is None:
-            raise OffloadError("host: nothing more is sent there, it was closed")
+            raise OffloadError("host: no data can be sent there any more: the engine was closed")
         return HostCopies(self._device, self._pool, self._bytes, verify=verify or self._verify)
 
     def close(self) -> None:
@@ -120,12 +120,12 @@ class _Pinned(Sent):
     there: torch.cuda.Event = field(init=False)
     """The end of the last copy back."""
     checksum: int | None = None
-    """None where nothing is verified."""
+    """Checksum of the sent bytes; None if copies are not verified."""
 
 
 class HostCopies(CallCopies[_Pinned]):
-    """The copies of one call, all on one stream. That waits for them, not the host: memory is used again in
-    its order."""
+    """The copies of one call. They wait for each other on one stream, not on the host: memory is reused in
+    the stream's order."""
 
     room = "pinned memory"
 
@@ -163,8 +163,8 @@ class HostCopies(CallCopies[_Pinned]):
         self._now().wait_event(sent.there)
         if sent.checksum is not None and sent.coming is not None \
                 and _checksum(bytes_of(sent.coming.untyped_storage())) != sent.checksum:
-            raise OffloadError(f"host: of {sent.form.nbytes:,} bytes some are not those that were sent: they "
-                               "were written to while they were copied")
+            raise OffloadError(f"host: some of {sent.form.nbytes:,} bytes differ from those that were sent: "
+                               "they were written to while they were copied")
 
     def _give_up(self) -> None:
         # Memory that is still copied is used again when that is done, by whichever stream.
@@ -189,7 +189,7 @@ def _checksum(content: torch.Tensor) -> int:
 
 def ends_by_events(call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
                    compute: Callable[[], object]) -> tuple[float, float]:
-    """See `Device.ends_of`: two streams wait, beside the one that computes."""
+    """See `Device.ends_of`: two more streams wait, in addition to the one that computes."""
     start, ends = torch.cuda.Event(enable_timing=True), []
     start.record()
     begin()

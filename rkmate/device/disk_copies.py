@@ -55,12 +55,12 @@ from rkmate.support.warn import warn
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MADV_HUGEPAGE = 14
-"""Of sys/mman.h."""
+"""Constant of sys/mman.h."""
 
 
 def ask_for_huge_pages(address: int, size: int) -> None:
-    """Let memory that will be written to have huge pages, where whole ones fit into it. A wish: where the
-    system knows none, or has none left, there are small ones."""
+    """Request huge pages for memory that will be written, if whole huge pages fit into it. If the system has
+    none, it uses small pages."""
     page, advise = _system()
     if advise is None:
         return
@@ -71,7 +71,7 @@ def ask_for_huge_pages(address: int, size: int) -> None:
 
 @functools.cache
 def _system() -> tuple[int, Callable[[int, int, int], int] | None]:
-    """Bytes of a huge page, and what asks for some; 0 and None where there is no such thing."""
+    """Return bytes of a huge page, and what asks for some; 0 and None where there is no such thing."""
     try:
         page = int(_SIZE.read_text(encoding="ascii"))
         advise = ctypes.CDLL(None).madvise
@@ -100,29 +100,30 @@ def _system() -> tuple[int, Callable[[int, int, int], int] | None]:
 
 
 BUFFER_BYTES = 2 * LANES * CHUNK + BLOCK
-"""Of a call: one for each thread, and what aligning them takes."""
+"""Bytes of a call's buffers: one for each thread, and the bytes to align them."""
 _ALIGNED = (64, 512)
-"""Of memory: as torch's is, and as many disks want it."""
+"""Alignments of memory, in bytes: of torch's allocations, and of many disks."""
 _MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _NAME = "rkmate-*-*.away"
 
 
 @dataclass(frozen=True, eq=False)
 class Abandoned:
-    """What a call had when it was collected in a thread that copies: it has to live until that is over."""
+    """Data of a call that the garbage collector found in a copying thread. It has to live until its copies
+    have ended."""
 
     transfers: list[Transfer]
     extents: list[Extent]
     memory: object
-    """What the threads may still read and write."""
+    """Memory that the threads may still read and write."""
 
 
 class AwayFile:
-    """One folder's file, with its threads; shared by all that send there. It is closed when nobody has it
-    any more, and at the end of the process."""
+    """A folder's file, with its threads, shared by all that send to the folder. It is closed when nothing
+    refers to it any more, and at the end of the process."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `OSError`: nothing can be written there."""
+        """Open the file. Raises `OSError` if nothing can be written to the folder."""
         self.folder = folder
         self._descriptor = _opened(folder)
         self._abandoned: deque[Abandoned] = deque()
@@ -136,7 +137,7 @@ class AwayFile:
         return self._descriptor.aligned
 
     def abandon(self, call: Abandoned) -> None:
-        """Of a call that was collected in one of the threads."""
+        """Keep the data of a call that was collected in one of the threads."""
         for transfer in call.transfers:
             transfer.given_up = True
         self._abandoned.append(call)
@@ -150,13 +151,13 @@ class AwayFile:
                 self.room.give(call.extents)
 
     def leave_to_parent(self) -> None:
-        """In a forked child."""
+        """Leave the file to the parent process; called in a forked child."""
         self.closing.detach()
         self._descriptor.close()
 
 
 def _reserve(descriptor: Descriptor, extent: Extent) -> None:
-    """Room on the disk: a full one says so now. Raises `OSError`."""
+    """Reserve room on the disk, so that a full disk raises now. Raises `OSError`."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -167,7 +168,7 @@ def _reserve(descriptor: Descriptor, extent: Extent) -> None:
 
 
 def shared(folder: str | Path) -> AwayFile:
-    """The file of a folder. Raises `OSError`: nothing can be written there."""
+    """Return the file of a folder. Raises `OSError`: nothing can be written there."""
     path = Path(folder).expanduser().absolute()
     about = path.stat()
     with _lock:
@@ -178,7 +179,7 @@ def shared(folder: str | Path) -> AwayFile:
 
 
 def _opened(folder: Path) -> Descriptor:
-    """A file without a name."""
+    """Return a file without a name."""
     for left in folder.glob(_NAME):         # those in use have no name, and those that get one now need none
         with contextlib.suppress(OSError):
             left.unlink()
@@ -200,7 +201,7 @@ def _opened(folder: Path) -> Descriptor:
 
 
 def _nameless(folder: Path, direct: int) -> Descriptor | None:
-    """An open file that was written to; None where it cannot be opened or written in this way."""
+    """Return an open file that was written to; None where it cannot be opened or written in this way."""
     path = folder / f"rkmate-{os.getpid()}-{uuid.uuid4().hex[:8]}.away"
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct, 0o600)
@@ -215,8 +216,8 @@ def _nameless(folder: Path, direct: int) -> Descriptor | None:
 
 
 def _writes(descriptor: Descriptor, aligned: int) -> bool:
-    """Whether a block is written and read from memory whose address is a multiple of this, and of no more.
-    Raises `OSError` for other reasons, such as a full disk."""
+    """Return whether a block is written and read from memory whose address is a multiple of this, and of no
+    more. Raises `OSError` for other reasons, such as a full disk."""
     with mmap.mmap(-1, 3 * BLOCK) as there:
         start = aligned % BLOCK
         with memoryview(there) as whole, whole[start:start + BLOCK] as view:
@@ -230,7 +231,7 @@ def _writes(descriptor: Descriptor, aligned: int) -> bool:
 
 
 def _kind(folder: Path) -> str | None:
-    """The kind of a folder's file system, if that is memory."""
+    """Return the kind of a folder's file system, if that is memory."""
     device = folder.stat().st_dev
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
@@ -253,7 +254,7 @@ _warned: set[Path] = set()
 
 
 class _Resting(threading.local):
-    """What the thread that forks holds still."""
+    """Files whose threads are stopped while this thread forks."""
 
     files: tuple[AwayFile, ...] = ()
 
@@ -263,7 +264,7 @@ _resting = _Resting()
 
 @uninterrupted
 def _before_fork() -> None:
-    """The disk must not write memory while it is shared with a child."""
+    """Stop the threads: the disk must not write to memory that is shared with a child."""
     _lock.acquire()
     _resting.files += tuple(_files.values())
     for file in _resting.files:
@@ -303,9 +304,9 @@ class FolderEngine:
     buffer_bytes = BUFFER_BYTES
 
     def __init__(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> None:
-        """`most_bytes`: of the storages that its calls have away at once (in the file the end of each takes a
-        whole block of 4 KiB, and its begin another). `verify`: what comes back must have the checksum of what
-        went.
+        """`most_bytes`: limit of the storages that the engine's calls have away at once (in the file, the
+        end of each takes a whole block of 4 KiB, and its beginning another one). `verify`: whether
+        data that comes back must have its original checksum.
 
         Raises:
             ArgumentError: nothing can be written to the folder.
@@ -314,8 +315,8 @@ class FolderEngine:
         try:
             self._file: AwayFile | None = shared(place)
         except OSError as error:
-            raise ArgumentError(f"offload is {place!r}, where nothing can be sent ({reason_of(error)}): give "
-                                "a folder that is there and can be written, on a disk with room") from error
+            raise ArgumentError(f"offload is {place!r}, and no data can be sent there ({reason_of(error)}): "
+                                "give an existing, writable folder on a disk with free space") from error
         self._process = os.getpid()
         self._bytes = AwayBytes(place, most_bytes)
 
@@ -323,12 +324,12 @@ class FolderEngine:
         """See `CopyEngine.open`. Raises `OffloadError`: the engine is closed, or this is a forked child and
         the folder is gone."""
         if self._file is None:
-            raise OffloadError(f"{self.place}: nothing more is sent there, it was closed")
+            raise OffloadError(f"{self.place}: no data can be sent there any more: the engine was closed")
         if self._process != os.getpid():
             try:
                 self._file = shared(self.place)
             except OSError as error:
-                raise OffloadError(f"{self.place}: nothing can be sent there by a forked process "
+                raise OffloadError(f"{self.place}: a forked process cannot send data there "
                                    f"({reason_of(error)})") from error
             self._process, self._bytes = os.getpid(), AwayBytes(self.place, self.most_bytes)
         return DiskCopies(self.place, self._file, self._bytes, verify=verify or self._verify)
@@ -339,13 +340,13 @@ class FolderEngine:
 
 
 class _Part(NamedTuple):
-    """What is moved at a time."""
+    """Bytes that are moved together."""
 
     start: int
-    """In the storage."""
+    """Offset in the storage."""
     size: int
     offset: int
-    """In the file."""
+    """Offset in the file."""
 
 
 @dataclass(eq=False)
@@ -355,7 +356,7 @@ class _OnDisk(Sent):
     extents: list[Extent]
     parts: tuple[_Part, ...]
     checksums: tuple[int | None, ...]
-    """Of each part; None where nothing is verified."""
+    """Checksum of each part; None if copies are not verified."""
     moving: Transfer | None = None
     """The last copy, out or back."""
 
@@ -367,7 +368,7 @@ class DiskCopies(CallCopies[_OnDisk]):
         self._file, self._verify = file, verify
         file.sweep()
         self._buffers: torch.Tensor | None = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
-        """None once it is closed."""
+        """Buffers of the call; None once it is closed."""
         start = -(-self._buffers.data_ptr() // BLOCK) * BLOCK
         places = tuple(start + k * CHUNK for k in range(2 * LANES))
         self._out_buffers, self._back_buffers = places[:LANES], places[LANES:]
@@ -414,7 +415,7 @@ class DiskCopies(CallCopies[_OnDisk]):
         assert transfer is not None
         transfer.over.wait()
         if isinstance(transfer.error, Mismatch):
-            raise OffloadError(f"{self._place}: of {size:,} bytes some are not those that were sent: the "
+            raise OffloadError(f"{self._place}: some of {size:,} bytes differ from those that were sent: the "
                                "disk lost them, or they were written to while they were copied")
         if transfer.error is not None:
             raise self._error(f"{size:,} bytes could not be {what}", transfer.error)
@@ -440,8 +441,8 @@ class DiskCopies(CallCopies[_OnDisk]):
 
 
 def _parts(extents: list[Extent], size: int, before: int) -> Iterator[_Part]:
-    """A storage of `size` bytes: the `before` bytes before memory that the disk takes as it stands, whole
-    blocks of that, and what is left."""
+    """Yield the parts of a storage of `size` bytes: the `before` bytes that come before aligned memory, then
+    whole blocks, then the rest."""
     done = 0
     for extent in extents:
         offset, end = extent.offset, extent.offset + extent.size

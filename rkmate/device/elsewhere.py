@@ -1,4 +1,4 @@
-"""A GPU that is not here, over tensors that are: what is planned for it asks this one.
+"""A GPU of another machine, over tensors of this one: code that plans for that GPU asks this class.
 
 Nothing runs on it, so nothing can be measured. It stands for devices of the kind that the model is on, as
 `FakeDevice` does in the tests.
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class Elsewhere(Cuda):
-    """One GPU, of which only the published figures are here."""
+    """A GPU of another machine, known by its published figures."""
 
     def __init__(self, gpu: GPU, taken: int = 0) -> None:
-        """`taken`: bytes of its memory that parameters, buffers and gradients have."""
+        """`taken`: bytes of the GPU's memory that parameters, buffers and gradients take."""
         super().__init__(torch.device("cuda", 0))
         self.gpu = self.elsewhere = gpu
         self._taken = taken
@@ -55,7 +55,7 @@ class Elsewhere(Cuda):
         self._refuse()
 
     def synchronize(self) -> None:
-        """Nothing runs there."""
+        """Do nothing: nothing runs there."""
 
     def generator(self) -> torch.Generator:
         return torch.default_generator
@@ -68,18 +68,18 @@ class Elsewhere(Cuda):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise ArgumentError(f"nothing can be measured on {self.gpu.name}, which is not here: leave costs= "
-                            "out")
+        raise ArgumentError(f"nothing can be measured on {self.gpu.name}, a GPU of another machine: leave "
+                            "out costs=")
 
 
 @contextmanager
 def planning_for(gpu: GPU, places: Collection[torch.device], taken: int = 0) -> Iterator[None]:
-    """Inside, in the whole process, tensors that are where a model is (on the CPU, unless it has none), or on
-    CUDA, count as being on a GPU that is not here. Raises `ArgumentError`."""
+    """Plan for a GPU of another machine inside the context. In the whole process, tensors on the model's
+    device (the CPU by default) or on CUDA then count as being on that GPU. Raises `ArgumentError`."""
     kinds = {place.type for place in places} or {"cpu"}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
-        raise ArgumentError(f"device is {gpu.name}, for which a model is planned that is on the CPU, on the "
-                            f"meta device or on CUDA; it is on {' and '.join(sorted(kinds))}")
+        raise ArgumentError(f"device is {gpu.name}: to plan for it, the model must be on the CPU, on the "
+                            f"meta device or on CUDA, and it is on {' and '.join(sorted(kinds))}")
     device = Elsewhere(gpu, taken)
     with ExitStack() as stack:
         for kind in sorted({*kinds, "cuda"}):

@@ -51,7 +51,7 @@ def measure_peak(fn: Callable[[], T], kind: str, index: int | None = None, *,
 
 
 def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:
-    """A device's allocations and frees, in order of time."""
+    """Return a device's allocations and frees, in order of time."""
     sizes_known = _Tracked.depth > 0 or kind != "cpu"
     inside: set[int] = set()
     result: list[Change] = []
@@ -70,7 +70,7 @@ def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:
 
 @contextmanager
 def tracking() -> Iterator[None]:
-    """Inside, torch's CPU allocator remembers the size of every block that it allocates.
+    """Let torch's CPU allocator remember the size of every block that it allocates inside the context.
 
     A block allocated inside and freed within a later `measure_peak` call, also inside, is then
     subtracted. Costs about a microsecond for each allocation. May be nested.
@@ -93,7 +93,7 @@ def tracking() -> Iterator[None]:
 
 
 class _Tracked:
-    """How many `tracking` contexts are open, in the whole process as the flag is."""
+    """Number of open `tracking` contexts in the whole process, like the flag."""
 
     lock = threading.Lock()
     depth = 0
@@ -104,7 +104,7 @@ _measuring = threading.Lock()
 
 @contextmanager
 def profiling() -> Iterator[Any]:
-    """A profiler of memory events; its results can be read after it."""
+    """Profile memory events inside the context. Read the yielded profiler after the context."""
     if not _measuring.acquire(blocking=False):
         raise MeterError("memory is being measured already: measurements cannot be nested, and one "
                          "thread at a time can measure")

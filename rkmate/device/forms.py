@@ -1,4 +1,4 @@
-"""A tensor without its bytes: what it takes to make one like it over another storage."""
+"""A tensor without its bytes: the data that is needed to make one like it over another storage."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 
 @dataclass(frozen=True)
 class Form:
-    """Of a tensor whose storage is copied as bytes."""
+    """Form of a tensor whose storage is copied as bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     nbytes: int
-    """Of the whole storage."""
+    """Bytes of the whole storage."""
     conjugate: bool
     """Whether it stands for the conjugate of its bytes."""
     negative: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Form:
-        """The form of a tensor with a storage."""
+        """Return the form of a tensor with a storage."""
         return Form(tensor.dtype, tuple(tensor.shape), tensor.stride(),
                     int(tensor.storage_offset()), tensor.untyped_storage().nbytes(), tensor.is_conj(),
                     tensor.is_neg())
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this form over a storage, which it shares."""
+        """Return a tensor of this form over a storage, which it shares."""
         tensor = _set(self.dtype, storage, self.offset, self.shape, self.strides)
         if self.conjugate:
             tensor = tensor.conj()
@@ -41,7 +41,7 @@ class Form:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a new tensor."""
+    """Return the strides of a new tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -50,7 +50,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage, as bytes."""
+    """Return all of a storage, as bytes."""
     return _set(torch.uint8, storage, 0, (storage.nbytes(),), (1,))
 
 

@@ -1,4 +1,4 @@
-"""Recorded work: what a device was asked for once, asked for again in one call (CUDA graphs).
+"""Recorded work (CUDA graphs): calls of the device that are recorded once and replayed by one call.
 
 What is recorded does not run. Its memory comes from a pool of its own and stays reserved for the next replay,
 and addresses are fixed. Random operations read the state of their generator anew at each replay; those that
@@ -26,7 +26,7 @@ class Recorder:
     """Records on one device; all recordings share a pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises `ValueError` for a device that cannot."""
+        """Raises `ValueError` for a device that cannot record."""
         if not can_record(device):
             raise ValueError(device)
         self.device = device
@@ -35,9 +35,9 @@ class Recorder:
 
     def record(self, run: Callable[[], T], generators: Sequence[torch.Generator] = ()
                ) -> tuple[Callable[[], None], T]:
-        """Record what `run` asks for: a function that replays it, and the result, whose tensors each replay
-        writes. `generators`: those that it draws from beside the default one. The current stream stays what
-        it is where recording fails, too."""
+        """Record the work of `run` on the device. Returns a function that replays it, and the result, whose
+        tensors each replay writes. `generators`: generators that `run` draws from in addition to the default
+        one. The current stream is restored if recording fails, too."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
@@ -48,9 +48,9 @@ class Recorder:
 
     @contextmanager
     def waiting_is_an_error(self) -> Iterator[None]:
-        """Operations that make the host wait for the device raise `RuntimeError`, as far as torch knows them;
-        in the whole process. A recording that such an operation breaks off leaves the allocator in the middle
-        of it."""
+        """Make operations that the host would wait for raise `RuntimeError` (as far as torch knows them), in
+        the whole process. A recording that such an operation breaks off leaves the allocator in the middle of
+        it."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")         # torch says once that it does not know all of them
@@ -61,12 +61,13 @@ class Recorder:
             torch.cuda.set_sync_debug_mode(before)
 
     def generators(self, names: Sequence[str]) -> list[torch.Generator]:
-        """One for each random operation; those of one name will draw the same."""
+        """Return a new generator for each random operation; operations of one name will draw the same
+        numbers."""
         return [torch.Generator(self.device) for _ in names]
 
     @contextmanager
     def drawing_from(self, generator: torch.Generator) -> Iterator[None]:
-        """While something is recorded: the default generator stands for another."""
+        """Let the default generator stand for another one while something is recorded."""
         before = self._default.graphsafe_get_state()
         self._default.graphsafe_set_state(generator)
         try:
@@ -75,8 +76,8 @@ class Recorder:
             self._default.graphsafe_set_state(before)
 
     def seed(self, named: Sequence[tuple[str, torch.Generator]]) -> None:
-        """Before a replay: generators of one name are made equal, those of other names differ; all follow the
-        default one, which moves on."""
+        """Seed the generators before a replay: generators of one name are made equal, those of other names
+        differ. All follow the default generator, which advances."""
         seed, offset = self._default.initial_seed(), self._default.get_offset()
         numbers = {name: k + 1 for k, name in enumerate(dict.fromkeys(name for name, _ in named))}
         for name, generator in named:
@@ -87,6 +88,6 @@ class Recorder:
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether work on a device can be recorded."""
+    """Return whether work on a device can be recorded."""
     return isinstance(registry.of(device), Cuda)
 

@@ -1,4 +1,4 @@
-"""What torch's CUDA allocator did, from the history that it keeps of requests and frees.
+"""Read what torch's CUDA allocator did from the history that it keeps of requests and frees.
 
 The statistics of the allocator have one peak, and it is the user's; the history can be read without touching
 it, and knows the bytes that were asked for, where the statistics know the blocks that were handed out.
@@ -27,8 +27,8 @@ _numbers = itertools.count()
 
 
 def levels(entries: Iterable[Entry], size_of: Callable[[int], int]) -> Iterator[tuple[int, int]]:
-    """(microseconds, bytes that were asked for above the level at the start) after each request and each
-    free. `size_of`: what a request counts as."""
+    """Yield (microseconds, requested bytes above the level at the start) after each request and each free.
+    `size_of`: bytes that a request counts as."""
     live = 0
     for entry in entries:
         if entry["action"] == "alloc":
@@ -41,7 +41,7 @@ def levels(entries: Iterable[Entry], size_of: Callable[[int], int]) -> Iterator[
 
 
 def since(entries: Iterable[Entry], mark: str) -> list[Entry]:
-    """The entries after the one that a mark stands beside. Raises `MeterError` where it is lost."""
+    """Return the entries after the entry that a mark belongs to. Raises `MeterError` if the mark is lost."""
     found = list(entries)
     for k in range(len(found) - 1, -1, -1):
         if found[k].get("user_metadata") == mark and found[k]["action"] == "free_completed":
@@ -125,7 +125,7 @@ class HistoryMeter:
 
 
 def peaks_of_parts(entries: Iterable[Entry], size_of: Callable[[int], int]) -> dict[int, int]:
-    """Part -> most bytes over the level at its start."""
+    """Return the most bytes over the level at its start, for each part."""
     found: dict[int, list[Entry]] = {}
     part: list[Entry] | None = None
     for entry in entries:

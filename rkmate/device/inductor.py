@@ -32,17 +32,17 @@ from rkmate.torch_seam.versions import GROUPS, is_off, release, why_off
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
                    r"(?: by \[(?P<strides>[\d, ]*)\])?")
 _COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-"""What inductor runs, unless the environment says `CXX`."""
+"""Compiler that inductor runs, unless the environment sets `CXX`."""
 _lock = threading.RLock()
 _known: weakref.WeakValueDictionary[Any, Fused] = weakref.WeakValueDictionary()
-"""Those that some plan holds, or that were made lately."""
+"""Groups that some plan holds, or that were made recently."""
 TOLD = 1 << 20
 """Bytes that are copied for a call without a word, because they lie otherwise than in the trace: the gradient
 of an output that is a view may."""
 compiled = 0
-"""How many groups were compiled in this process, those found on disk included."""
+"""Number of groups that were compiled in this process, including those found on disk."""
 seconds = 0.0
-"""How long that took."""
+"""Seconds of compiling."""
 
 
 class Fused:
@@ -82,7 +82,7 @@ class Fused:
         return tuple(results)
 
     def _are_laid_out_otherwise(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a kernel before has laid out its result otherwise than its trace says; said once."""
+        """Return whether a kernel before has laid out its result otherwise than its trace says; said once."""
         strides = tuple([t.stride() for t in tensors])
         found = self._otherwise.get(strides)
         if found is None:
@@ -109,7 +109,8 @@ def fused(*forms: str) -> Callable[[Callable[..., Any]], Fused]:
 
 
 def _text(function: Callable[..., Any], forms: Sequence[str]) -> tuple[Any, ...]:
-    """What tells a function of tensors of these forms from others, and how it is compiled now."""
+    """Return what distinguishes a function of tensors of these forms from others, including how it would be
+    compiled now."""
     code: types.CodeType = function.__code__
     # Numbers that Python has written take torch's default type.
     return (tuple(forms), torch.get_num_threads(), str(torch.get_default_dtype()),
@@ -117,7 +118,7 @@ def _text(function: Callable[..., Any], forms: Sequence[str]) -> tuple[Any, ...]
 
 
 def form_of(value: torch.Tensor) -> str:
-    """A (fake) tensor's form as text: ``float32[4, 8]``, ``cuda:0 float16[4, 8] by [1, 4]``."""
+    """Return a (fake) tensor's form as text: ``float32[4, 8]``, ``cuda:0 float16[4, 8] by [1, 4]``."""
     device = "" if value.device.type == "cpu" else f"{value.device} "
     strides = "" if value.is_contiguous() and value.stride() == contiguous_strides(value.shape) \
         else f" by {list(value.stride())}"
@@ -127,8 +128,9 @@ def form_of(value: torch.Tensor) -> str:
 def check_compiler(device: torch.device) -> None:
     """Raise `CompilerError` where nothing can be compiled for a device: it names what to install."""
     if is_off(GROUPS):
-        raise CompilerError(f"torch {release()} cannot compile groups ({why_off(GROUPS)}), as compile=True "
-                            "asks: install a release that rkmate was tested with, or say compile=False")
+        raise CompilerError(f"torch {release()} cannot compile groups ({why_off(GROUPS)}), which "
+                            "compile=True needs: install a release that rkmate was tested with, or pass "
+                            "compile=False")
     if device.type == "cpu":
         named = environ.get("CXX")              # one program: inductor reads no options in it
         if named is not None and shutil.which(named) is None:
@@ -139,22 +141,22 @@ def check_compiler(device: torch.device) -> None:
                 f"no C++ compiler, which compile=True needs on a CPU: there is no {_COMPILER}. Let CXX in "
                 "the environment name another one, or install g++ (Debian and Ubuntu: `apt install g++`; "
                 "Fedora: `dnf install gcc-c++`; conda: `conda install gxx`; macOS: `xcode-select "
-                '--install`), or say compile="auto" or compile=False')
+                '--install`), or pass compile="auto" or compile=False')
         return
     if not compiler.has_triton():
         raise CompilerError(f"no Triton, which compile=True needs on {device.type}: install it (`pip install "
-                            'triton`), or say compile="auto" or compile=False')
+                            'triton`), or pass compile="auto" or compile=False')
 
 
 def version() -> str:
-    """What compiles, as plans carry it."""
+    """Return the name of the compiler, as plans record it."""
     return f"inductor of torch {torch.__version__}"
 
 
 def _read(form: str) -> tuple[torch.dtype, str, list[int], list[int]]:
     found = _FORM.fullmatch(form)
     if found is None:
-        raise ValueError(f"{form!r} is no form of a tensor")
+        raise ValueError(f"{form!r} is not the form of a tensor")
     shape = [int(n) for n in found["shape"].split(",") if n.strip()]
     strides = list(contiguous_strides(shape)) if found["strides"] is None else \
         [int(n) for n in found["strides"].split(",") if n.strip()]
@@ -162,7 +164,7 @@ def _read(form: str) -> tuple[torch.dtype, str, list[int], list[int]]:
 
 
 def _as(value: torch.Tensor, form: str) -> torch.Tensor:
-    """A tensor in the strides of a form."""
+    """Return a tensor in the strides of a form, copied if necessary."""
     if _is_as(value, form):
         return value
     _, _, shape, strides = _read(form)
@@ -170,12 +172,12 @@ def _as(value: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def _is_as(value: torch.Tensor, form: str) -> bool:
-    """Whether a tensor's numbers lie as a form says: the strides of single ones mean nothing."""
+    """Return whether a tensor's numbers lie as a form says: the strides of single ones mean nothing."""
     return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), _read(form)[3], strict=True))
 
 
 def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Results that are in the storage of others, of arguments, or in a larger one than they need."""
+    """Return results that are in the storage of others, of arguments, or in a larger one than they need."""
     device = common(results)
     seen = {t.untyped_storage().data_ptr() for t in tensors}
     found = []

@@ -1,4 +1,4 @@
-"""A heap that keeps what tensors on the CPU have freed.
+"""A heap that keeps the memory that CPU tensors have freed.
 
 The GNU C library takes large blocks from the system and gives them back when they are freed, so a training
 step writes to fresh pages, which the system finds and clears, at every step. A heap that keeps its pages
@@ -23,7 +23,7 @@ LARGEST = 2**25
 """Bytes of the largest block that the heap holds as long as the system gives larger blocks one by one."""
 _KEEP = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 _USUAL = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, LARGEST), (_TRIM_THRESHOLD, 2 * LARGEST))
-"""What `mallopt(3)` says of a process that has freed blocks of all sizes."""
+"""Values of a process that has freed blocks of all sizes, by the manual page `mallopt(3)`."""
 _lock = threading.RLock()
 """Re-entrant: collecting garbage may release pages inside of another call."""
 _keeping = 0
@@ -31,7 +31,7 @@ _keeping = 0
 
 
 class KeptPages:
-    """Memory that is freed stays with the process until `release`, or until the end of a `with`."""
+    """A request that freed memory stays with the process, until `release` or the end of a `with`."""
 
     def __init__(self, *, effective: bool) -> None:
         self.effective = effective
@@ -61,14 +61,15 @@ class KeptPages:
 def keep_pages() -> KeptPages:
     """Let this process keep the memory that tensors on the CPU free, so that steps need no fresh pages.
 
-    It concerns the whole process, and tensors that its main thread makes, gradients included, whether planned
-    by rkmate or not. What is counted against a budget stays as it is. Resident memory is that of the largest
-    step so far and the holes between blocks, and free memory serves no other process. When it is over, the
-    heap returns blocks of 32 MiB and more as they are freed, whatever thresholds the environment has set. On
-    Linux with the GNU C library, from the main thread; elsewhere nothing changes, and a warning says so.
+    This holds for the whole process, and for all tensors that its main thread makes, gradients included,
+    whether planned by rkmate or not. Bytes that count against a budget do not change. Resident memory is that
+    of the largest step so far, plus holes between blocks; other processes cannot use the free part. After the
+    end, the heap returns blocks of 32 MiB and more as they are freed, whatever thresholds the environment has
+    set. Works on Linux with the GNU C library, from the main thread; otherwise nothing changes, and a warning
+    says so.
 
     Returns:
-        What ends it, by its `release()` or as a context: ``with rkmate.keep_pages(): train()``.
+        An object whose `release()` ends this; also a context: ``with rkmate.keep_pages(): train()``.
     """
     global _keeping
     with _lock:
@@ -80,17 +81,17 @@ def keep_pages() -> KeptPages:
 
 
 def give_back_free_pages() -> None:
-    """Return to the system, now, the pages of what tensors have freed: what is made next takes fresh ones.
-    Nothing happens within `keep_pages`, or without the GNU C library."""
+    """Return the pages of freed tensors to the system now; the next tensors take fresh pages. Does nothing
+    inside `keep_pages`, nor with another heap than that of the GNU C library."""
     with _lock:
         if _is_glibc() and not _keeping:
             _heap().malloc_trim(0)
 
 
 def _kept() -> str:
-    """Let the heap keep its pages; return why it does not, if it does not."""
+    """Let the heap keep its pages. Returns why that failed, or ``""``."""
     if not _is_glibc():
-        return "it tells the heap of the GNU C library, on Linux, and this process has another one"
+        return "it configures the heap of the GNU C library, on Linux, and this process has another one"
     if threading.current_thread() is not threading.main_thread():
         return "this is not the main thread, whose heap it is about: call it there"
     if not _tell(_KEEP):

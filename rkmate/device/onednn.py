@@ -13,7 +13,7 @@ from rkmate.torch_seam.versions import ONEDNN, is_off
 
 
 def is_available() -> bool:
-    """Whether torch was built with oneDNN, and lets it multiply single precision."""
+    """Return whether torch was built with oneDNN, and lets it multiply single precision."""
     return _linear is not None and not is_off(ONEDNN)
 
 
@@ -23,9 +23,10 @@ _STRIP = 64
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``a @ b + bias`` on a CPU, in single precision and without a gradient: a [n, k], b [k, m], bias [m].
+    """Return ``a @ b + bias`` on a CPU, in single precision and without a gradient: a [n, k], b [k, m], bias
+    [m].
 
-    Where `a` is not contiguous, it is copied first.
+    If `a` is not contiguous, it is copied first.
     """
     assert _linear is not None
     result: torch.Tensor = _linear(a, b.t(), bias, "none", [], "")
@@ -33,8 +34,8 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torc
 
 
 def temporary_bytes(a: torch.Tensor) -> int:
-    """Bytes that `product` takes beside its result, at most: a copy of `a`, and for each thread a strip of
-    the other matrix, whose depth is rounded up to a vector's width."""
+    """Return an upper bound of the bytes that `product` takes in addition to its result: a copy of `a`, and
+    for each thread a strip of the other matrix, whose depth is rounded up to a vector's width."""
     copied = 0 if a.is_contiguous() else a.numel() * a.element_size()
     strip = _STRIP * -(-a.shape[1] // 16) * 16 * a.element_size()
     return copied + torch.get_num_threads() * (strip + 1024) + 4096

@@ -1,4 +1,4 @@
-"""What the package must know of a place to compute. Sizes are bytes, times are seconds.
+"""The protocol of devices. Sizes are bytes, times are seconds.
 
 A new kind of device is a class with these members and a line in `rkmate.device.registry`; nothing
 else asks what kind a device is.
@@ -33,37 +33,38 @@ class MemoryState:
     free: int
     """Nobody has it: no process, and no allocator."""
     total: int
-    """Of the whole device."""
+    """Bytes of the whole device."""
     cached: int
     """Held by torch's allocator and given to no tensor: free for tensors."""
 
 
 class Statistics(Protocol):
-    """What an allocator tells of the bytes that tensors have."""
+    """Statistics of an allocator: bytes of tensors."""
 
     def allocated(self) -> int:
-        """Alive now."""
+        """Return the bytes alive now."""
 
     def peak(self) -> int:
-        """Most alive at once since the last reset, whoever asked for it: the statistics are the
-        user's, too, and so nobody resets it."""
+        """Return the most bytes alive at once since the last reset, whoever reset it. The statistics belong
+        to the user, too, so nobody resets them here."""
 
     def handed_out(self) -> tuple[int, int] | None:
-        """Bytes that were asked for: those that are alive, and all that ever were; None where that is not
-        counted."""
+        """Return bytes that were asked for: those that are alive, and all that ever were; None where that is
+        not counted."""
 
 
 class PartsMeter(Protocol):
     """The peak of each of several parts of one run, at the price of one measurement."""
 
     def running(self) -> AbstractContextManager[object]:
-        """The run that the parts belong to. Raises `MeterError` when a profiler is in the way."""
+        """Return the run that the parts belong to. Raises `MeterError` when a profiler is in the way."""
 
     def part(self, number: int) -> AbstractContextManager[object]:
-        """One part; its number must be its own, and parts cannot overlap."""
+        """Measure one part of the run inside the context. Each part has its own number; parts cannot
+        overlap."""
 
     def peaks(self) -> dict[int, int]:
-        """Part -> most bytes over the level at its start. After the run."""
+        """Return, after the run, the most bytes over the level at its start, for each part."""
 
 
 class Device(Protocol):
@@ -71,7 +72,7 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Its name in torch."""
+        """Torch's name of the device."""
 
     @property
     def host(self) -> bool:
@@ -84,14 +85,14 @@ class Device(Protocol):
 
     @property
     def autocast_kind(self) -> str:
-        """What `torch.autocast` calls it."""
+        """Name of the device for `torch.autocast`."""
 
     def available(self) -> bool:
-        """Whether this machine has it."""
+        """Return whether this machine has it."""
 
     def key(self) -> str:
-        """What times on it depend on beside the operation: the hardware's name, its libraries and
-        their settings. Part of the keys of remembered costs."""
+        """Return a text for everything that times on the device depend on, except the operation: the
+        hardware's name, its libraries and their settings. Part of the keys of remembered costs."""
 
     @property
     def rates(self) -> Rates:
@@ -104,20 +105,21 @@ class Device(Protocol):
     # -- memory -------------------------------------------------------------------------------
 
     def storage_bytes(self, size: int) -> int:
-        """What the allocator hands out for a storage of `size` bytes."""
+        """Return the bytes that the allocator hands out for a storage of `size` bytes."""
 
     def part_bytes(self, total: int) -> int:
-        """About how much of a tensor of `total` bytes a chunked kernel should work on at a time."""
+        """Return about how many bytes of a tensor of `total` bytes a chunked kernel should work on at a
+        time."""
 
     @property
     def statistics(self) -> Statistics | None:
-        """What the allocator counts; None for one that counts nothing."""
+        """Statistics of the allocator; None for an allocator that counts nothing."""
 
     def memory(self) -> MemoryState | None:
-        """The device's memory now; None where that says nothing about what can be allocated."""
+        """Return the device's memory now; None where that says nothing about what can be allocated."""
 
     def allocator(self) -> CachingAllocator | None:
-        """A model of the allocator as it stands now; None for one that keeps nothing for itself."""
+        """Return a model of the allocator as it stands now; None for one that keeps nothing for itself."""
 
     def give_back(self) -> None:
         """Give the device back what the allocator keeps and no tensor has."""
@@ -130,7 +132,7 @@ class Device(Protocol):
         Raises `MeterError` when a profiler is in the way."""
 
     def parts_meter(self) -> PartsMeter:
-        """A meter for several parts of one run."""
+        """Return a meter for several parts of one run."""
 
     @property
     def first_call_allocates(self) -> bool:
@@ -139,7 +141,8 @@ class Device(Protocol):
     # -- time and order -----------------------------------------------------------------------
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
-        """How long a call's work takes on the device, from its start to its end; and its result."""
+        """Return the seconds of a call's work on the device, from its start to its end, and the call's
+        result."""
 
     @property
     def cache_bytes(self) -> int:
@@ -151,16 +154,16 @@ class Device(Protocol):
     # -- randomness ---------------------------------------------------------------------------
 
     def generator(self) -> torch.Generator:
-        """The default generator, which random operations on the device draw from."""
+        """Return the default generator, which random operations on the device draw from."""
 
     # -- copies -------------------------------------------------------------------------------
 
     def copy_engine(self, place: str, most_bytes: int | None = None, *, verify: bool = False) -> CopyEngine:
-        """What sends data away from the device: to ``"host"``, or to a folder. `most_bytes`: that may be
-        there at once. `verify`: what comes back must have the checksum of what went. Raises `ArgumentError`:
-        from here nothing can be sent there."""
+        """Make an engine that sends data away from the device: to ``"host"``, or to a folder. `most_bytes`:
+        that may be away at once. `verify`: whether data that comes back must have its original checksum.
+        Raises `ArgumentError` if the device cannot send data there."""
 
     def ends_of(self, call: StepCopies, begin: Callable[[], object], out: Sequence[str], back: Sequence[str],
                 compute: Callable[[], object]) -> tuple[float, float]:
-        """Seconds to the end of copies out and of copies back, which `begin` begins in a call; meanwhile
-        `compute` is called again and again."""
+        """Return seconds to the end of copies out and of copies back, which `begin` begins in a call;
+        meanwhile `compute` is called again and again."""

@@ -24,7 +24,7 @@ _DOT = "\N{MIDDLE DOT}"
 
 
 def load(text: str, filename: str) -> dict[str, Any]:
-    """The names that a module of this text has. Tracebacks show lines of the text."""
+    """Return the names that a module of this text has. Tracebacks show lines of the text."""
     spaces = {"torch": torch, **{name: eval(value) for name, value in _SPACE.findall(text)}}
     namespace: dict[str, Any] = {}
 
@@ -44,7 +44,8 @@ def load(text: str, filename: str) -> dict[str, Any]:
 
 
 def quickest(function: Any) -> Any:
-    """What an operator calls, where it is one: the function itself takes less time than its call."""
+    """Return the function that an operator calls, if it is one function: calling it directly takes less
+    time."""
     if not isinstance(function, OpOverload):
         return function
     record = record_of(function)

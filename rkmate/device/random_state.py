@@ -1,4 +1,4 @@
-"""States of generators, kept to be put back. They are bytes: no business of a device's allocator."""
+"""States of generators, kept to be restored. They are bytes, and need no device's allocator."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from rkmate.device.protocol import Device
 
 STATE_BYTES = torch.default_generator.get_state().numel()
-"""What torch allocates on the CPU for a moment when the state of the CPU's generator is read."""
+"""Bytes that torch allocates on the CPU for a moment when the state of the CPU's generator is read."""
 
 
 def state_of(generator: torch.Generator) -> bytes:
-    """A generator's state."""
+    """Return a generator's state."""
     return bytes(generator.get_state().numpy().tobytes())
 
 
@@ -33,7 +33,7 @@ class RandomState:
 
     @classmethod
     def of(cls, *devices: Device) -> RandomState:
-        """As they are now."""
+        """Return the current states of the generators."""
         generators = tuple(dict.fromkeys((torch.default_generator, *(d.generator() for d in devices))))
         return cls(generators, tuple(map(state_of, generators)))
 
@@ -45,7 +45,8 @@ class RandomState:
 
 @contextmanager
 def unchanged_random_state(*devices: Device) -> Iterator[None]:
-    """What is drawn inside, on the CPU or on a device, is not missing after it."""
+    """Restore the generators after the context: random numbers drawn inside, on the CPU or on a device,
+    change nothing after it."""
     before = RandomState.of(*devices)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which device a tensor is on, or a name means."""
+"""Find the device of a tensor, or the device with a name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _made: dict[torch.device, Device] = {}
 
 
 def of(where: torch.device | torch.Tensor | str) -> Device:
-    """The device of a tensor, or with a name.
+    """Return the device of a tensor, or with a name.
 
     Raises:
         ArgumentError: rkmate has no implementation for devices of this kind, or it is ``meta``.
@@ -48,8 +48,8 @@ def _kinds() -> str:
 
 
 def common(tensors: Iterable[torch.Tensor]) -> Device:
-    """The one device that a computation over tensors is planned for: an accelerator, if some are on
-    one (scalars and tables may stay on the CPU), else the CPU.
+    """Return the one device that a computation over tensors is planned for: an accelerator, if some tensors
+    are on one (scalars and tables may stay on the CPU), else the CPU.
 
     Raises:
         ArgumentError: as `of`; or the tensors are on several accelerators.
@@ -57,24 +57,26 @@ def common(tensors: Iterable[torch.Tensor]) -> Device:
     devices = {t.device: of(t) for t in tensors}
     accelerators = [d for d in devices.values() if not d.host]
     if len(accelerators) > 1:
-        raise ArgumentError(f"the model and its inputs stand on several devices: "
-                            f"{', '.join(sorted(map(str, devices)))}; a plan is for one")
+        raise ArgumentError(f"the model and its inputs are on several devices: "
+                            f"{', '.join(sorted(map(str, devices)))}; a plan is for one device")
     return next(iter(accelerators or devices.values()), of("cpu"))
 
 
 def in_use() -> tuple[Device, ...]:
-    """The CPU, and every accelerator that the process may have used."""
+    """Return the CPU, and every accelerator that the process may have used."""
     return of("cpu"), *map(of, Cuda.initialized())
 
 
 def autocast_kinds(devices: Iterable[torch.device]) -> frozenset[str]:
-    """What `torch.autocast` calls devices, those without an implementation too."""
+    """Return the names that `torch.autocast` uses for devices, including devices without an
+    implementation."""
     return frozenset(d.type for d in devices)
 
 
 @contextmanager
 def standing_in(kind: str, device: Device) -> Iterator[None]:
-    """Inside, in the whole process, tensors of this kind of device count as being on `device`."""
+    """Let tensors of this kind of device count as being on `device`, inside the context and in the whole
+    process."""
     before = _KINDS[kind]
     _made.clear()
     _KINDS[kind] = lambda _: device

@@ -1,4 +1,4 @@
-"""Peaks from what an allocator counts. Sizes are bytes."""
+"""Peaks from the counters of an allocator. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 class OwnStatistics(Statistics, Protocol):
-    """Of an allocator whose peak is not the user's."""
+    """Statistics of an allocator whose peak does not belong to the user."""
 
     def reset_peak(self) -> None:
         """Start to look for a new peak."""
 
 
 def measured(statistics: OwnStatistics, run: Callable[[], Peak[T]]) -> Peak[T]:
-    """What `run` returns, with the peak and the net that the allocator counts. The device must be
-    idle before it and after it. Resets the allocator's peak."""
+    """Return the result of `run`, with the peak and the net that the allocator counts. The device must be
+    idle before and after it. Resets the allocator's peak."""
     before = statistics.allocated()
     statistics.reset_peak()
     found = run()
@@ -34,7 +34,7 @@ class StatisticsMeter:
 
     def __init__(self, statistics: OwnStatistics,
                  running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        """`running`: entered around the whole run."""
+        """`running`: a context that is entered around the whole run."""
         self._statistics = statistics
         self._peaks: dict[int, int] = {}
         self.running = running
@@ -51,10 +51,10 @@ class StatisticsMeter:
 
 
 class PeakWatch:
-    """The peak from now on, read without a reset: an allocator has one peak, and it is the user's.
+    """The peak from now on, read without a reset: an allocator has one peak, which belongs to the user.
 
-    Where that peak rises (or the user resets it), the most since now is known. Else it is at most
-    what it was before, and only the levels that were seen are known to have been reached.
+    If that peak rises (or the user resets it), the largest level since now is known. Otherwise it is at
+    most the earlier peak, and only the levels that were seen are known to have been reached.
     """
 
     def __init__(self, statistics: Statistics) -> None:
@@ -64,6 +64,6 @@ class PeakWatch:
         self._before = statistics.peak()
 
     def peak(self) -> int:
-        """Bytes alive at once since the watch began: the most that are known."""
+        """Return bytes alive at once since the watch began: the most that are known."""
         now = self._statistics.peak()
         return now if now != self._before else max(self.start, self._statistics.allocated())

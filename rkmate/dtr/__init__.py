@@ -23,7 +23,8 @@ _PLACES = {
     "rkmate.dtr.simulator": ("Result", "Trace", "simulate"),
     "rkmate.dtr.wrapping": ("DynamicModule", "wrap"),
 }
-"""Where each public name is defined. The simulator, the heuristics and the log load no torch."""
+"""The module in which each public name is defined. The simulator, the heuristics and the log load no
+torch."""
 
 __all__ = sorted(name for names in _PLACES.values() for name in names)
 

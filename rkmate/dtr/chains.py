@@ -11,7 +11,7 @@ from rkmate.errors import ArgumentError
 
 
 def linear_chain(length: int) -> Program:
-    """A forward and backward pass through ``length`` operations of unit time and size.
+    """Make a forward and backward pass through ``length`` operations of unit time and size.
 
     As in appendix A.1: the gradient of operation i reads the output of operation i - 1 and the
     gradient of operation i + 1; the input stays in memory and weighs nothing. Each output is
@@ -65,7 +65,7 @@ class Duel:
 
 
 def adversary(heuristic: str, paths: int, nodes: int) -> Duel:
-    """Theorem 3.2's network, grown against ``heuristic`` under a budget of ``paths`` tensors.
+    """Grow theorem 3.2's network against ``heuristic``, under a budget of ``paths`` tensors.
 
     A root that stays in memory has ``paths`` paths below it, so that one of them always has no
     tensor in memory; the next node goes to the end of such a path, the longest one (appendix B).

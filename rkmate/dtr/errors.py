@@ -21,7 +21,7 @@ class LogError(RkmateError, ValueError):
 
 
 class BudgetExceeded(InfeasibleBudget):
-    """One operation's inputs and outputs do not fit in the budget together.
+    """The inputs and outputs of one operation do not fit in the budget together.
 
     ``operation`` is the operation's name; ``minimum_bytes`` what it needs at least, in bytes:
     what cannot be evicted while it runs, plus its outputs and temporary memory.

@@ -29,10 +29,10 @@ class Heuristic(Protocol):
     """The name that the command line and the runtime take."""
 
     def tracker(self, columns: Columns) -> Tracker:
-        """The neighbourhood whose costs this heuristic reads from ``columns.around``."""
+        """Return the neighbourhood whose costs this heuristic reads from ``columns.around``."""
 
     def choose(self, pool: Pool, columns: Columns, clock: int) -> Pick:
-        """The member of ``pool`` to evict; the pool is not empty."""
+        """Return the member of ``pool`` to evict; the pool is not empty."""
 
 
 class Ratio:
@@ -45,15 +45,15 @@ class Ratio:
     name: str
 
     def parts(self, node: Node, around: int, clock: int) -> tuple[float, float]:
-        """Numerator and denominator for one storage; ``around`` is its neighbourhood's cost."""
+        """Return numerator and denominator for one storage. ``around``: the cost of its neighbourhood."""
         raise NotImplementedError
 
     def columns(self, columns: Columns, rows: Rows, clock: int) -> tuple[Values, Values]:
-        """Numerators and denominators for ``rows``."""
+        """Return numerators and denominators for ``rows``."""
         raise NotImplementedError
 
     def choose(self, pool: Pool, columns: Columns, clock: int) -> Pick:
-        """The least score in ``pool``, as a scan in insertion order finds it."""
+        """Return the least score in ``pool``, as a scan in insertion order finds it."""
         rows = pool.rows()
         numerator, denominator = self.columns(columns, rows, clock)
 

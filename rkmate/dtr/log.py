@@ -19,7 +19,7 @@ CONSTANT = "constant"
 
 @dataclass(frozen=True, slots=True)
 class LoggedOperation:
-    """One operation: pure, each result a tensor of its own."""
+    """A logged operation: pure, and each result is a separate tensor."""
 
     name: str
     arguments: tuple[int, ...]
@@ -28,7 +28,7 @@ class LoggedOperation:
     sizes: tuple[int, ...]
     """Bytes of each result; 0 for views."""
     aliases: tuple[int, ...]
-    """Per result, the position of the argument whose storage it shares, or -1."""
+    """For each result, the position of the argument whose storage it shares, or -1."""
     cost: int
     """Time in the log's unit, nanoseconds in the runtime's logs."""
 
@@ -42,7 +42,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Retain:
-    """One more reference to a tensor; with ``pin``, it must be in memory from here on."""
+    """Add a reference to a tensor; with ``pin``, the tensor must be in memory from here on."""
 
     tensor: int
     pin: bool
@@ -50,20 +50,20 @@ class Retain:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One reference less to a tensor."""
+    """Remove a reference to a tensor."""
 
     tensor: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a log describes."""
+    """The content of a log."""
 
     steps: list[Compute | Retain | Release]
     names: list[str]
-    """Of each tensor, by number."""
+    """Names of the tensors, by number."""
     storages: list[int]
-    """Of each tensor, the number of the tensor that owns its storage."""
+    """For each tensor, the number of the tensor that owns its storage."""
     memory: int
     """Peak bytes of a run without a limit that frees each storage at its last release."""
     compute: int
@@ -75,7 +75,7 @@ class Program:
 
 
 def read_log(path: str | Path) -> Program:
-    """The program in the file at ``path``.
+    """Return the program in the file at ``path``.
 
     Raises ``LogError`` with the line when the file breaks the format, and ``OSError`` when it
     cannot be read.
@@ -85,7 +85,7 @@ def read_log(path: str | Path) -> Program:
 
 
 def parse_log(lines: Iterable[str]) -> Program:
-    """The program that ``lines`` describe; raises ``LogError``."""
+    """Return the program that ``lines`` describe; raises ``LogError``."""
     instructions = _instructions(lines)
     starts = [
         place

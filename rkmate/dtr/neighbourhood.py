@@ -22,28 +22,28 @@ class Tracker(Protocol):
     """Storages visited so far to keep the metadata (paper, appendix D.3)."""
 
     def appear(self, node: Node) -> None:
-        """An operation that will compute ``node`` for the first time is pending."""
+        """Note that an operation is pending that will compute ``node`` for the first time."""
 
     def link(self, node: Node) -> None:
-        """A pending view of ``node`` gave it more parents."""
+        """Note that a pending view of ``node`` gave it more parents."""
 
     def costlier(self, node: Node) -> None:
-        """A pending view of ``node`` raised its cost."""
+        """Note that a pending view of ``node`` raised its cost."""
 
     def born(self, node: Node) -> None:
-        """``node`` was computed for the first time, while all its parents were in memory."""
+        """Note that ``node`` was computed for the first time, while all its parents were in memory."""
 
     def evict(self, node: Node) -> None:
-        """``node`` has just left memory."""
+        """Note that ``node`` has just left memory."""
 
     def materialize(self, nodes: Sequence[Node]) -> None:
-        """One operation has just brought ``nodes`` into memory."""
+        """Note that an operation has just brought ``nodes`` into memory."""
 
     def pin(self, node: Node) -> None:
-        """``node``, in memory, will not be chosen any more; its edges are still there."""
+        """Note that ``node``, in memory, will not be chosen any more; its edges still exist."""
 
     def forget(self, node: Node) -> None:
-        """``node`` leaves the graph for ever; its edges are still there."""
+        """Note that ``node`` leaves the graph for ever; its edges still exist."""
 
     def refresh(self, pool: Pool) -> None:
         """Bring the column up to date for the members of ``pool``."""
@@ -144,7 +144,7 @@ class EvictedRegions:
         row = node.index
         down, up = self._down[row], self._up[row]
         if node.pinned:
-            # The program let go of it: it has no regions of its own.
+            # The program dropped it: it has no regions of its own.
             down, up = self._walk(node, down=True), self._walk(node, down=False)
         for edge in up.edge:
             self._absorb(self._down[edge], node, down)
@@ -307,7 +307,7 @@ class EvictedClasses:
         self._many: dict[int, list[int]] = {}
 
     def find(self, member: EvictedClass) -> EvictedClass:
-        """The root of a class, halving paths on the way."""
+        """Return the root of a class, halving paths on the way."""
         self.accesses += 1
         while member.up is not None:
             self.accesses += 1

@@ -21,7 +21,7 @@ class EvictedClass:
     def __init__(self, slot: int) -> None:
         self.up: EvictedClass | None = None
         self.slot = slot
-        """Where a root's cost stands in ``EvictedClasses``' array."""
+        """Position of a root's cost in the array of ``EvictedClasses``."""
         self.border: set[int] = set()
         """Rows of the resident storages next to a member (some may have left since)."""
 
@@ -58,7 +58,7 @@ class Node:
         """Clock at the last operation that named it, in the same unit as ``cost``."""
         self.resident = False
         self.locks = 0
-        """How many pending operations need it to stay."""
+        """Number of pending operations that need the member to stay."""
         self.pinned = False
         """Never evicted again; holds one lock for ever."""
         self.parents: set[Node] = set()
@@ -67,7 +67,7 @@ class Node:
         """Kept by the neighbourhood of classes alone."""
 
     def evicted_neighbours(self) -> list[Node]:
-        """The parents and children that are not in memory."""
+        """Return the parents and children that are not in memory."""
         near = [node for node in self.parents if not node.resident]
         near += [
             node for node in self.children if not node.resident and node not in self.parents
@@ -94,7 +94,7 @@ class Columns:
         self._free: list[int] = []
 
     def claim(self) -> int:
-        """A row for a new storage."""
+        """Return a row for a new storage."""
         if self._free:
             return self._free.pop()
         row = len(self.nodes)
@@ -135,7 +135,7 @@ class Pick(NamedTuple):
 
     row: int
     tied: bool
-    """Another candidate had the same score, so that the order of the pool decided."""
+    """Whether another candidate had an equal score, so that the order of the pool decided."""
     scanned: int
     """Candidates whose score a scan of the pool in order would have read."""
 
@@ -177,7 +177,7 @@ class Pool:
             self._rows[place] = -1
 
     def rows(self) -> npt.NDArray[np.int64]:
-        """The members' rows in insertion order."""
+        """Return the members' rows in insertion order."""
         used = self._rows[: self._end]
         return used[used >= 0]
 
@@ -200,7 +200,7 @@ def last_minimum(
     denominator: npt.NDArray[np.float64],
     exact: Callable[[int], float],
 ) -> Pick:
-    """The row with the least ``numerator / denominator``, as a scan in pool order finds it.
+    """Return the row with the least ``numerator / denominator``, as a scan in pool order finds it.
 
     The last minimum wins; the scan stops at the first score of 0; a denominator of 0 or less
     gives infinity. ``exact(row)`` returns the score from Python integers: it decides between rows

@@ -126,7 +126,7 @@ class Session:
         self._modes: list[Any] = []
         self._frozen = False
         self.reports: list[Report] = []
-        """One report for each ``batch()``, and one for the rest of the block."""
+        """Reports: one for each ``batch()``, and one for the rest of the block."""
 
     @property
     def report(self) -> Report:
@@ -256,7 +256,7 @@ def heuristic_maker(name: str, seed: int) -> Callable[[], Any]:
 
 
 class State:
-    """What a failed step must leave as it was: a module's buffers, and the generators' states."""
+    """State that a failed step must restore: a module's buffers, and the generators' states."""
 
     def __init__(self, model: nn.Module) -> None:
         # Buffers are small compared with activations; NumPy's memory keeps the copies out of the budget.

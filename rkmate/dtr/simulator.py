@@ -16,7 +16,7 @@ Status = Literal["ok", "OOM", "thrash"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a replay came to."""
+    """Result of a replay."""
 
     heuristic: str
     budget: int
@@ -42,7 +42,7 @@ class Result:
     """SHA-1 of the chosen evictions, as ``clock:name`` joined by ``|``."""
 
     def as_dict(self) -> dict[str, object]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
@@ -182,11 +182,11 @@ class Replay:
         self._pin(self.tensors[tensor].storage)
 
     def resident(self, tensor: int) -> bool:
-        """Whether a tensor's storage is in memory."""
+        """Return whether a tensor's storage is in memory."""
         return self.tensors[tensor].storage.resident
 
     def result(self, status: Status) -> Result:
-        """The numbers so far, under ``status``."""
+        """Return the numbers so far, under ``status``."""
         return Result(
             heuristic=self.heuristic.name,
             budget=self.budget,

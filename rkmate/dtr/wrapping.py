@@ -41,7 +41,7 @@ class DynamicModule(StandIn):
 
     @property
     def reports(self) -> list[Report]:
-        """One report for each batch whose backward has ended, oldest first."""
+        """Reports of the batches whose backward has ended, the oldest first."""
         return self._reports
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class DynamicModule(StandIn):
 
 
 class _Batch:
-    """One forward and the backward that belongs to it."""
+    """A forward and the backward that belongs to it."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _Batch:
         self.spent = False
 
     def run(self, inputs: tuple[torch.Tensor, ...], parameters: tuple[torch.Tensor, ...]) -> list[Any]:
-        """The forward, on copies of the leaves that share their memory."""
+        """Run the forward on copies of the leaves that share their memory."""
         model = self.module._original
         fresh = [t.detach().requires_grad_(t.requires_grad) for t in (*inputs, *parameters)]
         self.inner, self.parameters = fresh, parameters
@@ -118,14 +118,14 @@ class _Batch:
         return [v.detach() for v in self.results]
 
     def rebuild(self, results: tuple[torch.Tensor, ...]) -> Any:
-        """The original's result, with the boundary's tensors in it."""
+        """Return the original's result, with the boundary's tensors in it."""
         given = iter(results)
         values = [next(given) if isinstance(v, torch.Tensor) else v for v in self.plain]
         self.plain = []
         return pytree.tree_unflatten(values, self.shape)
 
     def back(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
-        """The backward: gradients of the inputs and the parameters."""
+        """Run the backward. Returns gradients of the inputs and the parameters."""
         if self.spent:
             raise BackwardError(
                 "a second backward through one forward: its activations are gone after the first"
@@ -138,8 +138,8 @@ class _Batch:
             if g is not None and r.requires_grad
         ]
         self.results = []
-        # A gradient that stands is added to as it would be without the wrapper: another one beside it
-        # would come on top of the budget.
+        # An existing gradient is added to, as without the wrapper: a second one would come on top of the
+        # budget.
         places = range(len(self.inner) - len(self.parameters), len(self.inner))
         standing = {i for i, p in zip(places, self.parameters, strict=True) if _may_add_to_gradient(p)}
         for i in standing:
@@ -163,8 +163,8 @@ class _Batch:
 
 
 def _may_add_to_gradient(parameter: torch.Tensor) -> bool:
-    """Inside a backward: whether its end is to add to the gradient that a parameter has, and no hook wants
-    to see what is added."""
+    """Return whether the end of the running backward should add to the gradient that a parameter has, and no
+    hook needs to see the added gradient."""
     if not (parameter.is_leaf and parameter.requires_grad) or parameter.grad is None:
         return False
     return not has_gradient_hooks(parameter) and not has_accumulation_hooks(parameter) \
@@ -172,7 +172,7 @@ def _may_add_to_gradient(parameter: torch.Tensor) -> bool:
 
 
 class _Boundary(torch.autograd.Function):
-    """One autograd node for the whole call: what lies inside is the session's business."""
+    """Autograd node for a whole call; the session handles everything inside."""
 
     @staticmethod
     def forward(ctx: Any, batch: _Batch, inputs: int, *tensors: torch.Tensor) -> Any:

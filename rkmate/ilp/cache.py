@@ -31,7 +31,7 @@ FORMAT = 1
 
 
 def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:
-    """Hash of all that the options of a block depend on, but for names and times."""
+    """Hash everything that the options of a block depend on, except names and times."""
     try:
         package = version("rkmate")
     except PackageNotFoundError:   # run from a source tree that was never installed
@@ -55,7 +55,7 @@ def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:
 
 
 def _labels(graph: CDGraph) -> list[int]:
-    """A number for each D node that does not depend on how they are numbered in the graph.
+    """Return a number for each D node that does not depend on how they are numbered in the graph.
 
     What a C node creates is named by its place; what comes from outside by all that is known of it
     (those that are alike in everything are interchangeable).
@@ -88,7 +88,7 @@ class OptionCache:
         return self.folder / "options" / f"{fingerprint(graph, settings)}.json"
 
     def load(self, graph: CDGraph, settings: OptionSettings) -> OptionSet | None:
-        """The stored options, judged for this graph; None when there are none that serve."""
+        """Return the stored options, judged for this graph; None when there are none that serve."""
         entry = read_json(self._path(graph, settings))
         if entry is None:
             return None
@@ -125,7 +125,8 @@ class OptionCache:
 
 
 def _order(graph: CDGraph, order: Any) -> tuple[int, ...]:
-    """A backward order from an entry. Raises `ValueError` when it is none of this graph."""
+    """Return a backward order from an entry. Raises `ValueError` if the order does not belong to this
+    graph."""
     if any(type(i) is not int or not 0 <= i < len(graph.c) for i in order):
         raise ValueError("a node that the graph does not have")
     if [i for i in order if i >= graph.loss] != list(graph.backward):

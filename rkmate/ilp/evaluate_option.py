@@ -1,4 +1,4 @@
-"""An order of computations becomes an `Option`: what it costs is read off the simulator.
+"""Make an `Option` from an order of computations: the simulator determines its costs.
 
 No number of the integer program reaches an option. The program only proposes orders.
 """
@@ -15,7 +15,7 @@ from rkmate.ir.simulate import simulate
 
 
 def evaluate_option(graph: CDGraph, backward: Sequence[int]) -> Option:
-    """The option that runs every forward node once, then `backward`.
+    """Return the option that runs every forward node once, then `backward`.
 
     Bytes and seconds are the simulator's. The bytes of the graph's outputs do not count as saved.
     The step of the loss itself belongs to neither phase: what the loss (or the next block)
@@ -41,6 +41,6 @@ def evaluate_option(graph: CDGraph, backward: Sequence[int]) -> Option:
 
 
 def without_waste(graph: CDGraph, backward: Sequence[int]) -> tuple[int, ...]:
-    """`backward` less the recomputations that nothing reads before they are made anew."""
+    """Return `backward` without the recomputations that nothing reads before they are made anew."""
     lean = recompute.without_waste(graph, (*graph.forward, *backward), graph.loss)
     return tuple(lean.order[lean.loss_at:])

@@ -1,7 +1,8 @@
-"""Lower peaks without a solver: while an order needs too much, carry one thing less past its peak.
+"""Lower peaks without a solver: as long as an order needs too much memory, carry one value less past its
+peak.
 
-For blocks that are too large for the integer program, or that it has no time for. Where the greedy
-orders of `heuristic` choose what is saved at the loss, this chooses what is let go in between.
+For blocks that are too large for the integer program, or that it has no time for. The greedy orders of
+`heuristic` choose what is saved at the loss; this module chooses what is freed in between.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from rkmate.ir.schedule import Compute, Free, Loss, from_order
 from rkmate.ir.simulate import simulate
 
 PATIENCE = 12
-"""How many evictions in a row may fail to lower the peak."""
+"""Number of evictions in a row that may fail to lower the peak."""
 STARTS = 12
-"""From about how many of the greedy sets the evictions start."""
+"""Approximate number of greedy sets that the evictions start from."""
 
 
 @dataclass
 class _Carried:
-    """What may be saved, and what is let go before which stage."""
+    """Values that may be saved, and values that are freed before a stage."""
 
     stages: BlockStages
     keep: Collection[int]
@@ -31,7 +32,7 @@ class _Carried:
     """Stage -> forward data that is not carried into it."""
 
     def order(self) -> tuple[tuple[int, ...], list[int], list[set[int]]]:
-        """The backward order, the stage of each of its computations (of an idle backward node: the
+        """Return the backward order, the stage of each of its computations (of an idle backward node: the
         stage that comes next), and what each stage finds before it recomputes."""
         graph = self.stages.graph
         position = {stage.node: t for t, stage in enumerate(self.stages.stages)}
@@ -57,10 +58,11 @@ class _Carried:
 
 
 def evictions(stages: BlockStages, keep: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """Backward orders of lower and lower peak, from the one that saves `keep` and carries all.
+    """Yield backward orders with lower and lower peaks, beginning with the order that saves `keep` and
+    carries everything.
 
-    At each order's peak, the data that costs least time per byte to make again is let go, among
-    what the computation at the peak does not touch and only a later stage reads.
+    At each order's peak, the value that costs least time per byte to recompute is freed, among the values
+    that the computation at the peak does not touch and that only a later stage reads.
     """
     carried = _Carried(stages, keep)
     best: int | None = None
@@ -84,7 +86,7 @@ def evictions(stages: BlockStages, keep: Collection[int]) -> Iterator[tuple[int,
 
 
 def candidates(stages: BlockStages) -> Iterator[tuple[int, ...]]:
-    """Backward orders that are worth judging, the cheap ones first."""
+    """Yield backward orders that are worth simulating, the cheap ones first."""
     sets = []
     for keep in greedy_sets(stages):
         sets.append(keep)
@@ -100,7 +102,7 @@ def _node(stages: BlockStages, t: int) -> int:
 
 
 def _peak(stages: BlockStages, order: tuple[int, ...]) -> tuple[int, int | None, set[int]]:
-    """Bytes of the backward's peak, the position in `order` where it stands (None: before the first
+    """Return bytes of the backward's peak, the position in `order` where it stands (None: before the first
     computation), and the forward data that lies idle then."""
     graph = stages.graph
     schedule = from_order(graph, (*graph.forward, *order), graph.loss)
@@ -126,7 +128,8 @@ def _peak(stages: BlockStages, order: tuple[int, ...]) -> tuple[int, int | None,
 def _victim(stages: BlockStages, idle: set[int], stage: int, order: tuple[int, ...],
             stage_of: list[int], found: list[set[int]], *,
             is_stage_node: bool) -> tuple[int, int] | None:
-    """(Stage, data): what to let go before which stage; None when there is nothing."""
+    """Return the value to free and the stage before which it is freed, as (stage, value); None if there is
+    none."""
     graph = stages.graph
     first_read: dict[int, int] = {}
     for k in range(len(order) - 1, -1, -1):

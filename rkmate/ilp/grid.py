@@ -1,4 +1,4 @@
-"""All options of one block: the integer program over a grid of budgets.
+"""Find all options of one block: the integer program over a grid of budgets.
 
 Rockmate, section 3.1 (phase 2) and figure 4: M_peak evenly spaced between the least and the
 greatest peak that make a difference, M_save between 0 and M_peak.
@@ -26,8 +26,8 @@ HEURISTIC_SHARE = 0.4
 MODEL_ENTRIES = 400_000
 """Programs with more coefficients than this are not built: seconds would not be enough."""
 PATIENCE = 3
-"""After so many solves in a row that ran out of time and found nothing new, the block is too hard
-for the program."""
+"""After this number of solves in a row that ran out of time and found nothing new, the block is too hard for
+the program."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class BlockSolution:
 
     status: Status
     option: Option | None
-    """None when there is none within the budgets, or none was found in time. Its bytes and seconds
+    """The option; None if there is none within the budgets, or if none was found in time. Bytes and seconds
     are the simulator's."""
     bound_seconds: float
     """No option within the budgets takes less time, among those that recompute right before a
     backward node that reads forward data, forward nodes in their order; infinite when there is
-    none, minus infinity when nothing is known. Where sizes have no large common divisor, memory
+    none, minus infinity when nothing is known. If sizes have no large common divisor, memory
     counts in units of 1/20000 of the save-all peak, and so do the budgets that this holds for."""
 
 
 @dataclass(frozen=True)
 class OptionSet:
-    """What the option stage knows of one block."""
+    """Result of the option stage for one block."""
 
     options: tuple[Option, ...]
     """Fastest first; none beaten by another in time, saved bytes and both peaks. Never empty: the
@@ -55,7 +55,7 @@ class OptionSet:
     solves: int
     """Integer programs solved."""
     timed_out: int
-    """How many pairs of budgets have an answer that is not proven, for lack of time."""
+    """Number of pairs of budgets whose answer is not proven, for lack of time."""
     seconds: float
     """Wall-clock time that it took; 0 when it came from the cache."""
 
@@ -101,7 +101,7 @@ class _BlockProgram:
 
 def solve_block(graph: CDGraph, m_peak: int, m_save: int,
                 settings: OptionSettings | None = None) -> BlockSolution:
-    """The fastest option of a block within two budgets.
+    """Return the fastest option of a block within two budgets.
 
     `m_peak`: bytes at any moment of forward and backward, block inputs not counted. `m_save`: bytes
     kept between them, outputs not counted. Infeasible and timed out are values of the result.
@@ -112,7 +112,7 @@ def solve_block(graph: CDGraph, m_peak: int, m_save: int,
 
 def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
                   stop: threading.Event | None = None) -> OptionSet:
-    """The options of a block over the whole grid of budgets, the answered pairs skipped.
+    """Return the options of a block over the whole grid of budgets, the answered pairs skipped.
 
     `stop`: ends the work early when somebody sets it, as if the time were over.
     """
@@ -125,7 +125,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
 
     def left(share: float = 1.0) -> float:
-        """Seconds that are left of a share of this block's time."""
+        """Return seconds that are left of a share of this block's time."""
         return 0.0 if stop is not None and stop.is_set() else (
             settings.block_limit * share - (time.perf_counter() - begin))
 
@@ -174,8 +174,8 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
 
 
 def lean_options(graph: CDGraph) -> OptionSet:
-    """Options that need no solver and no time: all is kept, or nothing, and what is made again goes at
-    once or stays until its last use."""
+    """Return the options that need no solver and no time: everything is kept, or nothing; recomputed values
+    are freed at once or stay until their last use."""
     stages = split_stages(graph)
     orders = [graph.backward] if not stages.stages else [
         graph.backward, keep_nothing(stages),
@@ -185,7 +185,7 @@ def lean_options(graph: CDGraph) -> OptionSet:
 
 
 def _gained(solution: BlockSolution, known: Option | None, tolerance: float) -> bool:
-    """Whether a solve proved something or found something better than what was known."""
+    """Return whether a solve proved something or found something better than what was known."""
     if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
         return True
     return solution.option is not None and (
@@ -193,8 +193,8 @@ def _gained(solution: BlockSolution, known: Option | None, tolerance: float) -> 
 
 
 def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[int, int]]:
-    """Pairs (M_peak, M_save) in bytes, loosest first: the answer to a loose pair often answers
-    tighter ones as well."""
+    """Return pairs (M_peak, M_save) in bytes, the loosest first: the answer to a loose pair often answers
+    tighter pairs, too."""
     rows, columns = grid
     top = max(peak(save_all), lowest)
     peaks = [lowest + (top - lowest) * k // max(1, rows - 1) for k in range(rows - 1)] + [top]
@@ -206,7 +206,7 @@ def budgets(lowest: int, save_all: Option, grid: tuple[int, int]) -> list[tuple[
 
 
 def coarse_to_fine(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same pairs, every other one before those between them, and so on."""
+    """Return the pairs in another order: first every other pair, then the pairs between them, and so on."""
     if len(pairs) < 3:
         return pairs
     return coarse_to_fine(pairs[::2]) + pairs[1::2]

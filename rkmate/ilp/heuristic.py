@@ -14,7 +14,8 @@ from rkmate.ir.recompute import missing_nodes
 
 def recompute_missing(stages: BlockStages, keep: Iterable[int], *, free_after_stage: bool = False,
                       ) -> tuple[int, ...]:
-    """The backward order when of all forward data only `keep` (and what is free) is saved.
+    """Return the backward order if, of all forward values, only `keep` (and values that need no memory) are
+    saved.
 
     What is recomputed stays until its last use, so that each node runs again at most once. With
     `free_after_stage`, it goes at the end of its stage: less memory, more time.
@@ -43,7 +44,7 @@ def keep_nothing(stages: BlockStages) -> tuple[int, ...]:
 
 
 def greedy_sets(stages: BlockStages) -> Iterator[frozenset[int]]:
-    """Sets of data to save, smaller and smaller, from what the backward reads down to nothing.
+    """Yield smaller and smaller sets of values to save, from what the backward reads down to nothing.
 
     Each step drops the data that frees most bytes per second of recomputation, or puts what it is
     made of in its place. Outputs are in every set: they are there at the loss.
@@ -75,7 +76,7 @@ def greedy_sets(stages: BlockStages) -> Iterator[frozenset[int]]:
 
 
 def _instead(stages: BlockStages, j: int, keep: set[int]) -> list[frozenset[int]]:
-    """What may be kept in place of `j`: nothing, or the missing inputs of its producer."""
+    """Return the sets that may be kept instead of `j`: nothing, or the missing inputs of its producer."""
     producer = stages.graph.producer[j]
     assert producer is not None, "forward data that is not free has a producer"
     inputs = frozenset(stages.graph.c[producer].inputs) - stages.free - keep
@@ -83,6 +84,6 @@ def _instead(stages: BlockStages, j: int, keep: set[int]) -> list[frozenset[int]
 
 
 def _read(stages: BlockStages, j: int, runs: set[int]) -> bool:
-    """Whether the backward, or a node that runs again, reads `j`."""
+    """Return whether the backward, or a node that runs again, reads `j`."""
     loss = stages.graph.loss
     return any(i >= loss or i in runs for i in stages.graph.readers[j])

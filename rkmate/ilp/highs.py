@@ -20,7 +20,7 @@ from rkmate.support.side_process import run_on_the_side
 
 
 class Status(Enum):
-    """How a solve ended."""
+    """Result of a solve."""
 
     OPTIMAL = "optimal"
     """A solution, proven within the gap."""
@@ -43,13 +43,13 @@ _ENDS = {
     "kIterationLimit": Status.TIMED_OUT,
     "kInterrupt": Status.TIMED_OUT,
 }
-"""By the name of HiGHS's model status; all others are failures."""
+"""Statuses by the name of HiGHS's model status; all others are failures."""
 _NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver says."""
+    """Result of a solver."""
 
     status: Status
     values: dict[str, float] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Solution:
 
 
 def status_of(name: str, *, found: bool) -> Status:
-    """The status for HiGHS's name of one; `found`: there is a solution. Raises `SolverError`."""
+    """Return the status for HiGHS's name of one; `found`: there is a solution. Raises `SolverError`."""
     status = _ENDS.get(name)
     if status is None:
         raise SolverError(f"HiGHS ended with {name}")
@@ -71,7 +71,7 @@ class Highs:
     """A program inside HiGHS, on one thread, so that several can be solved side by side."""
 
     def __init__(self, program: Rows, stop: threading.Event | None = None) -> None:
-        """`stop`: ends a solve early when somebody sets it, as if its time were over."""
+        """Pass a program to the solver. `stop`: set it to end a solve early, as if its time were over."""
         import highspy
 
         self._highs: Any = highspy.Highs()

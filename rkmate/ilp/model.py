@@ -47,7 +47,7 @@ class BlockModel:
     """The program of one block. Only the two budgets change between solves."""
 
     def __init__(self, stages: BlockStages, save_all_peak: int, *, eager: bool = True) -> None:
-        """`save_all_peak`: bytes that the block needs when nothing is recomputed."""
+        """Build the program. `save_all_peak`: bytes that the block needs if nothing is recomputed."""
         self.stages = stages
         self.graph: CDGraph = stages.graph
         self.unit = _unit(self.graph, save_all_peak)
@@ -68,7 +68,7 @@ class BlockModel:
 
     @staticmethod
     def entries(stages: BlockStages) -> int:
-        """About how many coefficients the program would have: what building it costs."""
+        """Estimate how many coefficients the program would have, which is what building it costs."""
         return sum(len(s.recomputable) * len(s.carried) for s in stages.stages)
 
     @property
@@ -104,7 +104,7 @@ class BlockModel:
         self.program.weighted(-math.inf, terms, most)
 
     def _variables(self) -> None:
-        """S and R, with the time of what runs again and, to break ties, what is saved as their costs."""
+        """Add S and R. Their costs are the time of recomputations and, to break ties, the bytes saved."""
         total = sum(self._size(j) for stage in self.stages.stages[:1] for j in stage.carried
                     if j not in self.stages.outputs)
         for t, stage in enumerate(self.stages.stages):
@@ -116,7 +116,7 @@ class BlockModel:
                 self.R[t, f] = self.program.column(f"R_{t}_{f}", 0, 1, self.cost(f), integer=True)
 
     def cost(self, f: int) -> float:
-        """What one recomputation of f costs in the objective."""
+        """Return the cost of one recomputation of f in the objective."""
         scale = TIME_SCALE / self.base_seconds if self.base_seconds > 0 else 0.0
         return self.graph.c[f].time * scale + RECOMPUTE
 
@@ -141,7 +141,7 @@ class BlockModel:
                         self._at_most(0, [(self.R[t, f], 1), (self.R[t, i], -1), (self.S[t, j], -1)])
 
     def _only_for_this_stage(self) -> None:
-        """A node runs again only if its stage's backward node, or another run in the stage, reads it."""
+        """Require a reader of each repeated node: its stage's backward node, or another run in the stage."""
         for t, f in self.R:
             outputs = self.graph.c[f].outputs
             if not any(j in self.stages.stages[t].need for j in outputs):
@@ -172,9 +172,9 @@ class BlockModel:
         return alive
 
     def _memory(self, t: int) -> None:
-        """U[t, t'] + tmp R[t, t'] <= M_peak at each step of stage t, its backward node included.
+        """Add U[t, t'] + tmp R[t, t'] <= M_peak at each step of stage t, including its backward node.
 
-        Where a step does not run, the sum is what stays alive from the step before: the
+        If a step does not run, the sum is what stays alive from the step before: the
         inequality holds without a big M.
         """
         stage = self.stages.stages[t]
@@ -194,8 +194,7 @@ class BlockModel:
                 if j in stage.need:
                     fixed += self._size(j)
                     continue
-                # Where the output takes the place of an input, that input counts only if it lives
-                # on beside it.
+                # If the output overwrites an input, that input counts only if it lives on.
                 alive = self._alive(t, j, k + 1 if j == donor else k)
                 if alive is not None:
                     terms.append((alive, float(self._size(j))))
@@ -219,15 +218,15 @@ class BlockModel:
         self._peak(terms, fixed)
 
     def _donors_of(self, t: int, k: int) -> tuple[int, ...]:
-        """The inputs whose place the output of k takes when they die in step k of stage t."""
+        """Return the inputs whose place the output of k takes when they die in step k of stage t."""
         need = self.stages.stages[t].need
         return tuple(j for j in self.graph.c[k].donors
                      if j not in self.stages.free and j not in need)
 
     def _taken(self, name: str, donors: Sequence[int], alive_after: Sequence[int | None],
                runs: int | None = None) -> Term:
-        """The term for an output that takes the place of one of several inputs: that of any that
-        dies. Only upper bounds act on the variable, so it may be continuous."""
+        """Return the term for an output that overwrites one of several inputs, whichever dies. Only upper
+        bounds act on the variable, so it may be continuous."""
         taken = self.program.column(f"T_{name}", 0, 1)
         if runs is not None:
             self._at_most(0, [(taken, 1), (runs, -1)])
@@ -249,7 +248,8 @@ class BlockModel:
                 if t == 0 and j not in self.stages.outputs]
 
     def _saved(self) -> None:
-        """M_save at the loss, and M_peak during the forward with all that in memory."""
+        """Add the limits M_save at the loss, and M_peak during the forward with all saved values in
+        memory."""
         self._at_most(0, [*self._saved_terms(), (self.program.column("M_save", 0), -1)])
         for i, (base, dead) in enumerate(zip(self.stages.forward_base, self.stages.forward_dead,
                                              strict=True)):
@@ -269,11 +269,11 @@ class BlockModel:
     # -- in and out --------------------------------------------------------------------------
 
     def budget(self, n: int) -> int:
-        """Bytes to units, rounded down."""
+        """Return bytes to units, rounded down."""
         return n // self.unit
 
     def order(self, values: dict[str, float]) -> tuple[int, ...]:
-        """The backward order of a solution, from the values of the variables by name."""
+        """Return the backward order of a solution, from the values of the variables by name."""
         position = {stage.node: t for t, stage in enumerate(self.stages.stages)}
         order: list[int] = []
         for b in self.graph.backward:
@@ -285,8 +285,8 @@ class BlockModel:
         return tuple(order)
 
     def values(self, order: Sequence[int]) -> dict[str, float]:
-        """The other way round: R and S of a backward order that recomputes right before its
-        stages' nodes; what a solver may start from."""
+        """Inverse of `order`: return R and S of a backward order that recomputes right before its stages'
+        nodes. A solver may start from them."""
         position = {stage.node: t for t, stage in enumerate(self.stages.stages)}
         runs: list[set[int]] = [set() for _ in self.stages.stages]
         pending: set[int] = set()

@@ -1,4 +1,4 @@
-"""What is known about a block while its grid of budgets is solved: options found, bounds proven.
+"""Results for a block while its grid of budgets is solved: options found, bounds proven.
 
 The optimal time falls as either budget grows. So a bound proven for one pair of budgets holds for
 every tighter pair, and an option answers every pair that it fits into: most of the grid never
@@ -15,7 +15,7 @@ from rkmate.ir.chain import Option
 
 
 def peak(option: Option) -> int:
-    """The greater of an option's two peaks, in bytes: what M_peak bounds."""
+    """Return the greater of an option's two peaks, in bytes: what M_peak bounds."""
     return max(option.forward_peak_bytes, option.backward_peak_bytes)
 
 
@@ -36,16 +36,16 @@ class ParetoFront:
     none at all."""
 
     def best(self, m_peak: int, m_save: int) -> Option | None:
-        """The fastest known option within the budgets."""
+        """Return the fastest known option within the budgets."""
         fitting = [o for o in self.options if o.saved_bytes <= m_save and peak(o) <= m_peak]
         return min(fitting, key=lambda o: (seconds(o), o.saved_bytes, peak(o)), default=None)
 
     def bound(self, m_peak: int, m_save: int) -> float:
-        """Seconds: the greatest lower bound known for these budgets."""
+        """Return seconds: the greatest lower bound known for these budgets."""
         return max((b for p, s, b in self.proofs if p >= m_peak and s >= m_save), default=-math.inf)
 
     def answered(self, m_peak: int, m_save: int) -> bool:
-        """Whether nothing is left to find for this pair, within the tolerance."""
+        """Return whether nothing is left to find for this pair, within the tolerance."""
         bound = self.bound(m_peak, m_save)
         if bound == math.inf:
             return True
@@ -54,7 +54,7 @@ class ParetoFront:
 
 
 def undominated(options: Iterable[Option]) -> tuple[Option, ...]:
-    """The options that no other beats in time, saved bytes and both peaks; fastest first."""
+    """Return the options that no other beats in time, saved bytes and both peaks; fastest first."""
     def key(o: Option) -> tuple[float, int, int, int]:
         return seconds(o), o.saved_bytes, o.backward_peak_bytes, o.forward_peak_bytes
 

@@ -26,7 +26,7 @@ _Set = frozenset[int]
 
 def partial_saves(graphs: Sequence[CDGraph], options: Sequence[Sequence[Option]],
            count: int) -> list[tuple[PartialSave, ...]]:
-    """Per class of blocks its partial saves, as many for all classes, `count` at most.
+    """Return the partial saves of each class of blocks: the same number for all classes, at most `count`.
 
     `graphs`, `options`: of each class. Saves of one index are those that pay at one price of memory.
     """
@@ -49,7 +49,7 @@ def partial_saves(graphs: Sequence[CDGraph], options: Sequence[Sequence[Option]]
 
 
 def partial_save(graph: CDGraph, options: Sequence[Option], kept: _Set) -> PartialSave:
-    """The partial save of some forward D nodes: what it costs to make, and the block from then on."""
+    """Return the partial save of some forward D nodes: what it costs to make, and the block from then on."""
     first = _simulated(graph, graph.forward, frozenset(), (*graph.outputs, *kept))[1]
     later = _forward(graph, kept, graph.outputs)
     seconds, peak = _simulated(graph, later, kept, graph.outputs)
@@ -69,7 +69,7 @@ def _figures(o: Option) -> tuple[float, ...]:
 
 
 def _growing_sets(graph: CDGraph, options: Sequence[Option]) -> list[tuple[int, float, _Set]]:
-    """The sets to choose from, from none to large: (bytes, seconds, D nodes), on a convex hull.
+    """Return the sets to choose from, from none to large: (bytes, seconds, D nodes), on a convex hull.
 
     The seconds are those of a plain forward, and of forward and backward with the option that saves
     least, where the set is in memory.
@@ -116,19 +116,19 @@ def _growing_sets(graph: CDGraph, options: Sequence[Option]) -> list[tuple[int, 
 
 
 def _forward(graph: CDGraph, kept: _Set, wanted: Iterable[int]) -> list[int]:
-    """The forward nodes that it takes to have some D nodes, where others are there."""
+    """Return the forward nodes that it takes to have some D nodes, where others are there."""
     return sorted(missing_nodes(graph, wanted, kept))
 
 
 def _backward(graph: CDGraph, backward: Sequence[int], kept: _Set) -> tuple[list[int], set[int]]:
-    """A backward's nodes less the recomputations that nothing reads where `kept` is in memory, and the
-    D nodes that it finds saved, beside those."""
+    """Return a backward's nodes without the recomputations that nothing reads if `kept` is in memory, and the
+    other D nodes that the backward finds saved."""
     lean = without_waste(graph, (*graph.forward, *backward), graph.loss, kept)
     return lean.order[lean.loss_at:], lean.carried
 
 
 def _without(graph: CDGraph, node: CNode, kept: _Set) -> CNode:
-    """The node, where it makes again what is kept: a temporary."""
+    """Return the node, where it makes again what is kept: a temporary."""
     remade = kept.intersection(node.outputs)
     if not remade:
         return node
@@ -137,7 +137,7 @@ def _without(graph: CDGraph, node: CNode, kept: _Set) -> CNode:
 
 
 def _part(graph: CDGraph, nodes: Sequence[int], kept: _Set, outputs: Iterable[int]) -> CDGraph:
-    """The graph of some of its nodes, where what is kept is external."""
+    """Return the graph of some of its nodes, where what is kept is external."""
     new = {i: k for k, i in enumerate(nodes)}
     return CDGraph(graph.d, tuple(_without(graph, graph.c[i], kept) for i in nodes),
                    sum(i < graph.loss for i in nodes), (*graph.inputs, *kept), tuple(outputs),
@@ -147,7 +147,7 @@ def _part(graph: CDGraph, nodes: Sequence[int], kept: _Set, outputs: Iterable[in
 
 def _simulated(graph: CDGraph, nodes: Sequence[int], kept: _Set,
                outputs: Iterable[int]) -> tuple[float, int]:
-    """Seconds and peak of forward nodes alone."""
+    """Return seconds and peak of forward nodes alone."""
     part = _part(graph, nodes, kept, outputs)
     part = replace(part, inputs=(*part.inputs, *part.output_grads), output_grads=(), input_grads=(),
                    releases={})
@@ -156,13 +156,14 @@ def _simulated(graph: CDGraph, nodes: Sequence[int], kept: _Set,
 
 
 def _order(graph: CDGraph, option: Option, kept: _Set) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """An option's forward and backward less the nodes that nothing reads where some D nodes are there."""
+    """Return an option's forward and backward less the nodes that nothing reads where some D nodes are
+    there."""
     back, wanted = _backward(graph, option.backward, kept)
     return tuple(_forward(graph, kept, {*graph.outputs, *wanted})), tuple(back)
 
 
 def _option(graph: CDGraph, there: tuple[int, ...], back: tuple[int, ...], kept: _Set) -> Option:
-    """What it costs to run these nodes in the forward and in the backward."""
+    """Return the option that runs these nodes in the forward and in the backward, with its costs."""
     nodes = sorted({*there, *back})
     new = {i: k for k, i in enumerate(nodes)}
     part = _part(graph, nodes, kept, graph.outputs)

@@ -22,7 +22,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.columns: dict[str, int] = {}
-        """By name."""
+        """Columns by name."""
         self._lower: list[float] = []
         self._upper: list[float] = []
         self._cost: list[float] = []
@@ -35,7 +35,7 @@ class Rows:
 
     def column(self, name: str, lower: float, upper: float = math.inf, cost: float = 0.0, *,
                integer: bool = False) -> int:
-        """A variable, by the number that rows name it by."""
+        """Return a variable, by the number that rows name it by."""
         self.columns[name] = len(self._lower)
         self._lower.append(lower)
         self._upper.append(upper)
@@ -44,7 +44,7 @@ class Rows:
         return len(self._lower) - 1
 
     def at_least(self, least: float, plus: Iterable[int], minus: Iterable[int] = ()) -> None:
-        """The sum of some variables without the others: no less than a number."""
+        """Add a row: the sum of some variables minus the sum of others is at least `least`."""
         for sign, columns in ((1.0, plus), (-1.0, minus)):
             for k in columns:
                 self._index.append(k)
@@ -88,4 +88,4 @@ class Rows:
         matrix.start_, matrix.index_ = np.array(self._start), place[self._index]
         matrix.value_ = np.array(self._value)
         if highs.passModel(program) == highspy.HighsStatus.kError:
-            raise SolverError("HiGHS does not take the program")
+            raise SolverError("HiGHS rejects the program")

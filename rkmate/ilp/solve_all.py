@@ -26,7 +26,7 @@ _Finished = tuple[int, OptionSet | BaseException]
 def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = None, *,
                   workers: int | None = None, cache: OptionCache | bool = True,
                   on_progress: Callable[[int, int], None] | None = None) -> list[OptionSet]:
-    """The options of each graph, in order.
+    """Return the options of each graph, in order.
 
     `workers`: how many blocks at a time; None takes the cores that this process may use. `cache`:
     True for the cache folder of this machine, False for none. `on_progress` is called in the
@@ -49,7 +49,7 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
         if on_progress is not None:
             on_progress(done, len(graphs))
 
-    # Graphs that are equal but for names share one solve.
+    # Graphs that are equal except for names share one solve.
     same: dict[tuple[str, tuple[float, ...]], int] = {}
     first = [same.setdefault((fingerprint(g, settings), tuple(c.time for c in g.c)), i)
              for i, g in enumerate(graphs)]

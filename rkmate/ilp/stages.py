@@ -38,13 +38,12 @@ class Stage:
     """Needed forward data whose place the output of ``node`` takes if it dies there; empty where a
     gradient's place is taken whatever is chosen."""
     idle: int
-    """The same for the hungriest backward node between the previous stage and this one; at least
-    ``before``."""
+    """Bytes at the hungriest backward node between the previous stage and this one; at least ``before``."""
 
 
 @dataclass(frozen=True)
 class BlockStages:
-    """All that the integer program needs to know of a graph."""
+    """Everything that the integer program needs to know about a graph."""
 
     graph: CDGraph
     stages: tuple[Stage, ...]
@@ -53,23 +52,23 @@ class BlockStages:
     outputs: frozenset[int]
     """Forward D nodes that are there at the loss whatever is saved."""
     forward_base: tuple[int, ...]
-    """Per forward C node: bytes while it runs in the forward when nothing is saved."""
+    """For each forward C node: bytes while it runs in the forward if nothing is saved."""
     forward_dead: tuple[tuple[int, ...], ...]
-    """Per forward C node: D nodes of stage 0 that count on top of that if they are saved: those
-    that are dead by then, and one whose place the node's output would take."""
+    """For each forward C node: D nodes of stage 0 that count on top of ``forward_base`` if they are saved:
+    those that are dead by then, and one that the node's output would overwrite."""
     forward_donors: tuple[tuple[int, ...], ...]
-    """Per forward C node: D nodes one of whose places the output takes, unless all of them are
-    saved, or the output itself is dead at once; they count in ``forward_base``."""
+    """For each forward C node: D nodes one of which the output overwrites, unless all of them are saved, or
+    the output itself is dead at once; they count in ``forward_base``."""
     floor: int
     """No schedule has a lower peak, in bytes: gradients, temporaries and what nodes read."""
 
     def size(self, j: int) -> int:
-        """Bytes of a D node."""
+        """Return bytes of a D node."""
         return self.graph.d[j].size
 
 
 def split_stages(graph: CDGraph) -> BlockStages:
-    """The stages of a graph's backward. Linear in the graph but for the sets of ancestors."""
+    """Return the stages of a graph's backward. Takes linear time, except for the sets of ancestors."""
     made_forward = {j for i in graph.forward for j in graph.c[i].outputs}
     free = frozenset(graph.inputs) | {j for j in made_forward if graph.d[j].size == 0}
     outputs = frozenset(graph.outputs) & made_forward
@@ -114,9 +113,9 @@ def _stage_donors(graph: CDGraph, b: int, need: tuple[int, ...],
 
 
 def _gradient_bytes(graph: CDGraph) -> tuple[dict[int, int], dict[int, int], int, set[int]]:
-    """Per backward node the bytes of the backward's own data right before it and while it runs; the
-    greatest value over the nodes (and over the state after the last one); and the nodes whose
-    output takes the place of a gradient that dies there, or of nothing at all."""
+    """Return, for each backward node, the bytes of the backward's own values right before it and while it
+    runs; the greatest value over the nodes (and over the state after the last node); and the nodes whose
+    output overwrites a gradient that dies there, or that take no memory."""
     memory = gradient_memory(graph)
     during: dict[int, int] = {}
     taking: set[int] = set()
@@ -134,8 +133,8 @@ def _gradient_bytes(graph: CDGraph) -> tuple[dict[int, int], dict[int, int], int
 
 def _forward_bytes(graph: CDGraph, candidates: set[int]) -> tuple[
         tuple[int, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Per forward node: bytes when nothing is saved, the candidates that come on top of them when
-    they are, and the candidates of which one makes place when it is not saved."""
+    """Return, for each forward node: its bytes if nothing is saved, the candidates that come on top if they
+    are saved, and the candidates one of which it overwrites if that one is not saved."""
     outputs = set(graph.outputs)
     last: dict[int, int] = {}
     for i in graph.forward:

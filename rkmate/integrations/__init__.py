@@ -7,7 +7,7 @@ from rkmate.support.lazy import lazy_names as _lazy_names
 _PLACES = {
     "rkmate.integrations.trainer": ("BudgetCallback",),
 }
-"""Where each name is defined: it is loaded when it is first used."""
+"""The module in which each name is defined: it is loaded on first use."""
 __all__ = sorted(name for names in _PLACES.values() for name in names)
 
 if typing.TYPE_CHECKING:

@@ -31,7 +31,7 @@ class BudgetCallback(Callback):
 
     def __init__(self, budget: int | float | str, module: str | None = None,
                  **options: Unpack[Options]) -> None:
-        """A callback for one `Trainer.fit`, or several.
+        """Make a callback for one `Trainer.fit`, or for several.
 
         Args:
             budget: as for `rkmate.wrap`.
@@ -52,7 +52,7 @@ class BudgetCallback(Callback):
         self._module: nn.Module | None = None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Before the model is moved and wrapped."""
+        """Find the part to plan, before the model is moved and wrapped."""
         if stage == "fit":
             name = largest_part(pl_module) if self._name is None else self._name
             try:
@@ -70,11 +70,11 @@ class BudgetCallback(Callback):
             logger.info("%s", repr(shown.plan))
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """The module is as it was."""
+        """Remove the plan: the module is as before."""
         self._leave()
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """The module is as it was."""
+        """Remove the plan: the module is as before."""
         self._leave()
 
     def _leave(self) -> None:
@@ -84,7 +84,8 @@ class BudgetCallback(Callback):
 
 
 def largest_part(module: nn.Module) -> str:
-    """The name of the child that has most of a module's parameters. Raises `ArgumentError`: none has half."""
+    """Return the name of the child that has most of a module's parameters. Raises `ArgumentError`: none has
+    half."""
     sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in module.named_children()}
     whole = sum(p.numel() for p in module.parameters())
     name = max(sizes, key=sizes.__getitem__, default=None)

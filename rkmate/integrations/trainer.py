@@ -29,10 +29,10 @@ class _BudgetCallback:
     """Lets a Trainer train inside a memory budget: ``Trainer(..., callbacks=[BudgetCallback("6GiB")])``.
 
     When training begins, a budget is applied (`rkmate.apply`) to the model that Trainer was given: inside of
-    what accelerate wraps around it, so that it is saved, evaluated and loaded as ever. The first batch is
-    planned when it comes, and what was planned is logged and put in the state's ``log_history``. When
-    training ends, the model is as it was. An error in between leaves the budget on it, unless the callback is
-    a context around the training (``with BudgetCallback(...) as budget:``), or `rkmate.remove` takes it off.
+    what accelerate wraps around it, so that it is saved, evaluated and loaded as usual. The first batch is
+    planned when it comes; the plan's figures are logged and put into the state's ``log_history``. When
+    training ends, the model is as before. An error in between leaves the budget on it, unless the callback is
+    a context around the training (``with BudgetCallback(...) as budget:``); `rkmate.remove` removes it.
 
     Args:
         budget: as for `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation
@@ -62,7 +62,7 @@ class _BudgetCallback:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The model is the user's again, however the training ended."""
+        """Remove the budget, however the training ended."""
         if self._model is not None:
             remove(self._model)
             self._model = None
@@ -74,8 +74,9 @@ class _BudgetCallback:
 
     @property
     def measured_bytes(self) -> int | None:
-        """What the first planned step took above what stood before it, new parameter gradients included.
-        None before it is over, and on devices that do not count what they allocate (the CPU)."""
+        """Bytes that the first planned step took on top of the memory before it, including new parameter
+        gradients. None before the step has ended, and on devices that do not count their allocations (the
+        CPU)."""
         return self._first.peak if self._first is not None else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
@@ -92,15 +93,15 @@ class _BudgetCallback:
             call.as_tensors = ("num_items_in_batch",)      # another one in each step
 
     def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """After a batch without an optimizer step: see what was planned."""
+        """Log what was planned, after a batch without an optimizer step."""
         self._look(state, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """After an optimizer step: see what was planned."""
+        """Log what was planned, after an optimizer step."""
         self._look(state, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """The model is the user's again."""
+        """Remove the budget, and log the measured bytes."""
         if self.measured_bytes is not None and state.is_world_process_zero:
             logger.warning("the first planned step took %s bytes, new parameter gradients included",
                            f"{self.measured_bytes:,}")
@@ -127,7 +128,7 @@ class _BudgetCallback:
 
 
 def _checkpoints(model: nn.Module) -> bool:
-    """Whether some submodule is set to checkpoint its activations, as transformers does it."""
+    """Return whether some submodule is set to checkpoint its activations, as transformers does it."""
     return any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
 
 

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 ROUNDING = 512
-"""Blocks are multiples of so many bytes."""
+"""Blocks are multiples of this number of bytes."""
 SMALL = MIB
 """The largest request of the small pool; and in the large one, a rest up to it is not split off."""
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
-"""Of a request that is below `OWN_SEGMENT`."""
+"""Bytes of the segment for a request below `OWN_SEGMENT`."""
 OWN_SEGMENT = 10 * MIB
-"""From it on, a request gets a segment of its size, in multiples of `SMALL_SEGMENT`."""
+"""A request of at least this size gets a segment of its own size, in multiples of `SMALL_SEGMENT`."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A part of a segment, as it stands."""
+    """A part of a segment, in its current state."""
 
     size: int
     free: bool
@@ -34,12 +34,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Segment:
-    """Memory that the allocator has from the device, as it stands."""
+    """Memory that the allocator has from the device, in its current state."""
 
     small: bool
-    """Of which pool."""
+    """Whether the segment belongs to the pool of small blocks."""
     blocks: tuple[Held, ...]
-    """In order of addresses."""
+    """Blocks in the order of their addresses."""
 
 
 class Block:
@@ -81,11 +81,11 @@ class CachingAllocator:
     """Hands out blocks as torch does, and counts what it takes from the device for that."""
 
     def __init__(self, *, expandable: bool = False, segments: Iterable[Segment] = ()) -> None:
-        """`expandable`: with expandable segments: a pool has one segment, which grows at its end.
-        `segments`: what it holds at the start."""
+        """`expandable`: whether segments are expandable: then a pool has one segment, which grows at its end.
+        `segments`: the allocator's segments at the start."""
         self.expandable = expandable
         self.reserved = 0
-        """Of all segments."""
+        """Bytes of all segments."""
         self.peak = 0
         """The most that was reserved since the start, or the last `mark`."""
         self._pools = {small: _Pool(small=small) for small in (True, False)}
@@ -100,7 +100,7 @@ class CachingAllocator:
         self.peak = self.reserved
 
     def allocate(self, size: int) -> Block | None:
-        """A block for a request; None for one of no bytes."""
+        """Return a block for a request; None for one of no bytes."""
         if size == 0:
             return None
         size = -(-size // ROUNDING) * ROUNDING
@@ -129,8 +129,9 @@ class CachingAllocator:
         pool.add(block)
 
     def again(self, *, expandable: bool | None = None) -> CachingAllocator:
-        """Another one in the state that this one began in; or in the one that it would have begun in with or
-        without expandable segments, had its blocks been asked for one after the other."""
+        """Return another allocator in this one's initial state. With a value for `expandable`: in the state
+        that this one would have begun in with or without expandable segments, if its blocks had been
+        requested one after another."""
         if expandable is None or expandable == self.expandable:
             return CachingAllocator(expandable=self.expandable, segments=self._began_with)
         result = CachingAllocator(expandable=expandable)
@@ -142,7 +143,7 @@ class CachingAllocator:
         return result
 
     def free_bytes(self) -> int:
-        """Of what is reserved."""
+        """Return the bytes of free blocks in reserved memory."""
         return sum(size for pool in self._pools.values() for size, _ in pool.free)
 
     def _best(self, pool: _Pool, size: int) -> Block | None:
@@ -162,7 +163,7 @@ class CachingAllocator:
         return block
 
     def _grown(self, pool: _Pool, size: int) -> Block:
-        """A block at the end of the pool's expandable segment, which grows by whole pages."""
+        """Return a block at the end of the pool's expandable segment, which grows by whole pages."""
         last = pool.last
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         there = last.size if last is not None and last.free else 0

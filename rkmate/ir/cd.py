@@ -22,7 +22,7 @@ HOISTED = -1
 
 @dataclass(frozen=True, slots=True)
 class DNode:
-    """One storage. Views of it are statements of its users, never nodes."""
+    """A storage. Views of it are statements of its users, never nodes."""
 
     name: str
     size: int
@@ -33,7 +33,7 @@ class DNode:
 
 
 class Kernel(NamedTuple):
-    """One way to run a computation."""
+    """A way to run a computation."""
 
     time: float
     """Seconds."""
@@ -42,29 +42,29 @@ class Kernel(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a computation costs."""
+    """Time and memory of a computation."""
 
     time: float
     """Seconds."""
     overhead: int
     """Bytes allocated and freed again while it runs, beyond inputs and outputs."""
     alternatives: tuple[Kernel, ...] = ()
-    """Of its other kernels (`CNode.alternatives`)."""
+    """Costs of other kernels (`CNode.alternatives`)."""
 
     def row(self) -> list[Any]:
-        """As JSON takes it."""
+        """Return the cost as a JSON list."""
         return [self.time, self.overhead, *map(list, self.alternatives)]
 
 
 def read_cost(row: Any) -> Cost:
-    """The opposite of `Cost.row`. Raises `TypeError` or `ValueError` for what is none."""
+    """Inverse of `Cost.row`. Raises `TypeError` or `ValueError` if the row is malformed."""
     time, overhead, *alternatives = row
     return Cost(float(time), int(overhead), tuple(Kernel(float(t), int(o)) for t, o in alternatives))
 
 
 @dataclass(frozen=True, slots=True)
 class CNode:
-    """One computation."""
+    """A computation."""
 
     name: str
     phase: Phase
@@ -84,14 +84,15 @@ class CNode:
     """Other kernels: of a computation that works part by part, with fewer and larger parts, and of a product,
     by another library. Each may take more memory than `overhead` says, and overwrites no donor."""
     decides: bool = False
-    """What it makes is a choice (of a router, say) that must stand: it runs once, and its outputs stay in
-    memory from then on."""
+    """Whether the computation makes a choice (such as a router's) that must stand: it runs once, and its
+    outputs stay in memory from then on."""
     adds: bool = False
-    """It adds to a gradient that the caller holds: it is of the backward, and runs once."""
+    """Whether the computation adds to a gradient that the caller holds: it belongs to the backward, and runs
+    once."""
 
 
     def renumbered(self, d: Mapping[int, int]) -> CNode:
-        """The same over D nodes with other numbers."""
+        """Return a copy over D nodes with other numbers."""
         return CNode(self.name, self.phase, tuple([d[j] for j in self.inputs]),
                      tuple([d[j] for j in self.outputs]), self.time, self.overhead, self.random,
                      tuple([d[j] for j in self.donors]), self.alternatives, self.decides, self.adds)
@@ -124,7 +125,7 @@ class CDGraph:
     """Parameter gradients: D node -> index of the C node after which it leaves memory (the end of
     the autograd function that hands it over)."""
     link: Link | None = None
-    """To where data can be sent meanwhile; None: to nowhere."""
+    """Connection to the place where data can be sent meanwhile; None: nowhere."""
 
     @cached_property
     def producer(self) -> tuple[int | None, ...]:
@@ -174,7 +175,7 @@ class CDGraph:
         return sum(self.d[j].size for j in ds)  # type: ignore[attr-defined]
 
     def with_costs(self, costs: Iterable[Cost]) -> CDGraph:
-        """The same graph with the costs of each C node, in order."""
+        """Return a copy of the graph with the costs of each C node, in order."""
         return replace(self, c=tuple([
             CNode(c.name, c.phase, c.inputs, c.outputs, cost.time, cost.overhead, c.random, c.donors,
                   cost.alternatives, c.decides, c.adds)

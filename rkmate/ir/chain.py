@@ -26,15 +26,16 @@ class ForwardPlain(NamedTuple):
 
     block: int
     save_index: int | None = None
-    """Which of `Block.partial_saves` is in memory already; None: nothing. Here and below."""
+    """Index in `Block.partial_saves` of the save that is in memory already; None: none. So in the operations
+    below."""
 
 
 class ForwardSaving(NamedTuple):
-    """Run a block's forward and keep, beside its outputs, what makes later runs cheaper."""
+    """Run a block's forward, and keep its outputs together with data that makes later runs cheaper."""
 
     block: int
     save_index: int
-    """Which of `Block.partial_saves` stays, until the block's backward."""
+    """Index in `Block.partial_saves` of the save that stays until the block's backward."""
 
 
 class Forward(NamedTuple):
@@ -58,7 +59,7 @@ Op = ForwardPlain | ForwardSaving | Forward | Backward
 
 @dataclass(frozen=True)
 class Option:
-    """One way of running a block: a solution of the block's own problem."""
+    """A way to run a block: a solution of the block's own problem."""
 
     forward: tuple[int, ...]
     """Local C nodes that run in the forward, in order."""
@@ -78,14 +79,14 @@ class Option:
 
 @dataclass(frozen=True)
 class PartialSave:
-    """What may stay of a block from its first forward on, and what that makes of the later runs.
+    """Data that may stay from a block's first forward on, and how later runs use it.
 
     Rockmate, section 3.4, names what is lost without it (its second sub-optimality): forwards that
     run several times save nothing for one another.
     """
 
     bytes: int
-    """Of what stays; left out of all bytes below but `first_peak_bytes`."""
+    """Bytes that stay; not counted in the bytes below, except in `first_peak_bytes`."""
     forward: tuple[int, ...]
     """Local C nodes of a plain forward that finds it in memory."""
     forward_seconds: float
@@ -93,12 +94,12 @@ class PartialSave:
     first_peak_bytes: int
     """Most bytes during the forward that it stays of, input cut left out."""
     options: tuple[Option, ...]
-    """Of a forward and a backward that find it in memory."""
+    """Options of a forward and a backward that find the save in memory."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the chain."""
+    """A block of the chain."""
 
     forward_seconds: float
     """Time of the plain forward, which saves nothing."""
@@ -109,10 +110,11 @@ class Block:
     """Gradients that are alive during the block's backward, but that it neither reads nor writes
     (those of tensors that pass by the block); they are no part of an option's peaks."""
     partial_saves: tuple[PartialSave, ...] = ()
-    """What may stay of the block; as many for all blocks of a chain, whose saves of one index go together."""
+    """Data that may stay from the block. All blocks of a chain have the same number of saves; those of one
+    index are used together."""
 
     def with_partial_save(self, index: int | None) -> Block:
-        """The block where one of its partial saves is in memory."""
+        """Return the block where one of its partial saves is in memory."""
         if index is None:
             return self
         k = self.partial_saves[index]
@@ -133,8 +135,8 @@ class Chain:
     """Bytes of the gradients alive between the backward of block i and that of block i-1;
     ``grads[L]``: of the outputs, there from the loss on."""
     pinned: tuple[int, ...] = ()
-    """Per block: bytes that the user holds once its first forward runs, cumulative over the blocks
-    so far, and to the end (outputs of the model). Counted here and nowhere else. Empty: none."""
+    """For each block: bytes that the user holds once its first forward has run, cumulative over the blocks so
+    far, to the end (outputs of the model). Counted here and nowhere else."""
     grads_at_start: int = 0
     """The part of ``grads[L]`` that is there during the first forward already."""
 
@@ -205,7 +207,7 @@ class Chain:
         return option.forward_seconds if isinstance(op, Forward) else option.backward_seconds
 
     def nodes(self, op: Op) -> tuple[int, ...] | None:
-        """Local C nodes that an operation runs, in order; None: the block's whole forward."""
+        """Return the local C nodes that an operation runs, in order; None: the block's whole forward."""
         if isinstance(op, ForwardSaving):
             return None
         block = self.blocks[op.block]
@@ -215,5 +217,5 @@ class Chain:
         return option.forward if isinstance(op, Forward) else option.backward
 
     def with_partial_saves(self, index: int) -> Chain:
-        """The chain where the partial save of one index of each block is in memory."""
+        """Return the chain where the partial save of one index of each block is in memory."""
         return replace(self, blocks=tuple(b.with_partial_save(index) for b in self.blocks))

@@ -28,7 +28,7 @@ class GradientMemory:
 
 
 def gradient_memory(graph: CDGraph) -> GradientMemory:
-    """The memory of a graph's backward nodes."""
+    """Return the memory of a graph's backward nodes."""
     ours = {j for j, made in enumerate(graph.producer)
             if (j in graph.output_grads if made is None else made >= graph.loss)
             and j not in graph.inputs}
@@ -60,13 +60,12 @@ def gradient_memory(graph: CDGraph) -> GradientMemory:
 
 
 def least_memory(graph: CDGraph, pinned: Iterable[int] = ()) -> int:
-    """Return the bytes that every schedule takes at least that runs each backward computation once, in the
-    graph's order, and sends nothing away, whatever operations take besides what they read and make.
-    `pinned`: D nodes that the user holds.
+    """Return a lower bound, in bytes, of the peak of all schedules that run each backward computation once,
+    in the graph's order, and send nothing away. `pinned`: D nodes that the user holds.
 
-    While a backward computation runs, there are the gradients that are still read, what it reads of the
-    forward, its results and its temporaries. A result takes the place of a gradient that dies there, or of
-    any forward value, as a schedule may drop one there that it makes anew.
+    While a backward computation runs, memory holds the gradients that are still read, the forward values that
+    the computation reads, its results and its temporaries. A result may overwrite a gradient that dies there,
+    or any forward value, because a schedule may drop a forward value there and make it anew.
     """
     held = frozenset(pinned)
     forward = {j for c in graph.c[:graph.loss] for j in c.outputs} - held

@@ -1,4 +1,4 @@
-"""Which kernel each computation of a schedule runs by: in small parts, in larger ones, or at once; by one
+"""Choose the kernel of each computation of a schedule: in small parts, in larger parts, or at once; by one
 library or another.
 
 Working on small parts spares memory where it is short and takes longer. Most of a step is far below its
@@ -16,8 +16,8 @@ from rkmate.ir.simulate import Simulation, simulate
 
 def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] = (),
                    reserve_at_loss: int = 0, room: int = 0, known: Simulation | None = None) -> Schedule:
-    """The schedule with, at each step, the fastest kernel that leaves the peak as it is, or within `room`
-    bytes where that is more. `known`: the simulator's verdict on it, where it was asked for already.
+    """Return the schedule with, at each step, the fastest kernel that leaves the peak as it is, or within
+    `room` bytes where that is more. `known`: the simulator's verdict on it, where it was asked for already.
 
     Its choices do not touch one another: what such a kernel takes more is freed right after it. A step that
     has another kernel than its computation's own keeps it.
@@ -41,22 +41,23 @@ def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] 
 
 
 def by_own_kernels(schedule: Schedule) -> Schedule:
-    """The same steps, by each computation's own kernel."""
+    """Return the schedule with each computation's own kernel."""
     return Schedule(tuple(Compute(s.c) if isinstance(s, Compute) else s for s in schedule.steps))
 
 
 def seconds_to_gain(graph: CDGraph, schedule: Schedule) -> float:
-    """How much faster a schedule would be if each computation ran by its fastest kernel."""
+    """Return how many seconds faster a schedule would be if each computation ran by its fastest kernel."""
     return sum(kernel_of(graph, s).time - fastest(graph.c[s.c])
                for s in schedule.steps if isinstance(s, Compute) and graph.c[s.c].alternatives)
 
 
 def seconds_to_save(graph: CDGraph) -> float:
-    """How much faster the first run of each computation can get by its kernels: what bounds the time of
-    schedules whose first runs are by their own kernels bounds it with all kernels when this is taken off."""
+    """Return how many seconds the first runs of all computations can gain by their kernels. Subtract this
+    number from a time bound for schedules whose first runs use their own kernels, and the bound holds with
+    all kernels."""
     return sum(node.time - fastest(node) for node in graph.c)
 
 
 def fastest(node: CNode) -> float:
-    """Seconds of a computation's fastest kernel."""
+    """Return seconds of a computation's fastest kernel."""
     return min((node.time, *(other.time for other in node.alternatives)))

@@ -1,8 +1,8 @@
-"""The way out of a device's memory and back: how fast it is, and when each copy ends.
+"""Link between a device's memory and another place: how fast it is, and when each copy ends.
 
-Two clocks beside the computations': copies out queue for one direction of the link, copies in for the
-other (Beaumont et al., "Efficient combination of rematerialization and offloading", NeurIPS 2021, combine
-both ways to save memory).
+Copies have two clocks, in addition to that of the computations: copies out queue for one direction of the
+link, copies in for the other (Beaumont et al., "Efficient combination of rematerialization and offloading",
+NeurIPS 2021, combine both ways to save memory).
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from rkmate.errors import ScheduleError
 
 @dataclass(frozen=True)
 class Link:
-    """Between a device's memory and where its data is sent to. Bandwidths are those of both directions at
+    """Connection between a device's memory and the target of its data. Bandwidths hold for both directions at
     once, while the device computes."""
 
     out_bytes_per_second: float
     in_bytes_per_second: float
     seconds_per_copy: float = 0.0
-    """What a copy takes however small it is."""
+    """Seconds of a copy, however small it is."""
     buffer_bytes: int = 0
     """Memory of the device that copying takes, from the start of a step to its end."""
     most_bytes: int | None = None
-    """That may be away at once; None: as many as there is room for."""
+    """Bytes that may be away at once; None: no limit except the free space."""
     place: str = ""
-    """Where it leads: ``"host"``, or a folder."""
+    """Target of the link: ``"host"``, or a folder."""
     computing_seconds_per_byte: float = 0.0
-    """How much longer computing takes for each byte that goes either way, where the same processor has to do
-    it: pages are found and cleared, caches shared."""
+    """Seconds that computing takes longer for each byte copied either way, if the same processor has to copy:
+    it finds and clears pages, and shares its caches."""
 
     def seconds_out(self, size: int) -> float:
-        """Of one copy out of `size` bytes."""
+        """Return the seconds of one copy out of `size` bytes."""
         return self.seconds_per_copy + size / self.out_bytes_per_second
 
     def seconds_in(self, size: int) -> float:
-        """Of one copy back."""
+        """Return the seconds of one copy back of `size` bytes."""
         return self.seconds_per_copy + size / self.in_bytes_per_second
 
     def content(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the link as a JSON object."""
         return {k: v for k, v in vars(self).items() if v is not None}
 
 
 def read_link(content: Any) -> Link | None:
-    """The opposite of `Link.content`; None of None. Raises `TypeError` or `ValueError` for what is none."""
+    """Inverse of `Link.content`; None for None. Raises `TypeError` or `ValueError` if the content is
+    invalid."""
     if content is None:
         return None
     link = Link(**content)
@@ -56,28 +57,28 @@ def read_link(content: Any) -> Link | None:
     whole = link.buffer_bytes, 0 if link.most_bytes is None else link.most_bytes
     if not all(type(v) in (int, float) and 0 <= v < math.inf for v in (*rates, *seconds)) or 0 in rates \
             or not all(type(v) is int and v >= 0 for v in whole) or not isinstance(link.place, str):
-        raise ValueError(f"no link is like {content!r}")
+        raise ValueError(f"not a saved Link: {content!r}")
     return link
 
 
 class Clocks:
-    """When each thing of a step ends: computations, copies out, copies in. Seconds since its begin."""
+    """End times of a step's computations, copies out and copies in. Seconds since the step's beginning."""
 
     def __init__(self, link: Link | None) -> None:
         self.link = link
         self.now = 0.0
-        """Of the computations."""
+        """Time of the computations."""
         self.stalled = 0.0
-        """How long they have waited for copies."""
+        """Seconds that computations have waited for copies."""
         self.out: list[tuple[int, float, float]] = []
         """(D node, start, end) of each copy out."""
         self.back: list[tuple[int, float, float]] = []
-        """Of each copy in."""
+        """Copies in: D node, start, end."""
         self._sent: dict[int, float] = {}
         self._arrives: dict[int, float] = {}
 
     def compute(self, seconds: float) -> None:
-        """A computation that has its inputs."""
+        """Run a computation whose inputs are in memory."""
         self.now += seconds
 
     def copy_out(self, d: int, size: int) -> None:
@@ -113,5 +114,5 @@ class Clocks:
 
     def _link(self) -> Link:
         if self.link is None:
-            raise ScheduleError("the schedule copies data away, and the graph has no link to anywhere")
+            raise ScheduleError("the schedule copies data away, but the graph has no link")
         return self.link

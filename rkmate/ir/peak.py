@@ -1,4 +1,4 @@
-"""What a call took of a device's memory: the value that the meter returns and pictures draw."""
+"""Device memory of a call: the value that the meter returns and pictures draw."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Peak(Generic[T]):
-    """What a call allocated, in bytes over the level at its entry."""
+    """Bytes that a call allocated, over the level at its entry."""
 
     peak: int
     """Highest level. Never negative: at entry it is zero."""
@@ -19,6 +19,6 @@ class Peak(Generic[T]):
     seconds: float
     """Time of the call. On CPU the profiler's own work is in it."""
     result: T
-    """What the call returned."""
+    """Result of the call."""
     timeline: tuple[tuple[float, int], ...] = ()
     """(seconds since entry, level) after each allocation and each free, when asked for."""

@@ -1,4 +1,4 @@
-"""A plan: what is computed when, what it costs, how it was found, and what it was made for."""
+"""Data of a plan: what is computed when, what it costs, how the plan was found, and for what it was made."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Origin:
     model: str
     """Name of the model's class."""
     parameters: int
-    """How many numbers its parameters have; one that two modules share counts once."""
+    """Number of elements of the parameters; a parameter that two modules share counts once."""
     trained: int
-    """How many numbers its trained parameters have."""
+    """Number of elements of the trained parameters."""
     inputs: tuple[tuple[str, str], ...]
     """(name, ``float32[8, 128]``) of each tensor among the sample inputs."""
     device: str
@@ -40,7 +40,7 @@ class Origin:
 
 
 def read_origin(content: Mapping[str, Any] | None) -> Origin | None:
-    """The opposite of `Origin.content`; None of None. Raises `KeyError`, `TypeError` or `ValueError`."""
+    """Inverse of `Origin.content`; None for None. Raises `KeyError`, `TypeError` or `ValueError`."""
     if content is None:
         return None
     return Origin(str(content["model"]), int(content["parameters"]), int(content["trained"]),
@@ -52,13 +52,13 @@ _FORMAT = 4
 _KERNEL = "kernel"
 _COPIES: dict[str, type[CopyOut | Leave | CopyIn]] = {"out": CopyOut, "leave": Leave, "in": CopyIn}
 _UNCHUNKED = "unchunked"
-"""How older files mark a computation that runs by the first of its alternative kernels."""
+"""Mark of older files for a computation that runs by the first of its alternative kernels."""
 Saved = TypeVar("Saved", bound="PlanData")
 
 
 @dataclass(frozen=True)
 class BlockInfo:
-    """One block of the chain."""
+    """Description of a block of the chain."""
 
     label: str
     """Class of the block: identical blocks have the same label."""
@@ -72,7 +72,7 @@ class BlockInfo:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a block in the schedule."""
+    """A run of a block in the schedule."""
 
     block: int
     phase: str
@@ -110,7 +110,7 @@ class PlanData:
     fingerprint: str
     """Fingerprint of the model's graph: a plan serves every model with the same fingerprint."""
     costs: tuple[Cost, ...]
-    """One cost per C node."""
+    """Costs of the C nodes."""
     graph: GraphSummary = field(repr=False)
     """Summary of the graph that the schedule runs over, for pictures and tables."""
     note: str = ""
@@ -169,9 +169,9 @@ class PlanData:
         except OSError as error:
             raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise PlanError(f"{path}: is not a whole plan file ({error})") from error
+            raise PlanError(f"{path}: is not a complete plan file ({error})") from error
         if not isinstance(content, dict) or "checksum" not in content:
-            raise PlanError(f"{path}: is no rkmate plan")
+            raise PlanError(f"{path}: is not an rkmate plan")
         if content.get("format") != _FORMAT:
             raise PlanError(f"{path}: has format {content.get('format')!r}; this version reads "
                             f"{_FORMAT}. Make the plan again")
@@ -181,7 +181,7 @@ class PlanData:
         try:
             return cls(**_read(content))
         except (KeyError, TypeError, ValueError, IndexError, GraphError) as error:
-            raise PlanError(f"{path}: is not a whole plan file ({error})") from error
+            raise PlanError(f"{path}: is not a complete plan file ({error})") from error
 
     def _content(self) -> dict[str, Any]:
         return {

@@ -1,5 +1,5 @@
-"""What must run again to have something, what runs again for nothing, and what regions under checkpointing
-run again."""
+"""Find the computations that must run again to have some values, that run again for nothing, and that regions
+under checkpointing run again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rkmate.ir.schedule import Schedule, from_order
 
 def missing_nodes(graph: CDGraph, wanted: Iterable[int], available: Iterable[int] = (),
                   known: Collection[int] = ()) -> set[int]:
-    """The forward nodes that must run to bring the D nodes `wanted` into memory.
+    """Return the forward nodes that must run to bring the D nodes `wanted` into memory.
 
     `available`: D nodes that are in memory. `known`: C nodes that run anyway, and whatever they need;
     they are left out. What comes from outside, and gradients, are taken to be there.
@@ -34,14 +34,14 @@ class LeanOrder(NamedTuple):
     order: list[int]
     """C nodes."""
     loss_at: int
-    """How many of them run before the loss."""
+    """Number of computations before the loss."""
     carried: set[int]
     """D nodes that are read after the loss before they are made there."""
 
 
 def without_waste(graph: CDGraph, order: Sequence[int], loss_at: int,
                   available: Iterable[int] = ()) -> LeanOrder:
-    """An order less the repeated computations none of whose outputs is read before it is made anew.
+    """Return an order without repeated computations none of whose outputs is read before it is made anew.
 
     First runs stay, whatever reads them. `available`: D nodes that are in memory all the time.
     """
@@ -98,7 +98,7 @@ def checkpointed(graph: CDGraph, region: Sequence[int | None], pinned: Iterable[
 
 
 def _inside(graph: CDGraph, region: Sequence[int | None], pinned: frozenset[int]) -> dict[int, int]:
-    """D nodes that the forward makes in a region and reads nowhere else, with that region."""
+    """Return the D nodes that the forward makes in a region and reads nowhere else, with that region."""
     readers: dict[int, set[int | None]] = {}
     for i, node in enumerate(graph.c[:graph.loss]):
         for j in node.inputs:

@@ -1,8 +1,8 @@
-"""What torch's caching allocator takes from the device for a training loop that follows a schedule.
+"""Device memory that torch's caching allocator takes for a training loop that follows a schedule.
 
-The loop is replayed through a model of the allocator: its tensors come and go in the schedule's order, and
-beside them batches, gradients and the optimizer's states, which are made when the first step's values have
-left holes behind.
+The loop is replayed through a model of the allocator: its tensors come and go in the schedule's order,
+together with batches, gradients and the optimizer's states, which are made when the first step's values have
+left holes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from rkmate.ir.simulate import LOSS_SCALARS, buffers_of
 
 @dataclass(frozen=True)
 class Beside:
-    """What a loop has beside its steps: bytes of each tensor."""
+    """Tensors of a loop that are not part of its steps: bytes of each tensor."""
 
     batch: tuple[int, ...] = ()
     """The next one is there before the last one goes."""
     gradients: tuple[int, ...] = ()
-    """Of parameters that steps add to in their place; made in a step's backward."""
+    """Gradients that steps add to in place; made in a step's backward."""
     states: tuple[int, ...] = ()
     """The optimizer's: made after the first step, kept."""
     updates: tuple[int, ...] = ()
-    """What the optimizer takes for a moment, in every update."""
+    """Tensors that the optimizer holds for a moment, in every update."""
 
 
 def reserved_bytes(allocator: CachingAllocator, graph: CDGraph, schedule: Schedule,
                    beside: Beside = Beside(), *, calls: int = 1, reserve_at_loss: int = 0,
                    updates: int = 3) -> int:
-    """Bytes that the allocator has from the device, at most, in so many updates of the parameters. In the
-    last but one of them, gradients of two steps are added up. Leaves the allocator as it is then.
+    """Return the most bytes that the allocator takes from the device in `updates` updates of the parameters.
+    In the last but one of them, gradients of two steps are added up. Leaves the allocator in the final state.
 
     `calls`, `reserve_at_loss`: as of a plan. Raises `KeyError` for a schedule that the simulator refuses.
     """
@@ -58,7 +58,7 @@ class _Loop:
     batch: list[Block | None] = field(default_factory=list)
     states: list[Block | None] = field(default_factory=list)
     gradients: dict[int, Block | None] = field(default_factory=dict)
-    """By D node, or for those that are added to, by a negative number."""
+    """Blocks of gradients by D node; of gradients that are added to in place, by a negative number."""
 
     def __post_init__(self) -> None:
         self.at_loss = self.schedule.steps.index(Loss())
@@ -66,7 +66,7 @@ class _Loop:
                        and (donor := in_place_donor(self.graph, self.schedule.steps, k)) is not None}
 
     def step(self) -> None:
-        """Forward of every call, and their backwards."""
+        """Allocate and free as a step does: the forwards of all calls, the loss, and the backwards."""
         batch = [*map(self.allocator.allocate, self.beside.batch)]
         self.free(self.batch)
         self.batch = batch
@@ -79,7 +79,7 @@ class _Loop:
             self.free(run.held.values())
 
     def loss(self, runs: list[_Run]) -> None:
-        """Somebody else computes it; the gradients of outputs come."""
+        """Allocate the gradients of the outputs, after the temporaries of a loss that the caller computes."""
         sizes = [self.graph.d[j].size for j in self.graph.output_grads]
         if self.reserve_at_loss:
             self.free([*map(self.allocator.allocate, [LOSS_SCALARS, *sizes, *sizes, *sizes])])
@@ -90,7 +90,7 @@ class _Loop:
             self.gradients = {-1 - k: self.allocator.allocate(n) for k, n in enumerate(self.beside.gradients)}
 
     def update(self) -> None:
-        """The optimizer's, which makes its states at the first one; gradients go after it."""
+        """Follow the optimizer, which makes its states at its first step. Free the gradients."""
         if not self.states:
             self.states = [*map(self.allocator.allocate, self.beside.states)]
         self.free([*map(self.allocator.allocate, self.beside.updates)])
@@ -109,7 +109,7 @@ class _Run:
         self.loop = loop
         size = buffers_of(loop.graph, loop.schedule)
         self.held: dict[int, Block | None] = {-1: loop.allocator.allocate(size)} if size else {}
-        """By D node; those of copies by -1."""
+        """Blocks by D node; those of copies have the number -1."""
         self.taken: set[int] = set()
 
     def follow(self, steps: Iterable[int]) -> None:

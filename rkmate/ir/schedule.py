@@ -24,7 +24,7 @@ class Compute(NamedTuple):
 
     c: int
     kernel: int = 0
-    """By which kernel: 0 is the C node's own, k is ``alternatives[k - 1]``."""
+    """Number of the kernel: 0 is the C node's own, k is ``alternatives[k - 1]``."""
 
 
 class Free(NamedTuple):
@@ -101,7 +101,7 @@ class Schedule:
         return frozenset(s.d for s in self.steps if isinstance(s, CopyOut))
 
     def recomputed(self) -> dict[int, int]:
-        """How many times each C node runs again (only those that do)."""
+        """Return how many times each C node runs again (only the nodes that do)."""
         counts: dict[int, int] = {}
         for i in self.order:
             counts[i] = counts.get(i, 0) + 1
@@ -109,7 +109,7 @@ class Schedule:
 
 
 def kernel_of(graph: CDGraph, step: Compute) -> Kernel:
-    """The kernel that a step runs. Raises `ScheduleError` when its C node has no such kernel."""
+    """Return the kernel that a step runs. Raises `ScheduleError` when its C node has no such kernel."""
     node = graph.c[step.c]
     if not step.kernel:
         return Kernel(node.time, node.overhead)
@@ -119,7 +119,7 @@ def kernel_of(graph: CDGraph, step: Compute) -> Kernel:
 
 
 def in_place_donor(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
-    """The D node whose storage the computation at step `k` takes for its output, if any.
+    """Return the D node whose storage the computation at step `k` takes for its output, if any.
 
     It does where an input that may be overwritten is freed right after it, and the output is
     not, or leaves for autograd. A kernel that is not the C node's own overwrites nothing.
@@ -136,7 +136,7 @@ def in_place_donor(graph: CDGraph, steps: Sequence[Step], k: int) -> int | None:
 
 
 def freed_after(steps: Sequence[Step], k: int) -> set[int]:
-    """The D nodes that are freed right after step `k`."""
+    """Return the D nodes that are freed right after step `k`."""
     gone: set[int] = set()
     k += 1
     while k < len(steps):
@@ -149,13 +149,14 @@ def freed_after(steps: Sequence[Step], k: int) -> set[int]:
 
 
 def save_all(graph: CDGraph) -> Schedule:
-    """Every computation once, in the graph's order: nothing is freed that is needed again."""
+    """Return the schedule that runs every computation once, in the graph's order, and frees nothing that is
+    needed again."""
     return from_order(graph, range(len(graph.c)), graph.loss)
 
 
 def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: int,
                pinned: Iterable[int] = ()) -> Schedule:
-    """The schedule that runs `order` and frees every storage as early as possible.
+    """Return the schedule that runs `order` and frees every storage as early as possible.
 
     `loss_at`: how many of the computations run before the loss. `pinned`: D nodes that are never
     freed (what the user holds). What a C node decides is not freed either: that it would run again in
@@ -252,7 +253,8 @@ def _check_reads(graph: CDGraph, order: Sequence[int], loss_at: int) -> None:
 
 
 def _decided_once(graph: CDGraph, order: list[int], loss_at: int) -> tuple[list[int], int]:
-    """An order without the further runs of C nodes that decide, and how many of it run before the loss."""
+    """Return an order without the further runs of C nodes that decide, and how many of it run before the
+    loss."""
     if not graph.decided:
         return order, loss_at
     ran: set[int] = set()

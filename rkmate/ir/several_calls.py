@@ -11,7 +11,7 @@ from rkmate.ir.simulate import buffers_of, simulate
 
 def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_loss: int = 0,
                   pinned: Iterable[int] = ()) -> int:
-    """Bytes alive at once, at most, in a step of `calls` forwards, one loss, and the backward of each.
+    """Return bytes alive at once, at most, in a step of `calls` forwards, one loss, and the backward of each.
 
     Every call follows the schedule, with values of its own. The backwards come one after the other, in any
     order. A parameter's gradients are added up, and wait for those of the last call. Raises `ScheduleError`

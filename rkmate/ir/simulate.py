@@ -30,18 +30,18 @@ LOSS_SCALARS = 512
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs."""
+    """Cost of a schedule."""
 
     peak: int
     """Greatest number of bytes alive at once, temporaries included."""
     peak_at: int
     """Index of the step where the peak stands."""
     seconds: float
-    """From the first computation to the end of the last one, waits for copies included."""
+    """Seconds from the first computation to the end of the last one, including waits for copies."""
     saved: int
     """Bytes alive at the loss (the paper's M_save), before the output gradients arrive."""
     timeline: tuple[int, ...]
-    """Per step: bytes alive during a computation (temporaries included), or after another step."""
+    """For each step: bytes alive during a computation (including temporaries), or after another step."""
     stalled: float = 0.0
     """Seconds of waiting for copies."""
     away: int = 0
@@ -53,7 +53,7 @@ class Simulation:
 
 
 def buffers_of(graph: CDGraph, schedule: Schedule) -> int:
-    """Bytes of the device that copying takes from the start of a step to its end."""
+    """Return bytes of the device that copying takes from the start of a step to its end."""
     return graph.link.buffer_bytes if graph.link is not None and schedule.copied else 0
 
 
@@ -174,7 +174,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
 
 
 class Residency:
-    """What is away, and what is being copied. Checks each step of it; raises `ScheduleError`."""
+    """Data that is away or being copied. Checks each step; raises `ScheduleError`."""
 
     def __init__(self, graph: CDGraph, pinned: Collection[int]) -> None:
         self.graph = graph

@@ -18,7 +18,7 @@ CapturedKind = Literal["operation", "view", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """One C node."""
+    """A C node."""
 
     name: str
     operation: str
@@ -27,7 +27,7 @@ class Computation:
     """The module of the user's model that it comes from; empty for the model itself."""
     phase: Phase
     block: int
-    """Its block; -1 for what is computed once at the start."""
+    """Block of the node; -1 for a value that is computed once at the start."""
     inputs: tuple[int, ...]
     """Storages that it reads."""
     outputs: tuple[int, ...]
@@ -41,7 +41,7 @@ class Computation:
     donors: tuple[int, ...] = ()
     """Inputs that may take the output's place when they die here."""
     alternatives: tuple[Kernel, ...] = ()
-    """What its other kernels cost, where it has any."""
+    """Costs of the node's other kernels, if it has any."""
     decides: bool = False
     """Runs once: what it chooses must stand."""
     adds: bool = False
@@ -50,19 +50,19 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One D node."""
+    """A D node."""
 
     name: str
     size: int
     """Bytes."""
     kind: DKind
     shape: str
-    """Of the tensor that owns it: ``float32[8, 128, 64]``."""
+    """Form of the tensor that owns it: ``float32[8, 128, 64]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One operation of the forward as it was captured, before simplification."""
+    """An operation of the forward as it was captured, before simplification."""
 
     name: str
     operation: str
@@ -96,7 +96,7 @@ class GraphSummary:
     """Storages that the forward carries into block i (one entry more than there are blocks)."""
     captured: tuple[Captured, ...] = field(default=(), repr=False)
     link: Link | None = None
-    """To where data can be sent meanwhile; None: to nowhere."""
+    """Connection to the place where data can be sent meanwhile; None: nowhere."""
 
     @cached_property
     def cd(self) -> CDGraph:
@@ -122,7 +122,7 @@ class GraphSummary:
         return self.cd.producer
 
     def content(self) -> dict[str, Any]:
-        """As JSON takes it. Times and overheads are left out: the plan has them."""
+        """Return the summary as a JSON object, without times and overheads, which the plan has."""
         adding = [i for i, c in enumerate(self.computations) if c.adds]
         return {
             "computations": [[c.name, c.operation, c.path, c.block, list(c.inputs), list(c.outputs),
@@ -142,8 +142,8 @@ class GraphSummary:
 
 
 def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSummary:
-    """The opposite of `GraphSummary.content`. Raises `KeyError`, `TypeError` or `ValueError` for
-    what is none, `GraphError` for a graph that breaks an invariant."""
+    """Inverse of `GraphSummary.content`. Raises `KeyError`, `TypeError` or `ValueError` if the content is
+    invalid, and `GraphError` for a graph that breaks an invariant."""
     loss = int(content["loss"])
     decisions = set(map(int, content.get("decisions", ())))      # plans without: of graphs without
     additions = set(map(int, content.get("additions", ())))

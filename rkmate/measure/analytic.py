@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def analytic_costs(partition: Partition) -> dict[int, Cost]:
-    """C node -> its cost: the greater of arithmetic and memory traffic, plus a call."""
+    """Return the cost of each C node: the larger one of arithmetic and memory traffic, plus a call."""
     alternatives = partition.program.alternatives
     costs: dict[int, Cost] = {}
     for i, node in enumerate(partition.program.operation):
@@ -49,17 +49,17 @@ def seconds_of(node: fx.Node) -> float:
 
 
 def bytes_moved(node: fx.Node) -> int:
-    """Bytes of all that an operation reads and makes."""
+    """Return bytes of all that an operation reads and makes."""
     return sum(_bytes(n.meta[VALUE]) for n in node.all_input_nodes) + _bytes(node.meta[VALUE])
 
 
 def _rates(node: fx.Node) -> Rates:
-    """Of the device that an operation runs on."""
+    """Return the rates of the device that an operation runs on."""
     return devices.common(_tensors([n.meta[VALUE] for n in (node, *node.all_input_nodes)])).rates
 
 
 def _seconds_of_tiles(tiled: Tiled) -> float:
-    """Of all tiles; each adds to the sums where they stand, and so reads them."""
+    """Return the seconds of all tiles. Each tile adds to the sums in place, and so reads them."""
     each = sum(seconds_of(n) for n in tiled.graph.nodes if n.op == "call_function" and not is_view(n)
                and n.target is not operator.getitem)
     inside = next(n for n in tiled.graph.nodes if n.op == "call_function")
@@ -78,7 +78,7 @@ def _seconds_of_arithmetic(node: fx.Node, rates: Rates) -> float:
 
 
 def _may_be_tf32(packet: Any) -> bool:
-    """Whether torch's settings let such a product of float32 numbers cut them to 19 bits."""
+    """Return whether torch's settings let such a product of float32 numbers cut them to 19 bits."""
     if packet in (aten.convolution, aten.convolution_backward):
         return bool(torch.backends.cudnn.allow_tf32)
     return torch.get_float32_matmul_precision() != "highest"

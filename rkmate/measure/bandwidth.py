@@ -1,11 +1,12 @@
-"""How fast a device's data goes away and comes back: both ways at once, while the device computes.
+"""Measure how fast a device's data goes away and comes back: both ways at once, while the device computes.
 
-It is measured with an engine like the one that will do it (but without checksums, which a step may have or
-not), in a few hundred million bytes and about two or three seconds, and remembered.
+A measurement uses an engine like the one of the step (without checksums, which a step may or may not have).
+It copies a few hundred million bytes, takes two or three seconds, and is remembered.
 
-What copies take from a computation on the same processor is counted by the clock of the process, which other
-programs do not move, while nothing is computed: with a thread on each core, all wait for the one that a copy
-has interrupted. Where cores are left, a computation beside copies tells how much less it is.
+The time that copies take from a computation on the same processor is measured by the clock of the process,
+which other programs do not affect, while nothing is computed: with a thread on each core, all threads wait
+for the one that a copy has interrupted. If cores are free, a computation that runs during the copies shows
+the real, smaller loss.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ FORMAT = 4
 REPEATS = 3
 """Measurements; their median counts."""
 FIRST_BYTES = 2**22
-"""Each way, to see how large copies may be."""
+"""Bytes copied in each direction, to find out how large copies may be."""
 MOST_BYTES = 2**26
-"""Each way in a measurement. Of the device's memory measuring takes a quarter more at most, and what
-computing and the engine's buffers take."""
+"""Bytes copied in each direction in a measurement. Measuring takes at most a quarter more of the device's
+memory, and the memory of the computation and of the engine's buffers."""
 TENSORS = 4
-"""That are copied at once, each way."""
+"""Number of tensors that are copied at once, in each direction."""
 SECONDS = 0.3
-"""So long a measurement may take."""
+"""Seconds that a measurement may take."""
 SMALL, SMALL_BYTES = 16, 4096
 """Small copies, which tell what one takes however small it is."""
 PACE_RUNS = 20
-"""Of what is computed, to know how long it takes alone."""
+"""Number of runs of the computation that measure its time alone."""
 REST_SECONDS = 5e-3
 """Between looks at whether copies are over, while nothing is computed."""
 WIDTH = 512
-"""Of the matrices whose product is computed meanwhile."""
+"""Width of the matrices whose product is computed meanwhile."""
 
 
 def measure_link(device: Device, engine: CopyEngine, folder: Path | None = None) -> Link:
-    """The link between a device and an engine's place. `folder`: where it is remembered beside this process;
-    None: nowhere.
+    """Return the link between a device and the target of an engine. `folder`: where it is remembered, in
+    addition to this process; None: nowhere.
 
     Raises:
         OffloadError: nothing can be sent there.
@@ -78,7 +79,7 @@ _known: dict[str, Rates] = {}
 
 
 def _measured(device: Device, engine: CopyEngine, most: int) -> Rates:
-    """`most`: bytes each way that may be under way at once."""
+    """Measure the link. `most`: bytes that may be under way at once, in each direction."""
     pace = _Pace(_computing(device))
     begun = min(FIRST_BYTES, most)
     slow = max(1e-9, *_round(device, engine, begun, 1, pace)[:2])
@@ -95,17 +96,18 @@ def _measured(device: Device, engine: CopyEngine, most: int) -> Rates:
 
 
 class _Meanwhile(Protocol):
-    """What the device does while copies are under way, and what they cost it."""
+    """The device's work while copies are under way, and how its slowdown is counted."""
 
     def compute(self) -> None:
-        """A short piece of it."""
+        """Do a short piece of the work."""
 
     def beside(self, run: Callable[[], T]) -> tuple[T, float]:
-        """What something returns that runs such pieces all the time, and the seconds that its copies cost."""
+        """Return the result of a function that runs pieces of the work all the time, and the seconds that its
+        copies cost."""
 
 
 class _Rest:
-    """Nothing; copies cost the seconds of the processor that this process takes."""
+    """Computes nothing; copies cost the processor seconds of this process."""
 
     def compute(self) -> None:
         """Wait a little."""
@@ -119,7 +121,7 @@ class _Rest:
 
 
 class _Pace:
-    """A computation; copies cost how much longer it takes beside them."""
+    """A computation. Copies cost the time by which it takes longer while they run."""
 
     def __init__(self, compute: Callable[[], object]) -> None:
         self._compute = compute
@@ -137,8 +139,8 @@ class _Pace:
         self._compute()
 
     def beside(self, run: Callable[[], T]) -> tuple[T, float]:
-        """What something returns that runs the computation all the time, and the seconds that the computation
-        lost by it."""
+        """Return the result of a function that runs the computation all the time, and the seconds that the
+        computation lost."""
         self._runs = 0
         start = time.perf_counter()
         result = run()
@@ -146,15 +148,15 @@ class _Pace:
 
 
 def _rate(size: int, seconds: float, each: float) -> float:
-    """Bytes a second, of copies that take `each` however small they are; where that is nearly all of the
-    time, half of it is taken to be."""
+    """Return bytes a second of copies, without the `each` seconds that a copy of any size takes. At most half
+    of the time is subtracted."""
     return max(1, size) / max(seconds - TENSORS * each, seconds / 2)
 
 
 def _round(device: Device, engine: CopyEngine, size: int, count: int, meanwhile: _Meanwhile
            ) -> tuple[float, float, float]:
-    """Seconds that `count` copies out of `size` bytes in all take, and as many copies back meanwhile; and
-    those that they cost what the device does meanwhile."""
+    """Return seconds that `count` copies out of `size` bytes in all take, and as many copies back meanwhile;
+    and those that they cost what the device does meanwhile."""
     sent, now = [f"sent {k}" for k in range(count)], [f"now {k}" for k in range(count)]
     held: list[torch.Tensor] = []
     call = engine.open()
@@ -182,7 +184,7 @@ def _round(device: Device, engine: CopyEngine, size: int, count: int, meanwhile:
 
 
 def _computing(device: Device) -> Callable[[], object]:
-    """A product of matrices."""
+    """Return a function that computes a product of matrices."""
     matrix = torch.ones(WIDTH, WIDTH, device=device.torch_device)
     result = torch.empty_like(matrix)
 
@@ -194,7 +196,7 @@ def _computing(device: Device) -> Callable[[], object]:
 
 
 def _found(key: str, folder: Path | None) -> Rates | None:
-    """What is remembered in this process, or in a folder."""
+    """Return the rates that are remembered in this process or in a folder."""
     found = _known.get(key)
     if found is None and folder is not None:
         found = _rates(read_json(_file(folder, key)))
@@ -220,7 +222,7 @@ def _file(folder: Path, key: str) -> Path:
 
 
 def _rates(content: Any) -> Rates | None:
-    """What a file says; None where that is no link's."""
+    """Return the rates in a file's content; None if the content is not a link's."""
     try:
         out, back, each, slows = map(float, content)
     except (TypeError, ValueError):
@@ -230,7 +232,7 @@ def _rates(content: Any) -> Rates | None:
 
 
 def _key(device: Device, place: str, most: int) -> str:
-    """All that the rates depend on. `most`: bytes each way in a measurement, at most."""
+    """Return all that the rates depend on. `most`: bytes each way in a measurement, at most."""
     where = [place]
     if place != "host":
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Memory inside of compiled groups, for costs that are counted and not measured."""
+"""Temporary memory of compiled groups, for costs that are estimated and not measured."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rkmate.torch_seam.nodes import VALUE
 
 
 def with_memory_of_groups(operations: Sequence[fx.Node], costs: Mapping[int, Cost]) -> dict[int, Cost]:
-    """Counted costs, with the bytes that compiled groups take beside their results."""
+    """Return estimated costs, with the bytes that compiled groups take in addition to their results."""
     return {i: cost._replace(overhead=max(cost.overhead, bytes_of_group(group)))
             if isinstance(group := operations[i].target, Cluster) else cost for i, cost in costs.items()}
 
 
 def bytes_of_group(group: Cluster) -> int:
-    """Bytes beside its results that a group takes; 0 on a GPU that is not here.
+    """Return the bytes that a group takes in addition to its results; 0 on a GPU of another machine.
 
     What the compiler keeps between two loops, no rule knows: the group runs once, on ones. Raises
     `CompilerError`.

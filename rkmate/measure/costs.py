@@ -37,14 +37,14 @@ from rkmate.torch_seam.schema import OpOverload
 LONG = 1e-3
 """Seconds, counted: an operation that takes this long is not run again only for what it makes."""
 Costs = dict[int, Cost]
-"""By C node."""
+"""Costs by C node."""
 
 
 def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source, torch.Tensor],
             memory: CostMemory, settings: MeasureSettings = MeasureSettings(),
             on_progress: Callable[[int, int], None] | None = None,
             limit: Callable[[], int] | None = None, step_bytes: int = 0) -> Costs:
-    """Costs of every C node.
+    """Measure the costs of every C node.
 
     `texts`: each block's text; blocks with the same text are identical and measured once. `sources`
     gives the tensors that the caller holds. What `memory` knows, measured with equal settings, is not
@@ -102,7 +102,8 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
 
 
 def text_of_beginning(hoisted: int, texts: Sequence[str]) -> str:
-    """By what the costs of so many hoisted constants are remembered: which they are depends on all blocks."""
+    """Return the text under which the costs of hoisted constants are remembered: which constants these are
+    depends on all blocks."""
     return f"{hoisted} hoisted before\n" + "\n".join(texts)
 
 
@@ -118,15 +119,15 @@ class _Runner:
         self.known = known          # C nodes that need not be measured
         self.values: dict[int, torch.Tensor] = {}
         self.made: dict[int, Layout] = {}
-        """Of D nodes that an operation has made: not always what its trace says."""
+        """Layouts of the D nodes that an operation has made: not always those of its trace."""
         self.fixed: dict[int, torch.Tensor] = {}
         self.device = device
         self.metering = True
-        """In the first walk over the blocks; the others are for times."""
+        """Whether this is the first walk over the blocks, which measures memory; the others measure times."""
         self.places: dict[Source, torch.Tensor] = {}
-        """What the C node at hand adds to."""
+        """Gradients that the current C node adds to."""
         self.keys: dict[int, Any] = {}
-        """What a C node's operation is known by (of the other kernels, too, by `_others`)."""
+        """The key under which each C node's operation is timed (other kernels: see `_others`)."""
         self.timings = Timings(device, settings)
         self.caches = Caches(device) if settings.cold else None
         self.overhead: dict[int, int] = {}
@@ -139,7 +140,7 @@ class _Runner:
         """The D node whose place the result of the operation at hand takes."""
 
     def hoisted(self, nodes: Sequence[int]) -> None:
-        """Constants that are computed once at the start, and stay."""
+        """Compute the constants that are computed once at the start, and keep them."""
         for i in nodes:
             self.run_timed(i)
         self.fixed = dict(self.values)
@@ -151,7 +152,7 @@ class _Runner:
         self.timings.start_pass(number - 1)
 
     def cost(self, i: int) -> Cost:
-        """Of a C node, by all runs that it has had."""
+        """Return the cost of a C node, from all of its runs."""
         if i in self.known:
             return self.known[i]
         if i not in self.keys:
@@ -164,7 +165,7 @@ class _Runner:
 
     @property
     def _pace(self) -> float:
-        """What this machine takes for a second that is counted."""
+        """Seconds of this machine for an estimated second."""
         ran = [i for i in self.keys if i < len(self.cd.c)]
         counted = sum(self._counted[i].time for i in ran)
         return sum(self.timings.seconds(self.keys[i]) for i in ran) / counted if counted else 1.0
@@ -190,7 +191,7 @@ class _Runner:
                 del self.values[j]
 
     def _meter(self, block: Block) -> None:
-        """The temporary memory of each operation."""
+        """Measure the temporary memory of each operation."""
         meter = self.device.parts_meter()
         self.metered: dict[int, Any] = {}
         with meter.running():
@@ -207,7 +208,7 @@ class _Runner:
                 self.overhead[part] = max(least, self.peaks[key] - kept)
 
     def _forward(self, block: Block, run: Callable[[int], None], readers: Sequence[int]) -> None:
-        """`readers`: the C nodes that will run, and need their values."""
+        """Run a block's forward. `readers`: C nodes that will run later and need its values."""
         self._run(block, block.c[:block.graph.loss], readers, run)
 
     def _backward(self, block: Block, run: Callable[[int], None]) -> None:
@@ -225,7 +226,7 @@ class _Runner:
                     self.values.pop(j, None)
 
     def _ours(self, j: int) -> bool:
-        """Whether a storage belongs to a block, and is no hoisted constant."""
+        """Return whether a storage belongs to a block, and is no hoisted constant."""
         made = self.cd.producer[j]
         return made is None or self.partition.block_of[made] != HOISTED
 
@@ -233,14 +234,14 @@ class _Runner:
         return chooses(self.program.owner[j].meta[VALUE])
 
     def _held(self, j: int) -> torch.Tensor:
-        """The value of a D node, made up where it is not there."""
+        """Return the value of a D node, made up where it is not there."""
         if j not in self.values:
             value = made_up(self.program.owner[j].meta[VALUE], self.cd.d[j].kind)
             self.values[j] = as_made(value, self.made[j]) if j in self.made else value
         return self.values[j]
 
     def _level(self) -> int:
-        """Bytes that are held."""
+        """Return bytes that are held."""
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.values.values())}
         return sum(self.device.storage_bytes(size) for size in storages.values())
 
@@ -255,7 +256,7 @@ class _Runner:
             self.left_out.add(i)
             return False
         missing = sum(self.cd.d[j].size for j in {*node.inputs, *node.outputs} if j not in self.values)
-        # What it takes beside that, nobody knows before its first run: say, two copies of all.
+        # Its temporary memory is unknown before its first run: assume two copies of all of it.
         missing += max(self.overhead.get(i, 2 * alone), temporary_bytes(operation, random=node.random))
         others = [j for j in self.values if j not in node.inputs and self._ours(j)]
         for j in sorted(others, key=lambda j: (self._chooses(j), -self.cd.d[j].size)):
@@ -267,7 +268,7 @@ class _Runner:
         return True
 
     def value(self, node: fx.Node) -> Any:
-        """A tensor, views derived from what holds their storage."""
+        """Return a node's tensor; views are derived from the tensor that holds their storage."""
         where = self.program.storage[node]
         if isinstance(where, Source):
             if node.op in ("placeholder", "get_attr"):
@@ -285,7 +286,8 @@ class _Runner:
         return node.target(*args, **kwargs)
 
     def _is_known(self, i: int) -> bool:
-        """Whether a C node need not be measured: what it makes is made up then, but for choices."""
+        """Return whether a C node need not be measured: its results are then made up, unless they are
+        choices."""
         if i in self.known and any(map(self._chooses, self.cd.c[i].outputs)) and self._fits(i):
             self._keep(i, self._prepared(i)[0]())
         return i in self.known
@@ -341,14 +343,14 @@ class _Runner:
             self._keep(i, call())
 
     def _before(self, i: int) -> Callable[[], None] | None:
-        """What brings the caches to how a C node finds them."""
+        """Return a function that brings the caches into the state in which a C node finds them."""
         if self.caches is None:
             return None
         return functools.partial(self.caches.empty, [
             self.values[j] for j in made_just_before(self.cd, i) if j in self.values])
 
     def _passed_over(self, i: int) -> bool:
-        """Whether an operation takes long, and makes no choices: then what it makes is made up."""
+        """Return whether an operation takes long, and makes no choices: then what it makes is made up."""
         return self._counted[i].time >= LONG and not any(map(self._chooses, self.cd.c[i].outputs))
 
     def _prepared(self, i: int) -> tuple[functools.partial[Any], Any]:
@@ -363,8 +365,8 @@ class _Runner:
         return call, key
 
     def _alternatives(self, i: int) -> dict[int, tuple[Callable[[], Any], Any]]:
-        """The other kernels of a C node, by their parts of the meter. Those that have no room within the
-        limit are left out, and with them those after them, which take more."""
+        """Return the other kernels of a C node, by their parts of the meter. Those that have no room within
+        the limit are left out, and with them those after them, which take more."""
         found: dict[int, tuple[Callable[[], Any], Any]] = {}
         kernels = self.program.alternatives.get(self.program.operation[i], ())
         for part, other in zip(self._others(i), kernels, strict=True):
@@ -377,12 +379,12 @@ class _Runner:
         return found
 
     def _others(self, i: int) -> range:
-        """The meter's parts for the other kernels of a C node."""
+        """Return the meter's parts for the other kernels of a C node."""
         count = len(self.program.alternatives.get(self.program.operation[i], ()))
         return range(len(self.cd.c) + i, (count + 1) * len(self.cd.c) + i, len(self.cd.c))
 
     def _make_places(self, i: int) -> None:
-        """Zeros in the place of the gradients that a C node adds to: those of the model stay as they are."""
+        """Make zeros instead of the gradients that a C node adds to: the model's gradients stay unchanged."""
         self.places.clear()
         for node in self.program.operation[i].all_input_nodes if self.cd.c[i].adds else ():
             where = self.program.storage[node]
@@ -394,7 +396,7 @@ class _Runner:
         return functools.partial(quickest(target), *args, **kwargs), signature(target, args, kwargs)
 
     def _storages(self, i: int) -> set[int]:
-        """Where the storages are that a C node reads."""
+        """Return the addresses of the storages that a C node reads."""
         places = [self.program.storage[n] for n in self.program.reads(i)]
         return {(self.values[p] if isinstance(p, int) else self.sources[p]).untyped_storage().data_ptr()
                 for p in places if p in self.values or p in self.sources}

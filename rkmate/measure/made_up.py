@@ -1,5 +1,5 @@
-"""Values in the place of those that were not computed, or not kept: all that an operation asks of them is a
-form, and a range."""
+"""Values that replace tensors that were not computed or not kept: an operation only needs their form and
+their range."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rkmate.ir.cd import DKind
 from rkmate.torch_seam.patches.numerics import LONGEST_AT_ZERO
 
 _DRAWN = 2**18
-"""So many numbers are drawn, and then repeated: drawing takes longer than writing."""
+"""Number of random numbers that are drawn and then repeated, because drawing takes longer than writing."""
 
 
 def chooses(value: torch.Tensor) -> bool:
-    """Whether a value may be an index, a mask or a count, which cannot be any number."""
+    """Return whether a value may be an index, a mask or a count, which cannot be any number."""
     return not (value.is_floating_point() or value.is_complex())
 
 
 def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
-    """A tensor of the form of a (fake) one, with all of its storage.
+    """Return a tensor of the form of a (fake) one, with all of its storage.
 
     Gradients are small; other numbers lie between a quarter and three quarters, where logarithms, roots and
     probabilities are defined, and which are zero as whole numbers. Indices are zero, masks true.
@@ -46,19 +46,20 @@ def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
 
 
 class Layout(NamedTuple):
-    """What an operation's result may have otherwise than its trace."""
+    """Properties of an operation's result that may differ from its trace."""
 
     dtype: torch.dtype
     strides: tuple[int, ...]
 
 
 def layout_of(value: torch.Tensor) -> Layout:
-    """Of what an operation has made."""
+    """Return the layout of an operation's result."""
     return Layout(value.dtype, value.stride())
 
 
 def as_made(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A value in the layout of what was made: kernels choose by it, also along dimensions of size one."""
+    """Return a value in the layout of what was made: kernels choose by it, also along dimensions of size
+    one."""
     value = value.to(layout.dtype)
     if value.stride() == layout.strides:
         return value
@@ -67,7 +68,7 @@ def as_made(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def at_zero(node: fx.Node, value: Callable[[fx.Node], Any]) -> list[Callable[[], Any]]:
-    """Calls that need as much temporary memory as any, where that depends on values. `value`: of an
+    """Return calls that need as much temporary memory as any, where that depends on values. `value`: of an
     operand."""
     target: Any = node.target
     place = LONGEST_AT_ZERO.get(target)

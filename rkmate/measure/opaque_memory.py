@@ -1,4 +1,4 @@
-"""Memory inside of submodules that run as they are, for costs that are counted and not measured."""
+"""Temporary memory of submodules that run as they are, for costs that are estimated and not measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _known: dict[Any, int] = {}
 
 
 def opaque_bytes(node: fx.Node) -> int | None:
-    """Bytes beside its results that such a call takes; None for other operations.
+    """Return the bytes that a call of an opaque module takes in addition to its results; None for other
+    operations.
 
     No rule knows what is inside: it runs, on ones, with zeros and with ones as indices (a mask of ones picks
     all rows; as an index, one may be too many).

@@ -1,4 +1,4 @@
-"""Costs that are known already: of equal operations of this process, and those kept on disk."""
+"""Known costs: of equal operations in this process, and of blocks kept on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rkmate.torch_seam.nodes import VALUE
 FORMAT = 6
 """Raised whenever what is measured changes: entries of another format count as unknown."""
 Numbers = tuple[Cost, ...]
-"""Per C node of a block."""
+"""Costs of the C nodes of a block."""
 
 
 class CostMemory:
@@ -53,7 +53,7 @@ class CostMemory:
         return self._operations.setdefault(_key("", device, settings), {})
 
     def get(self, text: str, device: Device, settings: MeasureSettings, count: int) -> Numbers | None:
-        """The costs of a block of `count` C nodes, or None when it was never measured so."""
+        """Return the costs of a block of `count` C nodes, or None when it was never measured so."""
         key = _key(text, device, settings)
         if key not in self._known and self._folder is not None:
             found = _numbers(read_json(self._folder / f"{key}.json"), count)
@@ -75,7 +75,7 @@ class CostMemory:
 
 
 def _key(text: str, device: Device, settings: MeasureSettings) -> str:
-    """All that the numbers depend on."""
+    """Return all that the numbers depend on."""
     content = [FORMAT, text, device.key(), sorted(asdict(settings).items()), torch.__version__,
                torch.get_num_threads(), platform.machine(), torch.get_float32_matmul_precision(),
                torch.are_deterministic_algorithms_enabled()]
@@ -102,10 +102,10 @@ def _numbers(content: Any, count: int) -> Numbers | None:
 
 
 class KnownOperations:
-    """What is known of the C nodes of one graph."""
+    """Known costs of the C nodes of one graph."""
 
     def __init__(self, partition: Partition, known: dict[Hashable, Cost]) -> None:
-        """`known`: by `form_of` an operation; to be read and filled."""
+        """`known`: costs by `form_of` an operation; read and filled."""
         self._operation = partition.program.operation
         self._known = known
 
@@ -116,14 +116,14 @@ class KnownOperations:
                 self._known.setdefault(form_of(self._operation[i]), cost)
 
     def of(self, nodes: Iterable[int]) -> dict[int, Cost]:
-        """The costs of those that are known."""
+        """Return the costs of those that are known."""
         found = ((i, self._known.get(form_of(self._operation[i]))) for i in nodes)
         return {i: cost for i, cost in found if cost is not None}
 
 
 def form_of(node: fx.Node) -> Hashable:
-    """What an operation's cost depends on, as far as its trace knows: the operator, and the forms of what it
-    reads, views with what they look at."""
+    """Return everything that an operation's cost depends on, as far as its trace knows: the operator, and the
+    forms of its inputs; for views, also of the tensors that they look at."""
     args = node.args
     if node.target in (FORWARD, BACKWARD):       # of an opaque module, what it is, and not its number
         args = (kind_of(str(args[0])), *args[1:])

@@ -1,4 +1,4 @@
-"""Runs of an operation that is measured: repeated, with the processor's caches as a step leaves them."""
+"""Runs of a measured operation: repeated, with the processor's caches in the state that a step leaves."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from rkmate.torch_seam.nodes import VALUE
 
 
 BEFORE = 3
-"""What so many computations before one have made is still in the caches."""
+"""Results of this number of preceding computations are still in the caches."""
 
 
 def as_in_a_step(settings: MeasureSettings, device: Device, step_bytes: int) -> MeasureSettings:
-    """The settings, which say whether caches are emptied. `step_bytes`: what goes through them in a step."""
+    """Return the settings, which say whether caches are emptied. `step_bytes`: what goes through them in a
+    step."""
     cold = step_bytes > device.cache_bytes if settings.cold is None else settings.cold
     return replace(settings, cold=cold and device.cache_bytes > 0)
 
 
 def made_just_before(graph: CDGraph, i: int) -> list[int]:
-    """Those of a C node's inputs that it finds in the caches."""
+    """Return the inputs that a C node finds in the caches."""
     return [j for j in graph.c[i].inputs
             if (made := graph.producer[j]) is not None and i - BEFORE <= made < i]
 
@@ -60,7 +61,7 @@ class Caches:
 
 
 def touched_bytes(graph: fx.Graph) -> int:
-    """Bytes of all that a graph's operations make: what goes through the caches in a step."""
+    """Return bytes of all that a graph's operations make: what goes through the caches in a step."""
     values = [n.meta.get(VALUE) for n in graph.nodes if n.op == "call_function" and not is_view(n)]
     return sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided)
 
@@ -74,8 +75,8 @@ K = TypeVar("K", bound=Hashable)
 
 
 def runs_within(seconds: Mapping[K, float], allowance: float, most: int) -> dict[K, int]:
-    """Runs of each operation, of which one takes so many `seconds`: all together within `allowance`
-    seconds, each `most` times at most.
+    """Return the number of runs of each operation. One run takes `seconds`; all runs together take at most
+    `allowance` seconds, and each operation runs at most `most` times.
 
     Operations get equal time, as far as they need it: the shortest come first, and what they leave of their
     part goes to the longer ones. What takes longer than its part is not run.
@@ -92,13 +93,13 @@ def runs_within(seconds: Mapping[K, float], allowance: float, most: int) -> dict
 
 
 def median(seconds: Iterable[float]) -> float:
-    """Of several runs: as a step finds an operation, neither undisturbed nor disturbed more than most. Of
-    two in the middle the faster one, so that one slow run of two does not count."""
+    """Return the median of several runs: a step finds an operation neither undisturbed nor more disturbed
+    than usual. Of two middle values the smaller one counts, so that one slow run of two does not count."""
     return statistics.median_low(seconds)
 
 
 class Timings:
-    """Seconds of operations, by what they are known by. Equal ones share their runs."""
+    """Seconds of operations, by their keys. Equal operations share their runs."""
 
     def __init__(self, device: Device, settings: MeasureSettings) -> None:
         self._device, self._settings = device, settings
@@ -110,7 +111,7 @@ class Timings:
         self._done: set[Any] = set()
 
     def start_pass(self, number: int) -> None:
-        """Each operation may be timed once more. `number`: from 0."""
+        """Start a pass, in which each operation may be timed once more. `number`: counted from 0."""
         self._number = number
         self._done.clear()
 
@@ -122,11 +123,12 @@ class Timings:
         self._runs = runs_within(self._first, allowance, settings.passes * settings.repeats)
 
     def seconds(self, key: Any) -> float:
-        """Of an operation: the median of its timed runs, or the clocked one where there is none."""
+        """Return the seconds of an operation: the median of its timed runs, or its first, clocked run if
+        there is none."""
         return median(self._timed[key]) if key in self._timed else self._first[key]
 
     def wanted(self, key: Any) -> bool:
-        """Whether an operation is still to be timed in this pass."""
+        """Return whether an operation is still to be timed in this pass."""
         return key not in self._done and self._repeats(key) > 0
 
     def clock(self, call: Callable[[], Any], key: Any) -> Any:
@@ -156,14 +158,14 @@ class Timings:
         return result
 
     def _repeats(self, key: Any) -> int:
-        """In this pass: an operation's runs are dealt out to the passes in turn."""
+        """Return the runs of an operation in this pass. An operation's runs are spread over the passes."""
         if key not in self._runs:
             return self._settings.repeats
         return -((self._number - self._runs[key]) // self._settings.passes)
 
 
 def signature(target: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation is known by: equal for those that take as long."""
+    """Return the key of an operation: equal for operations that take equally long."""
     def freeze(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             return (tuple(a.shape), a.stride(), a.dtype)
@@ -174,8 +176,8 @@ def signature(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def copied_forms(call: functools.partial[Any], there: Collection[int]) -> tuple[Any, ...]:
-    """Forms of the arguments that were copied for a call: views that turned out to be none. `there`: where
-    the storages are that it reads."""
+    """Return the forms of arguments that were copied for a call, because they turned out not to be views.
+    `there`: addresses of the storages that the call reads."""
     return tuple((tuple(a.shape), a.dtype) for a in pytree.tree_leaves((call.args, call.keywords))
                  if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() not in there)
 

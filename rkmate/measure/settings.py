@@ -1,4 +1,4 @@
-"""Settings of measuring costs."""
+"""Settings of measuring."""
 
 from __future__ import annotations
 

@@ -28,16 +28,15 @@ def measure_peak(fn: Callable[[], T], device: torch.device | str | None = None, 
                  timeline: bool = False) -> Peak[T]:
     """Call `fn` and measure the memory that it allocates on `device`.
 
-    On CUDA the caching allocator's history is read: the bytes that are asked for, in multiples of 512,
-    without what blocks have beside them; its statistics stay as they are. On CPU the profiler is asked for
-    the event of each allocation and each free, which includes the temporary memory inside operations. What
-    does not come from torch's CPU allocator (scratch memory of math libraries, NumPy, Python) is not seen,
-    and neither is what a thread allocates that the call starts by itself; the threads of the autograd
-    engine are.
+    On CUDA, the meter reads the caching allocator's history: requested bytes, in multiples of 512, without
+    the rest of the blocks. The allocator's statistics do not change. On CPU, the meter reads the profiler's
+    event of each allocation and each free, which includes the temporary memory inside operations. It does not
+    see memory that does not come from torch's CPU allocator (scratch memory of math libraries, NumPy,
+    Python), nor allocations of threads that the call starts itself. It sees those of autograd's threads.
 
     Args:
         fn: called once, in this thread.
-        device: CPU unless given.
+        device: the CPU by default.
         timeline: also return the level after each event.
 
     Returns:

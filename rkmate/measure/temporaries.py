@@ -29,9 +29,9 @@ _NUMBER = 16
 
 
 def temporary_bytes(node: fx.Node, *, random: bool) -> int:
-    """Bytes beside results that an operation takes while it runs, of what the table knows; none on other
-    devices than the CPU, and a little of GPUs that are not here. `random`: whether it draws random numbers.
-    """
+    """Return the bytes that an operation takes in addition to its results while it runs, if the table knows
+    them; 0 on devices other than the CPU, except some operations on GPUs of another machine. `random`:
+    whether the operation draws random numbers."""
     if isinstance(node.target, Tiled):
         return tile_bytes(node.target)
     inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta[VALUE], torch.Tensor)]
@@ -46,7 +46,7 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
 
 
 def _rule(target: Any) -> Callable[[Tensors, Tensors], int] | None:
-    """What is known of an operator: of the package's own, by its record."""
+    """Return the rule of an operator; for the package's own operators, from their records."""
     record = record_of(target)
     if record is not None and record.stands_for is None:
         return record.temporaries
@@ -55,8 +55,8 @@ def _rule(target: Any) -> Callable[[Tensors, Tensors], int] | None:
 
 
 def _on_gpu(node: fx.Node, inputs: Tensors) -> int:
-    """What is known of a GPU that is not here: the gradient of flash attention adds up that of the queries in
-    single precision."""
+    """Return the temporary bytes on a GPU of another machine: the gradient of flash attention adds up the
+    queries' gradient in single precision."""
     if getattr(node.target, "overloadpacket", None) is aten._scaled_dot_product_flash_attention_backward:
         batch, heads, length, width = inputs[1].shape
         rows = -(-length // 128) * 128
@@ -65,20 +65,21 @@ def _on_gpu(node: fx.Node, inputs: Tensors) -> int:
 
 
 def bytes_of_parts(node: fx.Node) -> int:
-    """Bytes beside results that an operation takes: a compiled group, or at most one of the parts that it
-    works on; 0 for what is measured where it runs."""
+    """Return the bytes that an operation takes in addition to its results: a compiled group, or at most one
+    of the parts that it works on; 0 for memory that is measured when the operation runs."""
     if isinstance(node.target, Cluster):
         return bytes_of_group(node.target)
     return tile_bytes(node.target) if isinstance(node.target, Tiled) else 0
 
 
 def bytes_of(other: Alternative) -> int:
-    """Bytes beside results that another kernel takes, at most."""
+    """Return the most bytes that another kernel takes in addition to its results."""
     return tile_bytes(other.target) if isinstance(other.target, Tiled) else other.overhead
 
 
 def tile_bytes(tiled: Tiled) -> int:
-    """Bytes beside results of one tile, with the temporary memory of its operations."""
+    """Return the bytes that one tile takes in addition to its results, including the temporary memory of its
+    operations."""
     return tiled.tile_bytes(lambda n: temporary_bytes(n, random=False))
 
 
@@ -89,28 +90,29 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _largest(times: int) -> Callable[[Tensors, Tensors], int]:
-    """So many times the largest operand."""
+    """Make the rule "`times` times the largest operand"."""
     return lambda inputs, outputs: times * max((t.nbytes for t in inputs), default=0)
 
 
 def _all(times: int) -> Callable[[Tensors, Tensors], int]:
-    """So many times all operands and the first result."""
+    """Make the rule "`times` times all operands and the first result"."""
     return lambda inputs, outputs: times * (sum(t.nbytes for t in inputs) + outputs[0].nbytes)
 
 
 def _promoted(inputs: Tensors, outputs: Tensors) -> int:
-    """Operands that are cast to the type of the result."""
+    """Return the bytes of operands that are cast to the result's type."""
     return sum(t.numel() * outputs[0].element_size() for t in inputs
                if t.dtype != outputs[0].dtype and t.dim())
 
 
 def _masked_softmax(inputs: Tensors, outputs: Tensors) -> int:
-    """Which rows are masked wholly: a flag for each number, and one for each row."""
+    """Return the bytes for finding fully masked rows: a flag for each number, and a flag for each row."""
     return 2 * outputs[0].numel()
 
 
 def _norm_of_columns(inputs: Tensors, outputs: Tensors) -> int:
-    """Sums for the weight's gradient and the bias's, in single precision or better."""
+    """Return the bytes of the sums for the weight's and the bias's gradients, in single precision or
+    better."""
     return bytes_of_copies(inputs) + 2 * sum(t.numel() * max(4, t.element_size()) for t in outputs[1:])
 
 

@@ -1,5 +1,5 @@
-"""Costs before anything is measured: times as counted, and temporary memory between what is sure and what is
-ample."""
+"""Costs before anything is measured: estimated times, and temporary memory between a lower and an upper
+bound."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from rkmate.measure.costs import Costs
 from rkmate.torch_seam.schema import operator_name
 
 AMPLE = 4
-"""No kernel that works on rows or numbers takes more temporary memory than so many copies of all that it
-reads and makes."""
+"""No kernel that works on rows or numbers takes more temporary memory than this number of copies of all its
+inputs and results."""
 _SCRATCH = ("conv", "attention", "rnn", "lstm", "gru", "fft", "linalg")
-"""In the names of operations whose temporary memory is not counted: it hangs on the machine's libraries."""
+"""Parts of names of operations whose temporary memory is not estimated: it depends on the machine's
+libraries."""
 
 
 def without_temporaries(counted: Costs) -> list[Cost]:
-    """The least that operations take."""
+    """Return the least that operations take."""
     return [Cost(counted[i].time, 0) for i in range(len(counted))]
 
 
 def with_ample_temporaries(partition: Partition, counted: Costs) -> list[Cost]:
-    """More than operations take, but for those whose temporary memory is not counted."""
+    """Return costs with more memory than operations take, except for those whose temporary memory is not
+    estimated."""
     return [Cost(cost.time, max(cost.overhead, AMPLE * bytes_moved(node)))
             for node, cost in _each(partition, counted)]
 
 
 def with_likely_temporaries(partition: Partition, counted: Costs) -> list[Cost]:
-    """What operations take as far as it is counted, and a copy of all that they read and make where it is
-    not."""
+    """Return costs with the memory of operations as estimated, or with a copy of all inputs and results if it
+    is not."""
     return [cost if not _has_scratch(node) else Cost(
         cost.time, max(cost.overhead, bytes_moved(node)), cost.alternatives)
         for node, cost in _each(partition, counted)]

@@ -1,4 +1,4 @@
-"""One plan of one variant within one budget, and the same with larger tiles where these are faster."""
+"""Try one variant within one budget: its plan, and its plan with larger tiles if these are faster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rkmate.support.gc_pause import gc_pause
 
 
 Orders = tuple[tuple[tuple[int, ...], ...], ...]
-"""Per class of blocks, the backward orders of its options."""
+"""For each class of blocks, the backward orders of its options."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Planned:
     plan: Plan
     prepared: Prepared
     orders: Orders = ()
-    """Of the options that were solved for it; empty where none were."""
+    """Options that were solved for the plan; empty if none were."""
     said: str = ""
-    """What the planner says of its schedule: the first part of the plan's note."""
+    """The planner's words about its schedule: the first part of the plan's note."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one planner made of one budget."""
+    """Result of one planner for one budget."""
 
     plan: Plan | None
-    """None unless the status is ok."""
+    """The plan; None unless the status is ok."""
     status: Literal["ok", "infeasible", "timeout"]
     note: str
     found: tuple[Candidate, ...] = ()
@@ -54,14 +54,14 @@ class Attempt:
 
 
 def fits(prepared: Prepared, method: Planner, limit: int) -> bool:
-    """Whether a planner runs the whole step within a budget, whatever the options of blocks are."""
+    """Return whether a planner runs the whole step within a budget, whatever the options of blocks are."""
     return isinstance(method, Composed) and prepared.baseline_peak <= limit
 
 
 @gc_pause()
 def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit: int, *,
               time_limit: float | None = None, known: Sequence[Candidate] | None = None) -> Attempt:
-    """What a planner finds within `limit` bytes; that it finds nothing is a result, too.
+    """Return what a planner finds within `limit` bytes. Finding nothing is a result, too.
 
     `solved`: may be None where the planner is a composed one and the whole step fits. `time_limit`:
     seconds of planning, the settings' unless given. `known`: schedules found for other budgets; None at
@@ -93,7 +93,7 @@ def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit:
 
 
 def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, outcome: Outcome) -> Plan:
-    """The plan of an outcome that has a schedule, with the fastest kernels that there is room for.
+    """Return the plan of an outcome that has a schedule, with the fastest kernels that there is room for.
     `solved`: None where no options were solved for it."""
     assert outcome.schedule is not None
     blocked, parts = prepared.blocked, prepared.partition
@@ -129,7 +129,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
 
 
 def whole_note(prepared: Prepared, note: str) -> str:
-    """A plan's note: what the planner says, and what there is to say of its graph."""
+    """Return a plan's note: what the planner says, and what there is to say of its graph."""
     blocked = prepared.blocked
     variant = blocked.variant.notes(blocked.concerned)
     return "; ".join(part for part in (note, variant, deferred_outputs.note_of(blocked), note_of(prepared),
@@ -150,14 +150,14 @@ def whole_note(prepared: Prepared, note: str) -> str:
 WORTH = 0.01
 """The share of a step that another search may gain at least, and that one computation's kernels do."""
 LARGER = 1.1
-"""A kernel that takes so many times the bytes of the one before is worth a search of its own. What takes
-about as much is the same tiles by another library, and every search can choose from those."""
+"""Search separately for kernels that take this multiple of the previous kernel's bytes. A kernel of about
+equal size is the same tiles by another library, which every search can choose."""
 
 
 def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
                       leaner: Callable[[tuple[int, ...], int], Prepared],
                       search: Callable[[Prepared, float | None], Planned | None]) -> Plan:
-    """A plan within `limit` bytes that is faster by its kernels, or the plan as it is.
+    """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is.
 
     `prepared`: the graph of the plan. `leaner`: `leaner_left_out` of it. `search`: over what that returns,
     within some seconds, or the planner's own; None where it finds nothing. All searches together take what
@@ -196,7 +196,7 @@ def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
 
 
 def _least_bytes(prepared: Prepared, wide: Iterable[int]) -> int:
-    """Bytes that some backward computation, or one of these, needs by itself."""
+    """Return bytes that some backward computation, or one of these, needs by itself."""
     graph, size = prepared.graph, [d.size for d in prepared.graph.d]
     fixed = set(graph.inputs)
     alone = [node.overhead + sum(size[j] for j in {*node.inputs, *node.outputs} - fixed)
@@ -205,8 +205,8 @@ def _least_bytes(prepared: Prepared, wide: Iterable[int]) -> int:
 
 
 def leaner_left_out(prepared: Prepared, wide: tuple[int, ...], level: int) -> Prepared:
-    """The same graph, some computations of which have but the kernels from `level` on: from so many times
-    larger tiles. `wide`: computations that have such kernels."""
+    """Return a copy of `prepared` in which each computation in `wide` starts at its kernel number `level`, so
+    that its tiles are larger."""
     costs = dict(prepared.costs)
     for i in wide:
         costs[i] = _from(prepared.graph.c[i], level)
@@ -215,7 +215,8 @@ def leaner_left_out(prepared: Prepared, wide: tuple[int, ...], level: int) -> Pr
 
 
 def _levels(node: CNode) -> list[int]:
-    """Which of a computation's alternatives are the first with larger tiles, the leanest first."""
+    """Return the indices of alternatives at which a computation's tiles become larger, the smallest memory
+    first."""
     found, overhead = [], node.overhead
     for n, other in enumerate(node.alternatives):
         if other.overhead > LARGER * overhead:

@@ -1,5 +1,5 @@
-"""Outputs that a plan leaves out, to be computed when they are read: what they are called, and what is said
-of them."""
+"""Outputs that a plan leaves out and that are computed when they are read: their names, and the notes about
+them."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from rkmate.torch_seam.nodes import VALUE
 
 
 def name_of(result: Structure, number: int) -> str:
-    """What a model calls an output tensor: ``logits``; else its number."""
+    """Return the model's name of an output tensor, such as ``logits``; without a name, its number."""
     return next((name for name, found in result.names().items() if found == {number}), str(number))
 
 
 def names_of(blocked: Blocked) -> tuple[str, ...]:
-    """The deferred outputs of a graph."""
+    """Return the deferred outputs of a graph."""
     result = blocked.traced.capture.result
     return tuple(name_of(result, d.output) for d in blocked.partition.program.joint.deferred)
 
 
 def note_of(blocked: Blocked) -> str:
-    """What a plan says of them; empty where there are none."""
+    """Return a plan's note about its deferred outputs; empty if there are none."""
     joint = blocked.partition.program.joint
     if not joint.deferred:
         return ""
     names = " and ".join(names_of(blocked))
     several = len(joint.deferred) > 1
     return (f"the output{'s' if several else ''} {names} {'are' if several else 'is'} computed when somebody "
-            f"reads {'them' if several else 'it'}, which takes {size(bytes_of(joint))} beside the plan")
+            f"reads {'them' if several else 'it'}, which takes {size(bytes_of(joint))} on top of the plan")
 
 
 def bytes_of(joint: Joint) -> int:
-    """What the deferred outputs take once they are read."""
+    """Return the bytes that the deferred outputs take once they are read."""
     return sum(storage_bytes(d.result.meta[VALUE]) for d in joint.deferred)
 
 
 def undeferred(traced: Traced) -> Traced:
-    """A captured model whose steps compute all outputs."""
+    """Return a captured model whose steps compute all outputs."""
     return replace(traced, settings=replace(traced.settings, deferred_outputs="never"))
 
 
 def as_planned(traced: Traced, plans: Sequence[PlanData]) -> list[Traced]:
-    """A captured model with its outputs deferred, or not, as plans have them."""
+    """Return a captured model with its outputs deferred, or not, as plans have them."""
     settings = traced.settings
     wanted: dict[Literal["auto", "never"], None] = dict.fromkeys(
         "auto" if plan.deferred else "never" for plan in plans)

@@ -32,8 +32,8 @@ _SLACK = 0.04
 
 
 def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int:
-    """Bytes that training needs beside the parameters: gradients that do not exist yet, and
-    `optimizer_states` tensors of the size of each trained parameter. Raises `ArgumentError`."""
+    """Return the bytes that training needs in addition to the parameters: gradients that do not exist yet,
+    and `optimizer_states` tensors of the size of each trained parameter. Raises `ArgumentError`."""
     if isinstance(optimizer_states, bool) or not isinstance(optimizer_states, int) or optimizer_states < 0:
         raise ArgumentError(f"optimizer_states is {optimizer_states!r}; it should be a number of tensors: "
                             "2 for Adam, 0 for none")
@@ -62,8 +62,9 @@ def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int
 
 
 def device_share(model: nn.Module) -> Budget:
-    """What ``budget="auto"`` means: the largest budget whose steps, with the fragments of the device's
-    allocator, gradients and the states of Adam, fit in what is free. Raises as `auto_budget`."""
+    """Return the budget that ``"auto"`` stands for: the largest budget whose steps fit into free memory,
+    together with the fragments of the device's allocator, gradients and the states of Adam. Raises as
+    `auto_budget`."""
     most = _left_on_device(model, ADAM_STATES, LEFT_ALONE)
     trained = tuple(p.nbytes for p in model.parameters() if p.requires_grad)
     return Budget(bytes=most, device=DeviceShare(trained, ADAM_STATES))
@@ -171,7 +172,7 @@ def largest_batch(model: nn.Module, make_inputs: Callable[[int], Any], settings:
 
 
 def _largest(peak_of: Callable[[int], int], budget: int, most: int) -> int:
-    """The largest number up to `most` whose peak is within the budget; that of one is.
+    """Return the largest number up to `most` whose peak is within the budget; that of one is.
 
     Doubled until it is not, then narrowed: peaks are almost linear in the batch, so that a straight
     line between the two ends says where to look; every second look is in the middle, so that a

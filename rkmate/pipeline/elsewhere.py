@@ -1,4 +1,4 @@
-"""Planning for a GPU that is not here: a trace on the device that is, as if it had been made there."""
+"""Planning for a GPU of another machine: a trace on this machine, as that GPU would make it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _P = TypeVar("_P", bound=Plan)
 
 @contextmanager
 def on_gpu(gpu: GPU | None, model: nn.Module) -> Iterator[None]:
-    """Inside, what is planned for a model is planned for a GPU that is not here; None: for the device that
-    the model is on. Nobody else captures or begins a step meanwhile."""
+    """Plan for a GPU of another machine inside the context; None: for the device that the model is on. No
+    other thread captures or begins a step meanwhile."""
     if gpu is None:
         yield
         return
@@ -36,7 +36,7 @@ def on_gpu(gpu: GPU | None, model: nn.Module) -> Iterator[None]:
 
 
 def estimating(settings: Settings, costs: str | None) -> Settings:
-    """Settings for a device that is not here. Raises `ArgumentError` for costs that should be measured."""
+    """Return settings for a device of another machine. Raises `ArgumentError` if costs should be measured."""
     if costs == "measured":
         raise ArgumentError('costs is "measured", and nothing can be measured on a device that is not here: '
                             "leave it out")
@@ -45,8 +45,8 @@ def estimating(settings: Settings, costs: str | None) -> Settings:
 
 def sample_for(device: GPU | str | None, model: Any, args: Any, kwargs: Any,
                ) -> tuple[GPU | None, Any, Any, Any]:
-    """The GPU of a name, with a model and sample inputs to plan on. What is on the meta device gets memory on
-    the CPU, which nobody touches: the system gives none for it. Raises `ArgumentError`."""
+    """Return the GPU of a name, with a model and sample inputs to plan on. What is on the meta device gets
+    memory on the CPU, which nobody touches: the system gives none for it. Raises `ArgumentError`."""
     if device is None:
         return None, model, args, kwargs
     gpu = checked(device)
@@ -67,7 +67,7 @@ def _with_memory(leaf: Any) -> Any:
 
 
 def told(plan: _P, gpu: GPU | None) -> _P:
-    """A plan that says what it was made for, and from what."""
+    """Return a plan whose note says which device it was made for, and from which figures."""
     if gpu is None:
         return plan
     r = gpu.expected

@@ -16,8 +16,8 @@ from rkmate.show.plan import Plan
 
 
 def follow(traced: Traced, plan: Plan) -> Planned:
-    """A plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError` where
-    it does not belong to this model, to this way of gradients, or to as many calls."""
+    """Return a plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError`
+    where it does not belong to this model, to this way of gradients, or to as many calls."""
     if plan.gradients != traced.settings.gradients:
         raise PlanError(f'the plan was made with gradients="{plan.gradients}", and this call says '
                         f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make another '
@@ -41,7 +41,7 @@ def follow(traced: Traced, plan: Plan) -> Planned:
 
 
 def follow_any(traced: Traced, plans: Sequence[Plan]) -> Planned | None:
-    """The first of some plans that belongs to a captured model; None where none does."""
+    """Return the first of some plans that belongs to a captured model; None where none does."""
     for variant, as_then in itertools.product(_variants_of(traced, plans),
                                               deferred_outputs.as_planned(traced, plans)):
         try:
@@ -54,7 +54,7 @@ def follow_any(traced: Traced, plans: Sequence[Plan]) -> Planned | None:
 
 
 def _variants_of(traced: Traced, plans: Sequence[Plan]) -> list[Variant]:
-    """The variants that plans name; and the settings' first, for plans that name none."""
+    """Return the variants that plans name; and the settings' first, for plans that name none."""
     return list(dict.fromkeys([*(named(plan.variant) for plan in plans), first(traced.settings)]))
 
 
@@ -70,8 +70,8 @@ def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
 
 
 def _sent_here(plan: Plan, traced: Traced) -> Plan:
-    """A plan with the place that this call names for what it sends away. Raises `PlanError` where it names
-    none."""
+    """Return a plan with the place that this call names for what it sends away. Raises `PlanError` where it
+    names none."""
     offload, link = traced.settings.offload, plan.graph.link
     if not plan.schedule.copied or link is None:
         return plan

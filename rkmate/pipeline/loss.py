@@ -112,13 +112,13 @@ class WithLoss(StandIn):
             super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        """The class of the original, and the loss."""
+        """Return the class of the original, and the loss."""
         return f"{type(self._original).__name__}, {_name(self._whole.loss_fn)}"
 
 
 class ModelAndLoss(nn.Module):
-    """The same with model and loss as its submodules: what is captured, and compared at every call. A
-    stand-in's own attributes and hooks are none of the original's."""
+    """Model and loss as submodules of one module, which is captured, and compared at every call. A stand-in's
+    own attributes and hooks are not part of the original."""
 
     def __init__(self, model: nn.Module, fn: Callable[..., Any], outputs: bool) -> None:
         super().__init__()
@@ -139,11 +139,11 @@ class ModelAndLoss(nn.Module):
 
     @training.setter
     def training(self, value: bool) -> None:
-        """Nothing: the parts have flags of their own."""
+        """Do nothing: the parts have train flags of their own."""
 
     def forward(self, *args: Any, loss_args: Sequence[Any] = (), loss_kwargs: Mapping[str, Any] | None = None,
                 **kwargs: Any) -> Any:
-        """As `WithLoss.forward`."""
+        """Run the model, and the loss on its outputs; see `WithLoss.forward`."""
         loss_kwargs = {} if loss_kwargs is None else loss_kwargs
         if not torch.compiler.is_dynamo_compiling():
             self._check(args, kwargs, loss_args, loss_kwargs)
@@ -183,7 +183,7 @@ def check_loss_arguments(loss_args: Any, loss_kwargs: Any) -> None:
 
 def loss_inside(model: Any, kwargs: Any, loss: Callable[..., Any] | None, loss_args: Sequence[Any],
                 loss_kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """The model, and its sample keyword arguments, with the loss of a public call."""
+    """Return the model, and its sample keyword arguments, with the loss of a public call."""
     check_loss_arguments(loss_args, loss_kwargs)
     more = {k: v for k, v in (("loss_args", tuple(loss_args)), ("loss_kwargs", loss_kwargs)) if v}
     if loss is None:
@@ -196,13 +196,14 @@ def loss_inside(model: Any, kwargs: Any, loss: Callable[..., Any] | None, loss_a
 
 
 def traceable(model: nn.Module) -> nn.Module:
-    """What of a model is captured: the model, but for one with its loss."""
+    """Return the module to capture: the model itself, or the model together with its loss."""
     whole: nn.Module = model._whole if isinstance(model, WithLoss) else model
     return whole
 
 
 def trains_of(model: nn.Module, captured: Capture, trains: Trains) -> Trains:
-    """Which outputs train: as the settings say; of a model with its loss, that loss unless they do.
+    """Return which outputs train: as the settings say; for a model with its loss, that loss unless the
+    settings name others.
 
     Raises:
         ArgumentError: that loss takes no gradient.
@@ -221,7 +222,7 @@ def trains_of(model: nn.Module, captured: Capture, trains: Trains) -> Trains:
 
 
 def _total(found: Any) -> Any:
-    """The loss in what a loss function returned."""
+    """Return the loss in what a loss function returned."""
     if isinstance(found, torch.Tensor):
         return found
     named = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
@@ -231,7 +232,7 @@ def _total(found: Any) -> Any:
 
 
 def _misfit(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why arguments do not fit a function; empty where they do, and where it does not tell."""
+    """Return why arguments do not fit a function. Empty if they fit, or if the function has no signature."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -279,27 +280,27 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
         del submodules_of(self._module.original)[name]
 
     def copy(self) -> dict[str, nn.Module | None]:
-        """A plain dictionary."""
+        """Return a plain dictionary."""
         return self._all()
 
 
 # -- Outputs that are trained ----------------------------------------------------------------------
 #
-# Which outputs of a model the loss leads to: as the user says, or as the output's form tells.
+# Which outputs of a model the loss depends on: as the user says, or as the output's form tells.
 
 
 _BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "cross_attentions", "mems",
                 "encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions",
                 "decoder_hidden_states", "decoder_attentions", "cache_params", "router_logits")
-"""Fields of Hugging Face outputs that stand beside what the model is trained by."""
+"""Fields of Hugging Face outputs that are by-products of the value that the model is trained by."""
 _LISTED = 12
 """Outputs that an error lists at most."""
 _INDEX = re.compile(r"""\[(['"]?)([^\]'"]*)\1\]""")
 
 
 def trained_outputs(captured: Capture, trains: Trains) -> tuple[bool, ...]:
-    """Per output tensor, whether the loss leads to it. `trains`: None for what the output's form tells,
-    else as of `chosen_outputs`, with its errors."""
+    """Return, for each output tensor, whether the loss depends on it. `trains`: None to guess from the form
+    of the output; otherwise as for `chosen_outputs`, which may raise."""
     able = captured.differentiable
     # What a forward leaves in attributes comes after its result: a loss leads there where it says so.
     count = captured.result.count
@@ -313,7 +314,7 @@ def trained_outputs(captured: Capture, trains: Trains) -> tuple[bool, ...]:
 
 def chosen_outputs(result: Structure, able: Sequence[bool],
                    trains: Literal["all"] | tuple[str | int, ...]) -> tuple[bool, ...]:
-    """Per output tensor, whether `trains` chooses it.
+    """Return, for each output tensor, whether `trains` chooses it.
 
     `able`: which can take a gradient. `trains`: all of those, or names and numbers; a name stands for
     all of those under it.
@@ -342,7 +343,7 @@ def chosen_outputs(result: Structure, able: Sequence[bool],
 
 
 def _listed(named: Mapping[str, frozenset[int]], able: Sequence[bool]) -> str:
-    """The output tensors in words, after "there"."""
+    """Return the output tensors in words, after "there"."""
     words = []
     for i, ok in enumerate(able):
         name = next((n for n, found in named.items() if found == {i}), None)
@@ -353,11 +354,11 @@ def _listed(named: Mapping[str, frozenset[int]], able: Sequence[bool]) -> str:
 
 
 def _by_form(captured: Capture, able: Sequence[bool]) -> tuple[bool, ...]:
-    """The output named ``loss``, else scalars, else all but by-products.
+    """Return which outputs train: the output named ``loss``, else scalars, else all except by-products.
 
-    A model that returns its loss beside other tensors (logits, a cache) is trained by the loss; but where
-    it returns ``log_probs``, by these: trl's trainers compute their losses from them (1.16). Where this
-    guess is wrong, the first backward says so, and the plan follows.
+    A model that returns its loss together with other tensors (logits, a cache) is trained by the loss. If it
+    returns ``log_probs``, it is trained by these: trl's trainers compute their losses from them (1.16). If
+    this guess is wrong, the first backward warns, and the next plan is made for the outputs that train.
     """
     meta: list[Any] = [n.meta[VALUE] if n is not None else None for n in captured.outputs[:len(able)]]
     scored = captured.result.index_of("log_probs")

@@ -1,4 +1,4 @@
-"""Where data may be sent while a step computes: the user's choice, and the speed of the link."""
+"""The target that data may be sent to while a step computes: the user's choice, and the speed of the link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rkmate.measure.bandwidth import measure_link
 HOST = "host"
 """The place that is the host's own memory."""
 LEAST_BYTES = 4096
-"""What may be away at least, where that is bounded: less is a unit that was forgotten."""
+"""Smallest limit of bytes that may be away: less means that a unit was forgotten."""
 
 
 @dataclass(frozen=True, init=False)
@@ -53,7 +53,7 @@ class Offload:
             object.__setattr__(self, name, value)
 
     def part(self, share: int, whole: int) -> Offload:
-        """The same place for one of several that share what may be away at once."""
+        """Return the target with a share of its limit, for one of several users of that limit."""
         if self.most_bytes is None or share == whole:
             return self
         found = copy.copy(self)
@@ -79,22 +79,23 @@ class Offload:
                                 'memory: offload="host"')
 
     def engine(self, device: Device) -> CopyEngine:
-        """What copies data from a device there, and back. Raises `ArgumentError` where nothing can."""
+        """Return the engine that copies data from a device to this target and back. Raises `ArgumentError` if
+        none can."""
         return device.copy_engine(self.place, self.most_bytes, verify=self.verify)
 
     def buffer_bytes(self, device: Device) -> int:
-        """Bytes of the device that copying takes in each call that waits for its backward."""
+        """Return bytes of the device that copying takes in each call that waits for its backward."""
         with closing(self.engine(device)) as engine:
             return engine.buffer_bytes
 
 
 Place = str | os.PathLike[str] | Offload
-"""As users write one."""
+"""Target as users write it."""
 
 
 def offload_of(place: Any, most: Any, before: Offload | None = None) -> Offload | None:
-    """What a user gave as `offload` and `offload_bytes`; `before`: what counts for what is left out. Raises
-    `ArgumentError` for what is neither."""
+    """Return the target that a user gave as `offload` and `offload_bytes`. `before`: the value for an
+    argument that is left out. Raises `ArgumentError` if a value is invalid."""
     found = before if place is None else place if isinstance(place, Offload) else Offload(place)
     if most is None:
         return found
@@ -117,9 +118,9 @@ def _bytes(most: Any) -> int:
 
 
 def link_of(offload: Offload | None, device: Device, costs: str, calls: int = 1) -> Link | None:
-    """The way from a device to where its data may be sent, for each of so many calls of a step; None where
-    it may not, or where that is too little to be worth it. It is measured where `costs` are, and stated
-    otherwise. Raises `ArgumentError`, and `OffloadError` where the place fails."""
+    """Return the link from a device to the target of its data, for each of `calls` calls of a step. None if
+    no data may be sent, or if the limit is too small to be useful. The link is measured if `costs` are, and
+    estimated otherwise. Raises `ArgumentError`, and `OffloadError` if the target fails."""
     if offload is None:
         return None
     most = offload.part(1, calls).most_bytes
@@ -135,7 +136,7 @@ def link_of(offload: Offload | None, device: Device, costs: str, calls: int = 1)
 
 
 def stated_link(offload: Offload, device: Device, buffer_bytes: int) -> Link:
-    """The same without measuring: by published rates, or those of an ordinary disk."""
+    """Return a link by published rates, or by those of an ordinary disk, without measuring."""
     speed, each = DISK_BYTES_PER_SECOND, DISK_SECONDS_PER_COPY
     if offload.place == HOST:
         speed, each = device.rates.host_bytes_per_second, device.rates.seconds_per_call
@@ -143,7 +144,7 @@ def stated_link(offload: Offload, device: Device, buffer_bytes: int) -> Link:
 
 
 def note_of(link: Link | None, costs: str) -> str:
-    """What a plan says of a way that was not measured; empty where it was, or there is none."""
+    """Return a plan's note about a link that was not measured; empty if it was, or if there is none."""
     if link is None or costs == "measured":
         return ""
     where = "the host's memory" if link.place == HOST else link.place

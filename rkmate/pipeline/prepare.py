@@ -1,6 +1,5 @@
-"""The stages before a search, one value each: a model is traced, cut into blocks, compiled where the caller
-asks for that, and measured.
-"""
+"""The stages before a search, one value each: a model is traced, cut into blocks, compiled on request, and
+measured."""
 
 from __future__ import annotations
 
@@ -72,36 +71,36 @@ class Traced:
     """A captured model: what every variant of its graph, every loss and every budget begin from."""
 
     name: str
-    """Of the model's class."""
+    """Name of the model's class."""
     capture: Capture
     wanted: tuple[bool, ...]
-    """Per output, whether its gradient will come."""
+    """For each output, whether its gradient will come."""
     tensors: Mapping[Source, torch.Tensor]
-    """What the caller holds: costs are measured on it."""
+    """The caller's tensors. Costs are measured on them."""
     device: torch.device
     children: frozenset[str]
     """Names of the children, where the model is an `nn.Sequential`."""
     settings: Settings
     progress: Progress
     seconds: float
-    """How long the capture took."""
+    """Seconds of the capture."""
     origin: Origin
-    """What it was captured from, for people to read."""
+    """A description of what was captured, for people to read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Blocked:
-    """One variant of a graph, cut into blocks."""
+    """A variant of a graph, cut into blocks."""
 
     traced: Traced
     variant: Variant
     partition: Partition
     texts: tuple[str, ...]
-    """Each block's text: identical blocks have the same."""
+    """Text of each block: identical blocks have equal texts."""
     classes: tuple[int, ...]
-    """Per block, the number of its text."""
+    """For each block, the number of its text."""
     fingerprint: str
-    """Of the graph: a plan serves every model with the same one."""
+    """Fingerprint of the graph: a plan serves every model with an equal one."""
     nodes: Mapping[str, int]
     """Node counts before and after simplification."""
     stage_seconds: Mapping[str, float]
@@ -118,14 +117,14 @@ class AsCheckpointed(NamedTuple):
     peak: int
     """Bytes, of as many calls as the settings say."""
     seconds: float
-    """Of one call."""
+    """Seconds of one call."""
     regions: int
-    """How many the program names."""
+    """Number of checkpointed regions in the program."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A model's graph with costs: what all budgets share."""
+    """A model's graph with costs, shared by all budgets."""
 
     blocked: Blocked
     costs: Costs
@@ -141,12 +140,12 @@ class Prepared:
     baseline: Simulation
     """The simulator's verdict on it."""
     infos: tuple[BlockInfo, ...]
-    """The blocks' descriptions, but for the number of their options."""
+    """Descriptions of the blocks, without the number of their options."""
     stage_seconds: Mapping[str, float]
 
     @property
     def capture(self) -> Capture:
-        """What was captured."""
+        """The captured model."""
         return self.blocked.traced.capture
 
     @property
@@ -166,23 +165,25 @@ class Prepared:
 
     @property
     def beside(self) -> int:
-        """Bytes that stand beside the planned step: values of inputs that are computed before it."""
+        """Bytes in memory during the planned step that are not part of it: values of inputs that are computed
+        before the step."""
         recipe = self.capture.recipe
         return 0 if recipe is None else recipe.bytes
 
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
-        """The schedule with the fastest kernels that leave its peak as it is, or within `room` bytes."""
+        """Return the schedule with the fastest kernels that leave its peak as it is, or within `room`
+        bytes."""
         return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss,
                               room=room, known=self._verdict(schedule))
 
     def peak(self, schedule: Schedule, calls: int) -> int:
-        """The simulator's verdict on a step of so many calls that follow a schedule, in bytes."""
+        """Return the simulated peak, in bytes, of a step of `calls` calls that follow a schedule."""
         return self.simulate(schedule).peak if calls == 1 else \
             peak_of_calls(self.graph, schedule, calls, pinned=self.pinned,
                           reserve_at_loss=self.reserve_at_loss)
 
     def after(self, seconds: float) -> Prepared:
-        """The same, where so many seconds of measuring went before."""
+        """Return a copy whose 'measure' stage is longer by `seconds`."""
         return self if not seconds else replace(self, stage_seconds={
             **self.stage_seconds, "measure": self.stage_seconds["measure"] + seconds})
 
@@ -211,7 +212,7 @@ class Prepared:
                               len(named))
 
     def simulate(self, schedule: Schedule) -> Simulation:
-        """The simulator's verdict on a schedule of this model."""
+        """Return the simulator's verdict on a schedule of this model."""
         found = self._verdict(schedule)
         if found is None:
             found = simulate(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
@@ -279,8 +280,8 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
 
 
 def choices_of(variant: Variant, settings: Settings) -> frozenset[str]:
-    """What passes do to a graph and need not (`Joint.choices`): the rows of a variant, and what the settings
-    want of every variant."""
+    """Return the optional rewrites of a graph (`Joint.choices`): the rows of a variant, and those that the
+    settings choose for every variant."""
     asked = {"in-place": settings.gradients == "in_place", "compiled": settings.compile is True,
              "deferred-outputs": CHUNKED_LOSS in variant.rows and settings.deferred_outputs != "never"}
     return frozenset((*(row.name for row in variant.rows), *(name for name, on in asked.items() if on)))
@@ -343,25 +344,25 @@ def measured_costs(blocked: Blocked, memory: CostMemory, settings: MeasureSettin
 
 def prepare(traced: Traced, variant: Variant | None = None, *, blocked: Blocked | None = None,
             limit: Callable[[Blocked], int] | None = None) -> Prepared:
-    """One variant of a captured model, in blocks and with costs. `blocked`: where it is in blocks already;
-    `limit`: the bytes that measuring may take."""
+    """Cut a variant of a captured model into blocks, and find its costs. `blocked`: the blocks, if they are
+    known already; `limit`: bytes that measuring may take."""
     return with_operation_costs(blocked or block(traced, variant), limit=limit)
 
 
 def _reserve_at_loss(graph: CDGraph) -> int:
-    """Log-softmax, the gradient that enters it and the one that leaves it: three times the outputs; and
-    some for the scalars that a loss of any kind holds."""
+    """Return the bytes to reserve for a loss outside of the model: three times the outputs (log-softmax, the
+    gradient that enters it and the gradient that leaves it), and some more for the scalars of any loss."""
     return 512 + 3 * sum(graph.d[j].size for j in graph.output_grads if graph.d[j].size > 64)
 
 
 def _children(model: nn.Module) -> frozenset[str]:
-    """Names of what an `nn.Sequential` calls one after the other."""
+    """Return names of what an `nn.Sequential` calls one after the other."""
     plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     return frozenset(submodules_of(model)) if plain else frozenset()
 
 
 def cut_children(program: Program, children: frozenset[str]) -> Stages | None:
-    """The program cut between its children; None where the model has no such."""
+    """Return the program cut between its children; None where the model has no such."""
     if not children:
         return None
     names = [module_of(node).split(".")[0] for node in program.operation]
@@ -379,7 +380,7 @@ def check_model(model: Any) -> None:
 
 def held_tensors(captured: Capture, model: nn.Module,
                  tensors: Sequence[torch.Tensor]) -> dict[Source, torch.Tensor]:
-    """The tensors that the caller holds, by source. `tensors`: the inputs (`Capture.given`)."""
+    """Return the tensors that the caller holds, by source. `tensors`: the inputs (`Capture.given`)."""
     params = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     result: dict[Source, torch.Tensor] = {}
@@ -410,7 +411,7 @@ def _memory_of(folder: Path) -> CostMemory:
 
 
 def cost_memory() -> CostMemory:
-    """What is known of costs: in memory, and in the cache folder."""
+    """Return the known costs: in memory, and in the cache folder."""
     return _memory_of(cache_folder())
 
 
@@ -430,14 +431,14 @@ def _fingerprint(parts: Partition, texts: Sequence[str]) -> str:
 
 
 PART_OF_FREE = 0.8
-"""How much of what is free measuring may take where it has run out of memory: an operation may take more than
+"""Part of free memory that measuring may take after it has run out of memory: an operation may take more than
 is known before it has run."""
 
 
 def measured_within(measure: Callable[[Callable[[], int] | None], Costs], limit: Callable[[], int] | None,
                     device: torch.device, name: str) -> Costs:
-    """What `measure` returns, which is told how many bytes it may take; once more with less, where the device
-    has not that much. `name`: of the model.
+    """Return the result of `measure`, which gets the number of bytes that it may take. If the device has less
+    free memory, measure once more with a smaller number. `name`: of the model.
 
     Raises:
         DeviceMemoryError: too little is free even for single operations.
@@ -467,7 +468,7 @@ def measured_within(measure: Callable[[Callable[[], int] | None], Costs], limit:
 
 
 def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin:
-    """The origin of a plan for a model on sample inputs."""
+    """Return the origin of a plan for a model on sample inputs."""
     parameters = list(model.parameters())
     tensors, structure = take_apart(_by_name(model, args, kwargs), result=False)
     device = devices.common((*parameters, *tensors))
@@ -483,7 +484,7 @@ def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def shape_of(tensor: torch.Tensor) -> str:
-    """``float32[8, 128]``."""
+    """Return a tensor's type and shape as text: ``float32[8, 128]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -495,8 +496,8 @@ def _version() -> str:
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names that the forward gives them; by number where its signature is not its own, as
-    some decorators leave it."""
+    """Return arguments by the names in the forward's signature; by number if some decorator has hidden the
+    signature."""
     try:
         signature = inspect.signature(model.forward)
         bound = signature.bind(*args, **kwargs).arguments
@@ -515,9 +516,9 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def with_compiler(settings: Settings, device: torch.device) -> Settings:
-    """Return the settings with a decision whether to compile, for "auto" by compiling something. Where groups
-    are compiled, images are laid out as is faster, unless the settings say otherwise. Raises `CompilerError`
-    where compiling is requested, and there is no compiler for the device."""
+    """Return the settings with a decision whether to compile, for "auto" by compiling something. If groups
+    are compiled, images get the faster layout, unless the settings say otherwise. Raises `CompilerError` if
+    compiling is requested, and there is no compiler for the device."""
     if settings.compile is False:
         return settings
     try:
@@ -538,7 +539,7 @@ def _smallest(x: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def clusters_of(operations: Iterable[fx.Node]) -> list[Cluster]:
-    """The groups among some operations, in their order; equal ones are one."""
+    """Return the groups among some operations, in their order; equal ones are one."""
     return list(dict.fromkeys(n.target for n in operations if isinstance(n.target, Cluster)))
 
 
@@ -553,12 +554,12 @@ def compile_all(operations: Iterable[fx.Node], progress: Progress) -> None:
 
 
 def compiled_by(settings: Settings) -> str:
-    """What a plan was compiled by; empty where nothing is."""
+    """Return the name of the compiler that a plan's kernels come from; empty if nothing is compiled."""
     return compiler_version() if settings.compile else ""
 
 
 def check_version(plan_compiled: str) -> None:
-    """Warn where a plan was compiled by something else than what compiles now."""
+    """Warn if a plan's kernels were compiled by another compiler than the current one."""
     if plan_compiled and plan_compiled != compiler_version():
         warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by "
              f"{compiler_version()}: they may take other time and temporary memory than the plan says. Make "
@@ -566,7 +567,8 @@ def check_version(plan_compiled: str) -> None:
 
 
 def fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:
-    """Per group of the graph, the names of its operations, and how many times it is there."""
+    """Return, for each compiled group of the graph, the names of its operations, and how many times it
+    occurs."""
     counts = Counter(n.target for n in operations if isinstance(n.target, Cluster))
     return tuple((", ".join(cluster.operations), times) for cluster, times in counts.items())
 

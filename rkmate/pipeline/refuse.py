@@ -33,17 +33,17 @@ from rkmate.support.gc_pause import gc_pause
 
 
 SECONDS = 0.6
-"""How long the program of one variant may take."""
+"""Seconds that the program of one variant may take."""
 
 
 def bytes_of_any(prepared: Prepared) -> int:
-    """Bytes that some backward computation needs by itself: nothing fits in less."""
+    """Return bytes that some backward computation needs by itself: nothing fits in less."""
     return _program(prepared).least_bytes
 
 
 def seconds_of_any(prepared: Prepared, limit: int) -> float:
-    """Seconds that every schedule within so many bytes takes that runs each backward computation once, in
-    order, by the fastest kernels (`rkmate.planners.save_set`)."""
+    """Return a lower bound, in seconds, for all schedules within `limit` bytes that run each backward
+    computation once, in order, by the fastest kernels (`rkmate.planners.save_set`)."""
     program = _program(prepared)
     kept = None if limit < program.least_bytes else program.solve(limit, (), time_limit=SECONDS)
     again = 0.0 if kept is None else kept.bound
@@ -63,8 +63,8 @@ logger = logging.getLogger("rkmate")
 
 
 def limit_of(prepared: Prepared, budget: Budget) -> int:
-    """The bytes that a budget leaves a schedule: a fraction is one of the peak that ``Settings.fraction_of``
-    names."""
+    """Return the bytes that a budget leaves a schedule: a fraction is one of the peak that
+    ``Settings.fraction_of`` names."""
     return max(0, budget.of(_reference(prepared) + prepared.beside) - prepared.beside)
 
 
@@ -77,18 +77,18 @@ def _reference(prepared: Prepared) -> int:
 
 
 def note_of(prepared: Prepared) -> str:
-    """What a plan says about the checkpointing of the model; empty where there is none."""
+    """Return a plan's note about the checkpointing of the model; empty if there is none."""
     found = prepared.as_checkpointed
     if found is None:
         return ""
     n = found.regions
-    return (f"the plan takes the place of torch.utils.checkpoint in {n} region{'s' if n > 1 else ''}; with "
+    return (f"the plan replaces torch.utils.checkpoint in {n} region{'s' if n > 1 else ''}; with "
             f"it, the model's own step would have a peak of {found.peak:,} bytes and take "
             f"{found.seconds / prepared.baseline.seconds - 1:+.0%} time")
 
 
 def tell(prepared: Prepared, budget: Budget) -> None:
-    """Say which peak a fraction refers to, if the model checkpoints itself and nothing was chosen."""
+    """Log which peak a fraction refers to, if the model checkpoints itself and nothing was chosen."""
     if budget.fraction is None or prepared.settings.fraction_of == "plain":
         return
     found = prepared.as_checkpointed
@@ -108,9 +108,9 @@ def tell(prepared: Prepared, budget: Budget) -> None:
 def room_within(budget: Budget) -> Callable[[Blocked], int]:
     """Return a function from a graph to the bytes that measuring it may take, within a budget.
 
-    A fraction is one of a peak that is not known before all operations are measured: then it is as much as is
-    counted, or what the largest operation takes alone if that is more. So every process finds the same peak,
-    whatever is remembered from earlier ones.
+    A fraction refers to a peak that is not known before all operations are measured: until then, the
+    estimated peak counts, or the largest operation's own bytes if these are more. Every process therefore
+    finds the same peak, whatever it remembers from earlier ones.
     """
     def room(blocked: Blocked) -> int:
         if budget.bytes is not None:
@@ -122,8 +122,8 @@ def room_within(budget: Budget) -> Callable[[Blocked], int]:
 
 
 def wholly_measured(prepared: Prepared, limit: int) -> Prepared:
-    """A graph with all operations measured, those too that have no room within the limit: for the smallest
-    budget that has some. Measuring takes no more than the largest of them then."""
+    """Return a graph with all operations measured, those too that have no room within the limit: for the
+    smallest budget that has some. Measuring takes no more than the largest of them then."""
     least = least_bytes(prepared.partition)
     if prepared.settings.costs == "analytic" or least <= limit:
         return prepared
@@ -144,11 +144,11 @@ class Refused:
     """A variant without a schedule within a budget."""
 
     prepared: Prepared
-    """Where nothing was measured, with the least costs that it can have."""
+    """The variant; if it was not measured, with the smallest costs that it can have."""
     limit: int
     """The budget, in bytes."""
     solved: Solved | None = None
-    """Where its options were solved to know."""
+    """The solved options, if they were needed for the refusal."""
     timeout: bool = False
     note: str = ""
     least: int | None = None
@@ -158,12 +158,13 @@ class Refused:
 
 
 def lean_problem(prepared: Prepared) -> Problem:
-    """The planner's problem with the options of each block that no program is solved for."""
+    """Return the planner's problem with the options of each block that no program is solved for."""
     return solve_with(prepared, [lean_options(graph) for graph in prepared.class_graphs])
 
 
 def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:
-    """That a budget is too small, where it is known without the options of blocks; None where it is not."""
+    """Return the refusal of a budget that is known to be too small without block options; None if that is not
+    known."""
     if not is_quick(prepared.blocked, method) or limit >= bytes_of_any(prepared):
         return None
     least = smallest_budget(method, lean_problem(wholly_measured(prepared, limit)), limit)
@@ -171,8 +172,8 @@ def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused 
 
 
 def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | None:
-    """The schedule whose peak `refused_at_once` names, with what is left of the budget spent; None where it
-    needs more."""
+    """Return the schedule whose peak `refused_at_once` names, with what is left of the budget spent; None
+    where it needs more."""
     if not is_quick(prepared.blocked, method):
         return None
     problem = lean_problem(prepared)
@@ -187,14 +188,14 @@ def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | 
 
 
 def is_quick(blocked: Blocked, method: Planner) -> bool:
-    """Whether a planner's smallest budget is looked for without the options of blocks."""
+    """Return whether a planner's smallest budget is looked for without the options of blocks."""
     settings = blocked.traced.settings
     deep = len(blocked.partition.program.cd.c) > settings.of_planner.deep_nodes
     return deep and isinstance(method, Composed) and settings.calls == 1
 
 
 def smallest_of(solved: Solved, method: Planner, above: int) -> int | None:
-    """The smallest budget that a planner is known to meet, for as many calls as the settings say."""
+    """Return the smallest budget that a planner is known to meet, for as many calls as the settings say."""
     calls = solved.prepared.settings.calls
     if calls == 1:
         return smallest_budget(method, solved.problem, above)
@@ -202,13 +203,14 @@ def smallest_of(solved: Solved, method: Planner, above: int) -> int | None:
 
 
 def _wholly(solved: Solved, limit: int) -> Solved:
-    """The same with nothing counted that has no room to be measured."""
+    """Solve again with measured costs for the operations that were only estimated because they did not fit
+    into the limit."""
     prepared = wholly_measured(solved.prepared, limit)
     return solved if prepared is solved.prepared else solve(prepared)
 
 
 def _measured(refused: Refused, method: Planner) -> Refused:
-    """The same with costs, and so with the smallest budget that is met."""
+    """Return the refusal with measured costs, and therefore with the smallest budget that can be met."""
     if refused.measured:
         return refused
     blocked, limit = refused.prepared.blocked, refused.limit
@@ -217,7 +219,8 @@ def _measured(refused: Refused, method: Planner) -> Refused:
 
 
 def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
-    """What a user hears where a planner has no schedule. `whole`: the peak of the model's own step."""
+    """Return the error for a budget for which a planner has no schedule. `whole`: the peak of the model's own
+    step."""
     name, limit, solved = method.name, refused.limit, refused.solved
     if refused.timeout and not isinstance(method, Composed):
         return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
@@ -241,8 +244,8 @@ def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
 
 
 def error_of_all(refused: list[Refused], method: Planner) -> Exception:
-    """The error of the variant that comes furthest down. Those that cannot are not looked at closely.
-    `refused`: of the first variant, then of the others."""
+    """Return the error of the variant that names the smallest budget. Variants that cannot name a smaller one
+    are not examined. `refused`: the first variant's refusal, then the others'."""
     whole = refused[0].prepared.baseline_peak
     found: list[Exception] = []
     for one in sorted(refused, key=lambda r: bytes_of_any(r.prepared)):
@@ -268,7 +271,8 @@ measured."""
 
 
 def refused_as_it_is(blocked: Blocked, method: Planner, limit: int) -> Prepared | None:
-    """A variant with the least costs that it can have, where it has no schedule within a budget even so."""
+    """Return a variant with the least costs that it can have, where it has no schedule within a budget even
+    so."""
     if not _is_asked(blocked, method):
         return None
     lean = _leanest(blocked, analytic_costs(blocked.partition))
@@ -314,7 +318,8 @@ def _bound(prepared: Prepared) -> int:
 
 
 def _most(lean: Prepared, counted: Costs, budget: Budget) -> int | None:
-    """The most bytes that a budget can be once costs are measured, where that matters; None: nobody knows.
+    """Return the most bytes that a budget can be once costs are measured, where that matters; None: nobody
+    knows.
 
     A fraction's whole grows with what operations take. If one takes much that is not counted (a convolution),
     it does so in every variant, and has to fit into the fraction itself: then the whole grows by no more than
@@ -331,7 +336,8 @@ def _most(lean: Prepared, counted: Costs, budget: Budget) -> int | None:
 
 
 def _error(refused: list[Prepared], method: Planner, budget: Budget) -> InfeasibleBudget:
-    """`refused`: of the first variant, then of the others."""
+    """Return the error for a budget that was refused before measuring. `refused`: the first variant, then the
+    others."""
     whole = _likely(refused[0].blocked)
     limit = limit_of(whole, budget)
     bounds = [_bound(lean) for lean in refused]

@@ -1,4 +1,5 @@
-"""The largest budget whose plan fits in what is free on a device, fragments of its allocator included."""
+"""Find the largest budget whose plan fits into a device's free memory, including fragments of its
+allocator."""
 
 from __future__ import annotations
 
@@ -52,17 +53,18 @@ class DeviceRoom:
     most: int
     """Bytes that the allocator may have of it."""
     allocator: CachingAllocator
-    """As it is before the loop; others that begin so are replayed."""
+    """The allocator before the loop. Other loops that begin in this state are replayed from it."""
     beside: Beside
 
     def reserved(self, planned: Made, allocator: CachingAllocator | None = None) -> int:
-        """Bytes that the allocator has for a loop that follows a plan, at most."""
+        """Return bytes that the allocator has for a loop that follows a plan, at most."""
         prepared, plan = planned.prepared, planned.plan
         return reserved_bytes(allocator or self.allocator.again(), prepared.graph, plan.schedule, self.beside,
                               calls=plan.calls, reserve_at_loss=prepared.reserve_at_loss)
 
     def fragments(self, planned: Made, reserved: int) -> int:
-        """Bytes of what is reserved for a plan that none of its tensors has, at the least that they take."""
+        """Return bytes of what is reserved for a plan that none of its tensors has, at the least that they
+        take."""
         held = self.allocator.reserved - self.allocator.free_bytes() + sum(self.beside.states)
         return reserved - held - planned.plan.peak_bytes - sum(self.beside.updates)
 
@@ -79,8 +81,8 @@ class DeviceRoom:
 
 
 def device_room(prepared: Prepared, share: DeviceShare | None) -> DeviceRoom | None:
-    """The memory that a loop has on the device of a prepared model; None where no allocator keeps any, or the
-    device is not there."""
+    """Return the memory that a loop has on the device of a prepared model; None where no allocator keeps any,
+    or the device is not there."""
     share = share or DeviceShare()
     device = devices.of(prepared.device)
     if not device.available():
@@ -100,7 +102,8 @@ def device_room(prepared: Prepared, share: DeviceShare | None) -> DeviceRoom | N
 
 
 def largest_that_fits(limit: int, planned_at: Callable[[int], M], room: DeviceRoom) -> M:
-    """The plan of the largest budget up to `limit` for which the allocator needs no more than there is.
+    """Return the plan of the largest budget up to `limit` for which the allocator needs no more than there
+    is.
 
     Fragments depend on the plan, so plans are made: below what the last one was too large by, then between
     one that fits and one that does not. Where none fits, the one that needs least is taken, with a warning.

@@ -76,13 +76,14 @@ CURVE = 10
 
 
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
-    """The fastest plan that a planner finds within a budget, over the variants of the graph.
+    """Return the fastest plan that a planner finds within a budget, over the variants of the graph.
 
-    Where the first variant's step fits whole, it is taken, unless the user asked for others. A fraction is
-    one of the peak of the first variant, which ``Settings.fraction_of`` chooses where the model checkpoints.
+    If the whole step of the first variant fits, it is taken, unless the user asked for others. A budget that
+    is a fraction refers to the peak of the first variant (``Settings.fraction_of`` chooses it for a model
+    that checkpoints).
 
     On a device with a caching allocator, fragments count, too: a budget that is a share of the device has to
-    hold them, and where others leave many, there is a warning.
+    hold them. With other budgets, many fragments lead to a warning.
 
     Raises:
         InfeasibleBudget: the planner has a schedule within a larger budget only, in every variant; it says
@@ -107,13 +108,14 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
 
 
 def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Plan:
-    """The same of a prepared first variant. Raises what `make_plan` raises."""
+    """Return the fastest plan within `limit` bytes, given the prepared first variant. Raises as
+    `make_plan`."""
     return _compared(prepared, limit, planner).plan
 
 
 def _compared(prepared: Prepared, limit: int, planner: str,
               blocks: Mapping[Variant, Blocked] = MappingProxyType({})) -> Planned:
-    """`blocks`: of variants that were looked at before."""
+    """Compare the variants' plans. `blocks`: variants that were cut into blocks before."""
     blocked, traced = prepared.blocked, prepared.blocked.traced
     method = find_planner(planner, traced.settings.of_planner)
     taken: Planned | None = None
@@ -152,8 +154,8 @@ def _compared(prepared: Prepared, limit: int, planner: str,
 
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
-    """Whether another variant is worth preparing, beside a plan of the first one or of another. How long
-    other kernels take is not known before."""
+    """Return whether another variant is worth preparing, compared with a plan of the first variant or of
+    another one. The times of other kernels are not known before."""
     if variant.takes_longer or (variant.saves_memory and prepared.baseline_peak <= limit):
         return False
     other_layout = (CHANNELS_LAST in variant.rows) != (CHANNELS_LAST in prepared.blocked.variant.rows)
@@ -161,20 +163,23 @@ def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bo
 
 
 def _is_worth_solving(plan: Plan, prepared: Prepared, method: Planner, limit: int) -> bool:
-    """Whether a variant that is prepared can be faster than a plan, by what no schedule of it does better."""
+    """Return whether a variant that is prepared can be faster than a plan, by what no schedule of it does
+    better."""
     variant, seconds = prepared.blocked.variant, plan.step_seconds
     return may_be_faster(seconds, prepared.graph, variant) and (
         fits(prepared, method, limit) or is_faster(seconds_of_any(prepared, limit), seconds, variant))
 
 
 def _wins(plan: Plan, taken: Plan, before: Plan | None, variant: Variant) -> bool:
-    """Whether a variant's plan is taken in the place of the fastest so far. `before`: the first variant's."""
+    """Return whether a variant's plan replaces the fastest plan so far. `before`: the first variant's
+    plan."""
     return plan.step_seconds < taken.step_seconds and (
         before is None or is_faster(plan.step_seconds, before.step_seconds, variant))
 
 
 def _against(plan: Plan, before: Plan | None, prepared: Prepared) -> Plan:
-    """A plan beside the first variant's, and the first variant's step without rematerialization."""
+    """Return a plan compared with the first variant's plan and with the first variant's step without
+    rematerialization."""
     plan = replace(plan, baseline_peak_bytes=prepared.baseline_peak,
                    baseline_seconds=prepared.baseline.seconds)
     if before is None or plan.variant == before.variant:
@@ -189,7 +194,7 @@ def _share(plan: Plan, before: Plan) -> str:
 
 
 def _reason(plan: Plan, before: Plan | None) -> tuple[str, str]:
-    """Why a variant was taken, and what the settings that forbid it lead to."""
+    """Return why a variant was taken, and what the settings that forbid it would do instead."""
     if before is None:
         return "nothing fits in this budget with the original's operations", "refuses such budgets"
     return (f"this is {_share(plan, before)} faster than the fastest schedule of the original's operations "
@@ -197,8 +202,8 @@ def _reason(plan: Plan, before: Plan | None) -> tuple[str, str]:
 
 
 def smallest_peak_of(prepared: Prepared, above: int) -> int:
-    """The smallest budget that the default planner is known to meet, in bytes, on the first variant, or where
-    that needs more than `above`, on any."""
+    """Return the smallest budget that the default planner is known to meet, in bytes, on the first variant,
+    or where that needs more than `above`, on any."""
     method = find_planner(DEFAULT, prepared.settings.of_planner)
     blocked, least = prepared.blocked, prepared.baseline_peak
     for variant in (blocked.variant, *others(prepared.settings, blocked.concerned)):
@@ -213,9 +218,10 @@ def smallest_peak_of(prepared: Prepared, above: int) -> int:
 
 
 def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -> list[Plan]:
-    """A plan for each budget, as `make_plan` finds them; what is found for one serves the others, too, so
-    that more memory is never slower (but for what a variant must be faster by). Without budgets: for ten
-    between the first variant's peak and the smallest of any. Raises what `make_plan` raises."""
+    """Return a plan for each budget, as `make_plan` finds them. Schedules found for one budget serve the
+    others, too, so that more memory is never slower (except for the margin by which a variant must be
+    faster). Without budgets: ten plans between the first variant's peak and the smallest budget of any
+    variant. Raises as `make_plan`."""
     blocked = block(traced)
     blocks = {blocked.variant: blocked}
     seconds = measure_in_turns(blocks)
@@ -271,7 +277,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
 
 def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: Sequence[int],
            ) -> tuple[dict[int, Plan], dict[int, Refused]]:
-    """Plans for budgets from the smallest to the largest, and those that are refused."""
+    """Return plans for budgets from the smallest to the largest, and those that are refused."""
     known: list[Candidate] | None = None
     attempts: dict[int, Attempt] = {}
     refused: dict[int, Refused] = {}
@@ -302,7 +308,7 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
 
 
 def _fastest(prepared: Prepared, method: Planner, limit: int) -> Planned | Refused:
-    """A plan of one variant for one budget alone."""
+    """Return a plan of one variant for one budget alone."""
     found = _whole_or_searched(prepared, method, limit)
     return found if isinstance(found, Refused) else \
         replace(found, plan=_LargerTiles(prepared, method).of(found.plan, limit))
@@ -319,7 +325,7 @@ class _LargerTiles:
         self.solve = functools.cache(lambda larger: solve(larger))
 
     def of(self, plan: Plan, limit: int) -> Plan:
-        """A plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
+        """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
         def search(larger: Prepared, seconds: float | None) -> Planned | None:
             found = _whole_or_searched(larger, self.method, limit, seconds, self.solve)
             return None if isinstance(found, Refused) else found
@@ -331,9 +337,9 @@ class _LargerTiles:
 
 def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_limit: float | None = None,
                        solver: Callable[[Prepared], Solved] | None = None) -> Planned | Refused:
-    """The same by the leanest kernels first. Where a composed planner's budget holds the whole step, or is
-    clearly too small, no integer program is solved. `time_limit`, `solver`: the settings' seconds, and
-    `solve`, unless given."""
+    """Plan with the smallest-memory kernel of each computation. If a composed planner's budget holds the
+    whole step, or is clearly too small, no integer program is solved. `time_limit`: seconds; the settings' by
+    default. `solver`: `solve` by default."""
     whole = fits(prepared, method, limit)
     at_once = None if whole else refused_at_once(prepared, method, limit)
     if at_once is not None:
@@ -371,9 +377,9 @@ def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:
 #
 # Variants whose kernels differ, measured in turns.
 #
-# Between the measuring of one variant and of the next lie the compiling and the planning of one: a minute,
-# in which a machine can change its speed by more than a layout gains. So both are measured before either is
-# planned, and then both once more; of each operation the median counts, as ever.
+# Compiling and planning one variant before the next is measured would take a minute, in which a machine can
+# change its speed by more than a layout gains. So both are measured before either is planned, and then both
+# once more. The median of each operation's times counts, as usual.
 
 
 LEAST_ROUNDS = 2
@@ -416,7 +422,7 @@ def _are_known(both: Sequence[Blocked], memory: CostMemory) -> bool:
 
 def _remember(blocked: Blocked, part: MeasureSettings, found: Sequence[CostMemory],
               memory: CostMemory) -> None:
-    """The median of each operation. Where one had no room in a round, its block is left to be
+    """Store the median of each operation. If an operation did not fit in a round, its block stays to be
     measured."""
     where = _measured_on(blocked, blocked.traced.settings.measure)
     rounds = [_known(blocked, part, own) for own in found]
@@ -427,26 +433,27 @@ def _remember(blocked: Blocked, part: MeasureSettings, found: Sequence[CostMemor
 
 
 def _known(blocked: Blocked, settings: MeasureSettings, memory: CostMemory) -> list[Numbers | None]:
-    """What a memory has of each text."""
+    """Return the entry of a memory for each text."""
     where = _measured_on(blocked, settings)
     return [memory.get(text, *where, count) for text, count in _texts(blocked)]
 
 
 def _texts(blocked: Blocked) -> list[tuple[str, int]]:
-    """By what costs are remembered, each once, and of how many operations."""
+    """Return each text under which costs are remembered, once, with its number of operations."""
     hoisted = blocked.partition.block_of.count(HOISTED)
     blocks = {text: len(b.c) for text, b in zip(blocked.texts, blocked.partition.blocks, strict=True)}
     return [(text_of_beginning(hoisted, blocked.texts), hoisted), *blocks.items()]
 
 
 def _measured_on(blocked: Blocked, settings: MeasureSettings) -> tuple[Device, MeasureSettings]:
-    """Where it is measured, and how."""
+    """Return the device and the settings of a measurement."""
     device = devices.of(blocked.traced.device)
     return device, as_in_a_step(settings, device, touched_bytes(blocked.traced.capture.graph))
 
 
 def _median(runs: Sequence[Cost]) -> Cost:
-    """Of one operation in several rounds: the median of its seconds, and the most bytes."""
+    """Return, for one operation measured in several rounds, the median of its seconds and the largest
+    memory."""
     kernels = [(median(k.time for k in same), max(k.overhead for k in same)) for same in zip(
         *((Kernel(run.time, run.overhead), *run.alternatives) for run in runs), strict=True)]
     return Cost(*kernels[0], tuple(Kernel(*k) for k in kernels[1:]))
@@ -459,9 +466,9 @@ def _median(runs: Sequence[Cost]) -> Cost:
 
 def sent_whole(prepared: Prepared, method: Planner, limit: int,
                time_limit: float | None) -> Outcome | None:
-    """What a planner that may send data away makes of a budget, where what does not fit is copied away
-    and nobody waits; None where that is not so, and options have to be solved. `time_limit`: seconds, of
-    those that looking for copies may take anyway."""
+    """Return the outcome of a planner that sends data away, if everything that does not fit can be copied
+    away without a wait. None otherwise: options have to be solved. `time_limit`: seconds, out of those
+    allowed for the search for copies."""
     if prepared.graph.link is None or prepared.settings.calls != 1 or not isinstance(method, Composed):
         return None
     return whole_at_once(prepared.graph, prepared.whole, limit, prepared.settings.of_planner,

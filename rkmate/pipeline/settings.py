@@ -37,8 +37,8 @@ class RunSettings:
     if that step exceeds its budget. On any device, compare checksums of what that step sends away (`offload`)
     and of what comes back."""
     on_new_shape: NewShape = "plan"
-    """What a call with other shapes, dtypes or constants does: ``"plan"`` makes a plan for it with the same
-    budget, ``"original"`` runs the original module, ``"error"`` raises."""
+    """The action for a call with other shapes, dtypes or constants: ``"plan"`` makes a plan for it with the
+    same budget, ``"original"`` runs the original module, ``"error"`` raises."""
     training: bool | None = None
     """The train flags to plan sample inputs for. None: the module's own; but a module in eval mode (as
     ``from_pretrained`` returns it) is planned as its `train` sets it, with a warning. True: always as `train`

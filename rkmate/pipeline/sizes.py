@@ -1,4 +1,4 @@
-"""Plans for other sizes of a call, from plans that are known."""
+"""Plans for other sizes of a call, derived from known plans."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from rkmate.support.planning_lock import capture_lock
 #
 # Plans for other sizes of what was planned before: costs are scaled, schedules taken over.
 #
-# The graph is the new size's own, rewritten and cut as ever. Where its computations are those of a known
-# plan, in the same order, nothing is measured and no integer program is solved: the known schedules, and the
-# chain's dynamic program over the known options, are judged by the simulator at the new sizes.
+# The graph of the new size is rewritten and cut as usual. If its computations are those of a known plan, in
+# the same order, nothing is measured and no integer program is solved: the simulator judges the known
+# schedules, and the chain's dynamic program over the known options, at the new sizes.
 
 
 UNUSED = 0.03
@@ -45,7 +45,7 @@ UNUSED = 0.03
 TRIED = 3
 """Known schedules that are judged, the nearest in size first."""
 ROUND = 512
-"""Temporary memory that was scaled is rounded up to so many bytes."""
+"""Scaled temporary memory is rounded up to a multiple of this number of bytes."""
 _REASON = "as for another size of these inputs", "keeps its bits, where there is room for it"
 """Why a variant is taken that the known plan runs over."""
 _NOTE = "a schedule of another size of the inputs, judged at this one"
@@ -60,17 +60,18 @@ class KnownPlan:
     measured: bool
     """Whether its costs were measured, not scaled."""
     orders: Orders
-    """Of the options of each class of blocks; empty where none were solved."""
+    """Orders of the options of each class of blocks; empty if none were solved."""
 
 
 @gc_pause()
 def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
                        known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
-    """A plan within the budget; None where the known plans lead to none, and one has to be searched for.
+    """Return a plan within the budget, from the known plans; None if they lead to no plan, so that one has to
+    be searched for.
 
-    `traced`: the new size. `measured`: measure its costs, and scale none. Only the default way of planning
-    is short-cut: what a planner of another name is asked for is that planner's. Of variants of the graph,
-    those that known plans run over are compared; where the first fits whole, those that save memory are not.
+    `traced`: the new size. `measured`: measure its costs instead of scaling known ones. Only the default
+    planner has this short cut: other planners always search. Of the variants of the graph, those of the known
+    plans are compared. If the whole step of the first one fits, variants that save memory are left out.
     """
     method = find_planner(planner, traced.settings.of_planner)
     if not isinstance(method, Composed) or not known or traced.settings.calls != 1:
@@ -102,7 +103,7 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
 
 def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planner,
                 known: Sequence[KnownPlan], *, measured: bool) -> Planned | None:
-    """The same on one variant of the graph."""
+    """Plan one variant of the graph at another size; None if the known plans give no plan for it."""
     start = time.perf_counter()
     blocked = block(traced, variant)
     cd = blocked.partition.program.cd
@@ -143,7 +144,7 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
 
 
 def _alike(known: CDGraph, new: CDGraph) -> bool:
-    """Whether both have the same computations on the same storages, in one order."""
+    """Return whether both have the same computations on the same storages, in one order."""
     if known.wiring != new.wiring:
         return False
     known.__dict__["wiring"] = new.wiring       # the next comparison finds one object
@@ -151,13 +152,13 @@ def _alike(known: CDGraph, new: CDGraph) -> bool:
 
 
 def _is_cut_alike(known: Plan, new: Prepared) -> bool:
-    """Whether both have the same blocks, and the same ones are equal: cuts depend on sizes."""
+    """Return whether both have the same blocks, and the same ones are equal: cuts depend on sizes."""
     return [c.block for c in known.graph.computations] == list(new.partition.block_of) and \
         [b.label for b in known.blocks] == [b.label for b in new.infos]
 
 
 def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
-    """Costs of each computation at the sizes of `new`, of plans whose graphs are alike.
+    """Return the costs of each computation at the sizes of `new`, scaled from plans with similar graphs.
 
     Time is on the line through the two sizes next to it, by bytes read and written. Temporary memory is
     that of the next larger known size, or grows with what grows most among what is read and written.
@@ -179,8 +180,8 @@ def scaled_costs(known: Sequence[Plan], new: CDGraph) -> list[Cost]:
 
 
 def bounded_costs(costs: Sequence[Cost], program: Program) -> list[Cost]:
-    """Scaled costs, with the temporary memory that parts and other kernels take at most: at another size
-    there may be more of them, or fewer, or others."""
+    """Return scaled costs with the largest temporary memory of parts and other kernels: another size may have
+    more of them, fewer, or others."""
     result: list[Cost] = []
     for node, cost in zip(program.operation, costs, strict=True):
         others = program.alternatives.get(node, ())
@@ -203,7 +204,7 @@ def _scaled(known: Sequence[tuple[int, float, Cost]], moved: int) -> Cost:
             y, _, b = others[0]
             seconds = max(a.time + (b.time - a.time) * (moved - x) / (y - x), min(a.time, b.time) / 4)
         larger = [k for k in kernels if k[1] <= 1]
-        # Nothing that is read or written is larger than there: nor is what stands beside it.
+        # Nothing that is read or written is larger there, and so neither is temporary memory.
         overhead = min(k[2].overhead for k in larger) if larger else \
             min(_up(k[2].overhead, k[1]) for k in kernels)
         return Kernel(seconds, overhead)
@@ -221,7 +222,7 @@ def _up(size: int, ratio: float) -> int:
 
 
 def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: str) -> Candidate | None:
-    """The fastest within the limit, with what is left of it spent."""
+    """Return the fastest within the limit, with what is left of it spent."""
     graph, pinned, reserve = prepared.graph, prepared.pinned, prepared.reserve_at_loss
     found: list[Candidate] = []
     for other in schedules:
@@ -249,14 +250,14 @@ def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: s
 
 
 def _seconds(prepared: Prepared, schedule: Schedule, limit: int) -> float:
-    """Of a schedule with the kernels that there is room for."""
+    """Return the seconds of a schedule with the kernels that fit into the budget."""
     chosen = prepared.with_kernels(schedule, limit)
     # Kernels change no other time: only what waits for copies needs the simulator once more.
     return prepared.simulate(chosen).seconds if chosen.copied else chosen.seconds(prepared.graph)
 
 
 def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:
-    """What the chain's dynamic program makes of the known options at these sizes."""
+    """Return the schedule that the chain's dynamic program makes from the known options at these sizes."""
     graphs = prepared.class_graphs
     if len(graphs) != len(orders):
         return None
@@ -278,13 +279,13 @@ def _chained(prepared: Prepared, orders: Orders, limit: int) -> Schedule | None:
 
 
 class _Unknown(Exception):
-    """The known plans lead to none within a budget."""
+    """The known plans give no plan within a budget."""
 
 
 def plan_that_fits(traced: Traced, budget: Budget, planner: str, known: Sequence[KnownPlan], *,
                    measured: bool) -> Planned | None:
-    """`plan_at_other_size`, within what the device has free where the budget is a share of it. None where one
-    has to be searched for."""
+    """Return `plan_at_other_size`, within the device's free memory if the budget is a share of it. None if a
+    plan has to be searched for."""
     found = plan_at_other_size(traced, budget, planner, known, measured=measured)
     if found is None or budget.device is None or budget.bytes is None:
         return found

@@ -1,6 +1,5 @@
-"""From a graph in blocks to a planner's problem: the options of each block, the chain of blocks, and the
-summary of the graph that a plan carries.
-"""
+"""Turn a graph in blocks into a planner's problem: the options of each block, the chain of blocks, and the
+summary of the graph that a plan carries."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class Solved:
 
 
 def solve(prepared: Prepared) -> Solved:
-    """The options of every class of blocks, by integer programs, and the chain of blocks."""
+    """Return the options of every class of blocks, by integer programs, and the chain of blocks."""
     start = time.perf_counter()
     sets = options_of(prepared)
     middle = time.perf_counter()
@@ -67,7 +66,7 @@ def solve(prepared: Prepared) -> Solved:
 
 
 def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
-    """A planner's problem, of known options."""
+    """Return a planner's problem, of known options."""
     return Problem(
         prepared.graph, chain_of(prepared, sets), tuple(b.c for b in prepared.partition.blocks),
         prepared.pinned, prepared.reserve_at_loss, stages_of(prepared), prepared.blocked.classes,
@@ -75,7 +74,7 @@ def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
 
 
 def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:
-    """Per class, the options of its blocks."""
+    """Return the options of the blocks of each class."""
     graphs = prepared.class_graphs
     with prepared.blocked.traced.progress.stage("solving blocks", len(graphs)) as tick:
         return tuple(solve_options(graphs, prepared.settings.options,
@@ -83,7 +82,7 @@ def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:
 
 
 def chain_of(prepared: Prepared, sets: Sequence[OptionSet]) -> Chain:
-    """The chain of blocks for the dynamic program."""
+    """Return the chain of blocks for the dynamic program."""
     parts = prepared.partition
     plain = [_plain_forward(graph) for graph in prepared.class_graphs]
     blocks = tuple(Block(*plain[k], sets[k].options) for k in prepared.blocked.classes)
@@ -91,8 +90,8 @@ def chain_of(prepared: Prepared, sets: Sequence[OptionSet]) -> Chain:
 
 
 def stages_of(prepared: Prepared) -> StageChain | None:
-    """The children of an `nn.Sequential` as a chain, each with the one option that keeps all, and the C
-    nodes of each; None for other models."""
+    """Return the children of an `nn.Sequential` as a chain, each with the one option that keeps all, and the
+    C nodes of each; None for other models."""
     stages = cut_children(prepared.partition.program, prepared.blocked.traced.children)
     if stages is None:
         return None
@@ -124,7 +123,7 @@ def _plain_forward(graph: CDGraph) -> tuple[float, int]:
 
 @read_directly()
 def summarise(prepared: Prepared) -> GraphSummary:
-    """Names, operations, module paths, sizes and times of a model's graph."""
+    """Return names, operations, module paths, sizes and times of a model's graph."""
     parts, module_of = prepared.partition, Modules()
     program, graph = parts.program, prepared.graph
     computations = tuple(
@@ -143,7 +142,7 @@ def summarise(prepared: Prepared) -> GraphSummary:
 
 
 def _captured(prepared: Prepared, module_of: Modules) -> tuple[Captured, ...]:
-    """The forward before simplification. Each view and dropped node stands in the block of what it
+    """Return the forward before simplification. Each view and dropped node stands in the block of what it
     reads, or of what reads it."""
     parts = prepared.partition
     block = {c.name: parts.block_of[i] for i, c in enumerate(prepared.graph.c)}
@@ -183,7 +182,7 @@ def _shape(value: Any) -> str:
 
 
 def runs_of_operations(ops: Iterable[Op], options: Sequence[Sequence[Option]]) -> Iterator[Run]:
-    """One run an operation. `options`: those of each block."""
+    """Yield one run for each operation. `options`: of each block."""
     for op in ops:
         chosen = op.option if isinstance(op, Forward | Backward) else None
         yield Run(op.block, "backward" if isinstance(op, Backward) else "forward", chosen,
@@ -191,7 +190,7 @@ def runs_of_operations(ops: Iterable[Op], options: Sequence[Sequence[Option]]) -
 
 
 def runs_of(schedule: Schedule, graph: CDGraph, block_of: Sequence[int]) -> Iterator[Run]:
-    """Stretches of one block's computations, of the forward or of the backward.
+    """Return stretches of one block's computations, of the forward or of the backward.
 
     `block_of`: each C node's block. What a forward run keeps is what of its block is in memory when
     the next run begins.

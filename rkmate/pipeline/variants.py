@@ -1,10 +1,10 @@
-"""The variants of a model's graph: each trades something else than time for memory.
+"""The variants of a model's graph: each trades something other than time for memory.
 
-Where the step fits whole, nothing is traded for memory. Else every variant that the settings allow, and that
-the graph has a place for, is planned; the fastest plan counts (`rkmate.pipeline.search`). One that computes
-more than the plain graph is planned where the others meet no budget. One that the user asked for because its
-kernels may be faster is compared at every budget. The pipeline prepares a variant when its turn comes, from
-the same capture.
+If the whole step fits, nothing is traded for memory. Otherwise every variant that the settings allow, and
+that changes this graph, is planned, and the fastest plan counts (`rkmate.pipeline.search`). A variant that
+computes more than the plain graph is planned if the others do not meet the budget. A variant that the user
+asked for because its kernels may be faster is compared at every budget. The pipeline prepares each variant
+when it is needed, from the same capture.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ the step without: predictions are no better, and bits are worth something."""
 LISTED = 4
 """Names that a note lists at most."""
 Concerned = Mapping[str, tuple[str, ...]]
-"""Per name of a variant, the weights that it concerns; none where the graph has no place for it."""
+"""For each variant's name, the weights that it changes; none if it does not apply to the graph."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to rewrite a captured graph before it is planned, or several at once."""
+    """A way to rewrite a captured graph before it is planned, or several ways at once."""
 
     name: str
-    """As plans carry it, and as the passes that make it know it (`Joint.choices`); the names of several are
-    joined by ``+``."""
+    """Name in plans, and in the passes that make the variant (`Joint.choices`); the names of several variants
+    are joined by ``+``."""
     trades: str = ""
-    """What differs from the original's step; empty: nothing but time and memory."""
+    """Difference from the original's step; empty: only time and memory."""
     setting: str = ""
     """The field of `Settings` that says when it is tried: ``"auto"``, where the step does not fit whole,
     ``"always"``, at every budget, or ``"never"``. Empty: always there."""
@@ -45,7 +45,7 @@ class Variant:
     takes_longer: bool = False
     """Whether it computes more than the plain graph: it is tried where nothing else meets the budget."""
     note: str = ""
-    """What its plans say, with ``{names}`` of the weights that it concerns."""
+    """Text for the notes of its plans, with ``{names}`` for the weights that it changes."""
     combines: tuple[str, ...] = ()
     """Names of the variants before it in the table with which it can be combined."""
     within: str = ""
@@ -64,19 +64,19 @@ class Variant:
         return any(not row.asked_for for row in self.rows)
 
     def when(self, settings: Settings) -> When:
-        """When the settings want it."""
+        """Return when the settings want this variant."""
         wanted = ["auto" if row.within and said == "always" else said
                   for row in self.rows for said in [_said(settings, row)]]
         return "never" if "never" in wanted else "auto" if "auto" in wanted or not wanted else "always"
 
     def notes(self, concerned: Concerned) -> str:
-        """What its plans say."""
+        """Return the variant's part of a plan's note."""
         return "; ".join(row.note.format(names=_listed(concerned[row.name]))
                          for row in self.rows if row.note and concerned.get(row.name))
 
     def warning(self, reason: str, instead: str, concerned: Concerned) -> str:
-        """What the user hears where it was taken. `reason`: why; `instead`: what the settings that forbid it
-        lead to."""
+        """Return the warning for a plan of this variant. `reason`: why it was taken; `instead`: what the
+        settings that forbid it would do."""
         rows = [row for row in self.rows if not row.asked_for]
         never = ", ".join(dict.fromkeys(f'{row.setting}="never"' for row in rows))
         part = together(rows)
@@ -86,7 +86,7 @@ class Variant:
 PLAIN = Variant("plain")
 CHUNKED_LOSS = Variant(
     "chunked-loss",
-    trades="That weight's gradient is the original's but for the order of its additions: "
+    trades="That weight's gradient is the original's except for the order of its additions: "
            "its last bits differ",
     setting="chunked_loss",
     note="the products with {names} and their cross entropies are computed a few rows at a time")
@@ -98,8 +98,8 @@ GROUPED_LOSS = Variant(
     within="chunked-loss")
 TILED_MLPS = Variant(
     "tiled-mlps",
-    trades="The gradients of these weights are the original's but for the order of their additions: "
-           "their last bits differ",
+    trades="The gradients of these weights are the original's except for the order of their "
+           "additions: their last bits differ",
     setting="tiled_mlps",
     takes_longer=True,
     note="the MLPs of {names} run a few rows at a time",
@@ -112,21 +112,21 @@ CHANNELS_LAST = Variant(
     note="the convolutions with {names} have their channels last",
     combines=("chunked-loss", "grouped-loss", "tiled-mlps"))
 _WHEN: dict[str, When] = {"keep": "never", "with_compile": "never", "channels_last": "always"}
-"""What the names of layouts say of a variant. Where groups are compiled, ``"with_compile"`` has become
-another name by then (`rkmate.pipeline.prepare.with_compiler`)."""
+"""Meaning of the values of `Settings.layouts` for a variant. If groups are compiled, ``"with_compile"`` has
+been replaced by then (`rkmate.pipeline.prepare.with_compiler`)."""
 VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 
 
 def _said(settings: Settings, row: Variant) -> When:
-    """What the setting of a row says of it."""
+    """Return what the setting of a row says about it."""
     said = getattr(settings, row.setting)
     found: When = _WHEN.get(said, said)
     return found
 
 
 def together(rows: Sequence[Variant]) -> Variant:
-    """Several rows of the table at once; the plain one for none."""
+    """Return several rows of the table at once; the plain one for none."""
     if len(rows) < 2:
         return rows[0] if rows else PLAIN
     ways: dict[str, Any] = {f.name: any(getattr(v, f.name) for v in rows)
@@ -136,13 +136,13 @@ def together(rows: Sequence[Variant]) -> Variant:
 
 
 def first(settings: Settings) -> Variant:
-    """The variant that is taken where its step fits whole: all that the settings always want."""
+    """Return the variant that is taken where its step fits whole: all that the settings always want."""
     return together([v for v in VARIANTS if v.setting and v.when(settings) == "always"])
 
 
 def others(settings: Settings, concerned: Concerned) -> tuple[Variant, ...]:
-    """The variants that are compared with the first where that does not fit whole: those with fewest rows
-    first."""
+    """Return the variants that are compared with the first where that does not fit whole: those with fewest
+    rows first."""
     always = first(settings).rows
     more = [v for v in VARIANTS if v.setting and v.when(settings) == "auto" and concerned.get(v.name)]
     return tuple(together([v for v in VARIANTS if v in always or v in chosen])
@@ -152,32 +152,32 @@ def others(settings: Settings, concerned: Concerned) -> tuple[Variant, ...]:
 
 
 def possible(settings: Settings) -> tuple[Variant, ...]:
-    """Every variant that a plan made under these settings may have."""
+    """Return every variant that a plan made under these settings may have."""
     rows = {v.name: (v.name,) for v in VARIANTS}
     return (first(settings), *others(settings, rows))
 
 
 def named(name: str) -> Variant:
-    """The variant that a plan names; the plain one where this version has none of that name."""
+    """Return the variant that a plan names; the plain one where this version has none of that name."""
     known = {v.name: v for v in VARIANTS if v.setting}
     parts = name.split("+")
     return together([known[p] for p in parts]) if all(p in known for p in parts) else PLAIN
 
 
 def seconds_once(graph: CDGraph) -> float:
-    """Each computation once, by its fastest kernel: no schedule takes less."""
+    """Return the seconds of running each computation once, by its fastest kernel. No schedule takes less."""
     return sum(fastest(node) for node in graph.c)
 
 
 def may_be_faster(seconds: float, graph: CDGraph, variant: Variant) -> bool:
-    """Whether schedules of a graph can take so much less than `seconds` that a variant is worth taking. Asked
-    with the first variant's own graph, before another is prepared: that has the same products to compute,
-    and spares at most what is computed again."""
+    """Return whether schedules of a graph can take so much less than `seconds` that a variant is worth
+    taking. Asked with the first variant's own graph, before another is prepared: that has the same products
+    to compute, and spares at most what is computed again."""
     return is_faster(seconds_once(graph), seconds, variant)
 
 
 def is_faster(seconds: float, than: float, variant: Variant) -> bool:
-    """Whether a variant's step is faster by enough for it to be taken."""
+    """Return whether a variant's step is faster by enough for it to be taken."""
     return seconds < than * (1 - FASTER_BY if variant.trades else 1)
 
 

@@ -1,4 +1,4 @@
-"""Every method of the literature on the same graph, judged by the same simulator. No torch."""
+"""All planning methods of the literature on one graph, judged by one simulator. No torch."""
 
 from rkmate.planners.protocol import Outcome, Planner, Problem
 from rkmate.planners.registry import PLANNERS, planner

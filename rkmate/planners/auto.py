@@ -1,4 +1,4 @@
-"""The best plan of several planners within a limit on planning time."""
+"""Find the best plan of several planners within a limit on planning time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TIME_LIMIT = 30.0
 
 @dataclass(frozen=True)
 class Turn:
-    """When a planner is asked."""
+    """A planner, and when it is asked."""
 
     planner: Planner
     always: bool = False
-    """Also where no time is left."""
+    """Whether the planner is asked even if no time is left."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Auto:
     """Asks planners in order, until the time is over; says which plan it took, and why."""
 
     default: Composed
-    """Asked whatever the time; it says which budgets can be met."""
+    """The default planner, asked whatever the time; it says which budgets can be met."""
     before: tuple[Planner, ...] = ()
-    """Asked before the default: planners that answer at once."""
+    """Planners asked before the default: those that answer at once."""
     after: tuple[Planner, ...] = ()
-    """Asked after it, in the time that is left."""
+    """Planners asked after the default, in the time that is left."""
     name: str = "auto"
 
     @property

@@ -60,33 +60,33 @@ class Dag:
         return tuple(result)
 
     def boundary(self, lower: int) -> int:
-        """Members of a lower set that something outside reads."""
+        """Return the members of a lower set that nodes outside of it read."""
         return sum(1 << v for v in members(lower) if self.after[v] & ~lower)
 
     def readers(self, nodes: int) -> int:
-        """delta+: all nodes that read one of `nodes`."""
+        """Return delta+: all nodes that read one of `nodes`."""
         result = 0
         for v in members(nodes):
             result |= self.after[v]
         return result
 
     def read(self, nodes: int) -> int:
-        """delta-: all nodes that one of `nodes` reads."""
+        """Return delta-: all nodes that one of `nodes` reads."""
         result = 0
         for v in members(nodes):
             result |= self.before[v]
         return result
 
     def time(self, nodes: int) -> float:
-        """T(S), in seconds."""
+        """Return T(S), in seconds."""
         return sum(self.times[v] for v in members(nodes))
 
     def bytes(self, nodes: int) -> int:
-        """M(S), in bytes."""
+        """Return M(S), in bytes."""
         return sum(self.sizes[v] for v in members(nodes))
 
     def training_graph(self, backward_times: Iterable[float] | None = None) -> CDGraph:
-        """Forward and backward of this graph, as equation (2) of the paper counts them.
+        """Return forward and backward of this graph, as equation (2) of the paper counts them.
 
         The gradient of v is made by one node, which reads the gradients of what reads v and the
         forward values that these were computed from (terms iii and iv); for a sink, v itself.
@@ -107,7 +107,7 @@ class Dag:
 
 
 def members(nodes: int) -> list[int]:
-    """The nodes of a set, in order."""
+    """Return the nodes of a set, in order."""
     result = []
     while nodes:
         low = nodes & -nodes
@@ -117,7 +117,7 @@ def members(nodes: int) -> list[int]:
 
 
 def forward_dag(graph: CDGraph, pinned: Iterable[int] = ()) -> Dag:
-    """The forward of a CD graph: one node a computation, as large as its outputs.
+    """Return the forward of a CD graph: one node a computation, as large as its outputs.
 
     What the user holds counts 0 bytes: no strategy can free it.
     """
@@ -138,11 +138,11 @@ class TrainedForward:
     """
 
     dag: Dag
-    """What depends on trained values."""
+    """Graph of the values that depend on trained values."""
     nodes: tuple[int, ...]
     """For each node of `dag`, its C node."""
     whole: Dag
-    """All of the forward, node for node."""
+    """The whole forward, node for node."""
 
     def lift(self, sets: Sequence[int]) -> tuple[int, ...]:
         """Lower sets of `dag` as lower sets of `whole`: the constants belong to all of them."""
@@ -170,13 +170,13 @@ class Canonical:
     order: tuple[int, ...]
     """C nodes."""
     loss_at: int
-    """How many of them run before the loss."""
+    """Number of computations before the loss."""
     part: tuple[int, ...]
     """For each entry of `order`, which forward or backward of a block it belongs to, counted up."""
 
 
 def cached(dag: Dag, sets: Sequence[int]) -> int:
-    """U_k: the nodes kept in the forward, the union of all boundaries."""
+    """Return U_k: the nodes kept in the forward, the union of all boundaries."""
     result = 0
     for lower in sets:
         result |= dag.boundary(lower)
@@ -186,7 +186,7 @@ def cached(dag: Dag, sets: Sequence[int]) -> int:
 def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
               keep_last: bool = False, by_blocks: bool = True,
               origin: Sequence[int] | None = None) -> Canonical:
-    """The order of computations of a sequence of lower sets.
+    """Return the order of computations of a sequence of lower sets.
 
     `dag` is the forward of `graph`, node for node (`rkmate.planners.canonical.forward_dag`). `keep_last`:
     the last block's values stay for its backward, which comes next, instead of being computed
@@ -238,7 +238,7 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
 
 
 def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] = ()) -> Schedule:
-    """The schedule that frees at the end of each block's forward and backward only."""
+    """Return the schedule that frees at the end of each block's forward and backward only."""
     steps: list[Step] = []
     waiting: list[Step] = []
     k = 0
@@ -256,7 +256,7 @@ def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] 
 
 
 def plain_peak(dag: Dag, sets: Sequence[int], *, liveness: bool = True) -> int:
-    """Simulated peak, in bytes, of a strategy on a plain graph and its backward
+    """Return the simulated peak, in bytes, of a strategy on a plain graph and its backward
     (`Dag.training_graph`), with liveness analysis or without. Equation (2) is an upper bound."""
     graph = dag.training_graph()
     strategy = canonical(graph, dag, sets, origin=range(len(dag) - 1, -1, -1))
@@ -266,7 +266,7 @@ def plain_peak(dag: Dag, sets: Sequence[int], *, liveness: bool = True) -> int:
 
 
 def _wanted(graph: CDGraph, there: set[int]) -> set[int]:
-    """Forward nodes not kept that some backward node needs, directly or through others."""
+    """Return forward nodes not kept that some backward node needs, directly or through others."""
     seen = set(there)
     for b in graph.backward:
         seen |= missing_nodes(graph, graph.c[b].inputs, known=seen)

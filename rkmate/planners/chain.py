@@ -40,8 +40,8 @@ from rkmate.planners.settings import PlannerSettings
 from rkmate.rotor.rk_rotor import Least, Table, fastest, least, minimum, solve
 
 SLACK = 1.1
-"""How much the chain's own estimate of the peak may exceed the budget before a sequence is not
-worth simulating: the estimate counts cuts whole, the simulator sees what dies earlier."""
+"""Factor by which the chain's own estimate of the peak may exceed the budget before a sequence is not worth
+simulating: the estimate counts cuts whole, the simulator sees what dies earlier."""
 
 
 def one_option(chain: Chain) -> Chain:
@@ -64,7 +64,7 @@ def by_stages(problem: Problem) -> Problem:
 
 
 def revolve(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Table:
-    """The optimal sequence that keeps inputs of blocks only, for every budget in bytes.
+    """Return the optimal sequence that keeps inputs of blocks only, for every budget in bytes.
 
     Rotor, section 5.3: the dynamic program of the automatic-differentiation model for
     heterogeneous chains, made valid by a forward that saves all right before each backward.
@@ -73,7 +73,7 @@ def revolve(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Ta
 
 
 def rotor(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Table:
-    """Rotor's optimal sequence for every budget: each block keeps all or nothing."""
+    """Return Rotor's optimal sequence for every budget: each block keeps everything or nothing."""
     return solve(one_option(chain), slots, slot_bytes)
 
 
@@ -115,7 +115,8 @@ class ChainProgram:
 
 
 def segments(blocks: int, count: int) -> list[range]:
-    """`count` ranges of `blocks` blocks: all of the same length, the last one takes the rest."""
+    """Return `count` ranges of `blocks` blocks: all of the same length, except the last one, which takes the
+    rest."""
     if not 1 <= count <= blocks:
         raise ArgumentError(f"count must be 1 to {blocks} segments for {blocks} blocks, "
                             f"got {count}")
@@ -124,7 +125,7 @@ def segments(blocks: int, count: int) -> list[range]:
 
 
 def sequential(parts: list[range]) -> list[Op]:
-    """Block operations (option 0) that recompute all segments but the last once."""
+    """Return block operations (option 0) that recompute all segments except the last one, once."""
     result: list[Op] = [ForwardPlain(b) for part in parts[:-1] for b in part]
     for part in reversed(parts):
         result += [Forward(b, 0) for b in part]
@@ -134,7 +135,7 @@ def sequential(parts: list[range]) -> list[Op]:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Every number of segments tried, the fastest that fits taken."""
+    """Tries every number of segments, and takes the fastest that fits."""
 
     name: str = "sequential"
 
@@ -150,12 +151,12 @@ class Sequential:
 
 
 def save_all(chain: Chain) -> list[Op]:
-    """Every block once, with its fastest option."""
+    """Return the sequence that runs every block once, with its fastest option."""
     return fastest(chain)
 
 
 def recompute_all(chain: Chain) -> list[Op]:
-    """No cut is kept: each block's backward starts again from the model's input.
+    """Return the sequence that keeps no cut: each block's backward starts again from the model's input.
 
     Of a block's options it takes the one that needs the least memory between its forward and its
     backward, which follow each other at once. Time grows with the square of the number of blocks.
@@ -173,7 +174,7 @@ def recompute_all(chain: Chain) -> list[Op]:
 
 @dataclass(frozen=True)
 class SaveAll:
-    """Every computation once, in the graph's order."""
+    """Runs every computation once, in the graph's order."""
 
     name: str = "save-all"
 
@@ -184,7 +185,7 @@ class SaveAll:
 
 @dataclass(frozen=True)
 class RecomputeAll:
-    """Each block recomputed from the model's input."""
+    """Recomputes each block from the model's input."""
 
     name: str = "recompute-all"
 
@@ -248,7 +249,8 @@ class ChainSearch:
         return fits
 
     def _table(self, problem: Problem, own: Problem, memory: int) -> Table:
-        """The dynamic program's table for so many bytes, and less: one for small budgets, one for all."""
+        """Return the dynamic program's table for `memory` bytes and less. There are two: one for small
+        budgets, one for all."""
         small = self.settings.fine * _minimum(problem)[0]
         most = small if memory <= small else None
         slots = max(1, self.settings.slots // (1 if most is None else 2))
@@ -256,7 +258,8 @@ class ChainSearch:
 
 
 def smallest_of_chain(problem: Problem) -> Candidate:
-    """The schedule with the smallest peak that the chain has, or the whole step where that is smaller."""
+    """Return the schedule with the smallest peak that the chain has, or the whole step where that is
+    smaller."""
     def make() -> Candidate:
         found = expanded(problem, _minimum(problem)[1])
         return min(found, whole_step(problem), key=lambda c: (c.peak, c.seconds))
@@ -273,7 +276,7 @@ def _least(problem: Problem) -> Least:
 
 
 def with_partial_saves(problem: Problem, settings: PlannerSettings) -> Problem:
-    """The problem whose blocks may keep something for forwards that run again."""
+    """Return the problem whose blocks may keep something for forwards that run again."""
     most = settings.partial_save_levels, settings.partial_saves // max(1, len(problem.chain))
     if not problem.class_graphs or len(problem.chain) > settings.partial_save_blocks or not min(most):
         return problem

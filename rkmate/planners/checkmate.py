@@ -74,7 +74,7 @@ class Checkmate:
 
     def solve(self, budget: int, *, time_limit: float = TIME_LIMIT, gap: float = 0.0,
               known: Schedule | None = None) -> CheckmateSolution:
-        """The fastest schedule within a budget. Raises `SolverError` when HiGHS itself fails.
+        """Return the fastest schedule within a budget. Raises `SolverError` when HiGHS itself fails.
 
         `known`: a schedule within the budget to start from.
         """
@@ -109,14 +109,14 @@ class Checkmate:
             margin = margin * 10 or 1e-7
 
     def relaxed(self, budget: int, *, time_limit: float = TIME_LIMIT) -> Solution:
-        """The linear relaxation within a budget, in the model's units."""
+        """Return the linear relaxation within a budget, in the model's units."""
         self.highs.fix("budget", budget / self.model.byte)
         return self.highs.solve(time_limit, relax=True)
 
 
 def plain_graph(reads: Iterable[Iterable[int]], times: Iterable[float],
                 sizes: Iterable[int]) -> CDGraph:
-    """A DAG of nodes with one value each, all of which may run again (Checkmate, section 4.1).
+    """Return a DAG of nodes with one value each, all of which may run again (Checkmate, section 4.1).
 
     `reads`: for each node, in topological order, the nodes whose values it reads.
     """
@@ -129,12 +129,12 @@ def plain_graph(reads: Iterable[Iterable[int]], times: Iterable[float],
 
 
 def recompute_of(graph: CDGraph) -> Recompute:
-    """When forward nodes of a graph of this size may run again."""
+    """Return when forward nodes of a graph of this size may run again."""
     return "any" if len(graph.c) <= SMALL else "after-loss"
 
 
 def program_of(problem: Problem) -> Checkmate:
-    """The one program of a captured model; it serves every budget."""
+    """Return the program of a captured model; one program serves every budget."""
     return problem.once("checkmate program", lambda: Checkmate(
         problem.graph, recompute_of(problem.graph), problem.pinned, problem.reserve_at_loss))
 
@@ -188,7 +188,7 @@ RELAXED_BUDGETS = (0.95, 0.85, 0.7, 0.62, 0.55, 0.45, 0.37, 0.3, 0.2, 0.14)
 
 def round_relaxation(model: CheckmateModel, values: Mapping[str, float],
                      threshold: float) -> tuple[list[int], int]:
-    """The order of C nodes that keeps what the relaxation keeps to at least `threshold`."""
+    """Return the order of C nodes that keeps what the relaxation keeps to at least `threshold`."""
     graph = model.graph
     n = len(graph.c)
     stay = [{j for j, v in stage.items() if values.get(v.name, 0.0) >= threshold}
@@ -216,7 +216,7 @@ class Roundings:
     """Relaxations of one problem that were solved."""
 
     found: dict[float, tuple[Candidate, ...]] = field(default_factory=dict)
-    """By their part of the whole step's peak, the schedules that they were rounded to."""
+    """Schedules by the part of the whole step's peak that they were rounded to."""
     infeasible: float = 0.0
     """The largest part that is known to have no solution."""
     given_up: float = 0.0
@@ -227,8 +227,8 @@ class Roundings:
 class CheckmateRounded:
     """Roundings of relaxations at a fixed set of budgets; the fastest that fits is taken.
 
-    Where the time is over before all of them are solved, the next call goes on with the others. The
-    one nearest to the budget comes first.
+    If the time is over before all of them are solved, the next call goes on with the others. The one
+    nearest to the budget comes first.
     """
 
     name: str = "checkmate-lp"

@@ -30,7 +30,7 @@ UNITS = 1e5
 
 
 def rerunnable(graph: CDGraph, recompute: Recompute) -> list[list[int]]:
-    """For each stage the C nodes that may run again in it: forward nodes before it that a first run
+    """Return, for each stage, the C nodes that may run again in it: forward nodes before it that a first run
     from this stage on depends on."""
     n = len(graph.c)
     ancestors: set[int] = set()
@@ -87,8 +87,8 @@ class CheckmateModel:
             self._loss()
 
     def _gradients(self) -> list[int]:
-        """Bytes at each stage's start that no decision changes: gradients, held values, and what the loss
-        keeps."""
+        """Return bytes at each stage's start that no decision changes: gradients, held values, and what the
+        loss keeps."""
         graph, n = self.graph, len(self.graph.c)
         result = [0] * graph.loss + [self._loss_keeps] * (n + 1 - graph.loss)
         for j, node in enumerate(graph.d):
@@ -114,7 +114,7 @@ class CheckmateModel:
         return j in self.graph.output_grads if made is None else made >= self.graph.loss
 
     def _last_uses(self) -> list[int]:
-        """The last stage in which a value can be read."""
+        """Return the last stage in which a value can be read."""
         result = [-1] * len(self.graph.d)
         for t, nodes in enumerate(self.rerunnable):
             for i in (*nodes, t):
@@ -124,7 +124,7 @@ class CheckmateModel:
 
     @cached_property
     def budget(self) -> Variable:
-        """What each solve fixes."""
+        """The variable that each solve fixes: the budget."""
         top = sum(d.size for d in self.graph.d) * 2 + sum(c.overhead for c in self.graph.c)
         return self._variable("budget", top / self.byte + 1)
 
@@ -138,7 +138,7 @@ class CheckmateModel:
                                               if isinstance(value, Variable)], -known)
 
     def _loss(self) -> None:
-        """Outputs are there when the loss is computed; their gradients arrive."""
+        """Require the outputs when the loss is computed, and add their gradients."""
         graph = self.graph
         for j in graph.outputs:
             if self._free[j]:
@@ -203,20 +203,20 @@ class CheckmateModel:
                 changed = True
 
     def _change(self, j: int, before: Value, after: Value) -> list[Term]:
-        """What a value adds to U."""
+        """Return the terms by which a value changes U."""
         size = self.graph.d[j].size / self.byte
         return [(sign * size, value) for sign, value in ((1, after), (-1, before))
                 if size and isinstance(value, Variable)]
 
     def _use(self, change: Sequence[Term], name: str) -> None:
-        """(5) U, as a variable of its own: otherwise every row would name every value."""
+        """Apply equation (5) with U as a separate variable; otherwise every row would name every value."""
         if change:
             used = self._variable(f"U_{name}", math.inf)
             self._require((1, self._used), *change, (-1, used), least=0)
             self._used = used
 
     def _overwritten(self, i: int, t: int, runs: Value, after: Mapping[int, Value]) -> list[Term]:
-        """Memory that a run of node i in stage t does not take, because its output takes the storage
+        """Return memory that a run of node i in stage t does not take, because its output takes the storage
         of an input that dies with it."""
         graph = self.graph
         node = graph.c[i]
@@ -240,7 +240,7 @@ class CheckmateModel:
         return saving
 
     def order(self, values: Mapping[str, float]) -> tuple[list[int], int]:
-        """The order of C nodes that a solution stands for, and where the loss stands in it."""
+        """Return the order of C nodes that a solution stands for, and where the loss stands in it."""
         order: list[int] = []
         loss_at = 0
         for t in range(len(self.graph.c)):
@@ -251,7 +251,7 @@ class CheckmateModel:
         return order, loss_at if self.graph.loss < len(self.graph.c) else len(order)
 
     def start(self, schedule: Schedule) -> dict[str, float] | None:
-        """R of a schedule; None when it is not of this program's kind."""
+        """Return R of a schedule; None if the schedule is not of this program's kind."""
         result = dict.fromkeys((r.name for r in self.R.values()), 0.0)
         t = 0
         for i in schedule.order:

@@ -1,4 +1,4 @@
-"""The planner that `wrap` takes unless told otherwise: the fastest of several strategies' schedules.
+"""The default planner of `wrap`: the fastest of several strategies' schedules.
 
 A table says which strategy is asked when, and for how long; each schedule is then finished
 (`rkmate.planners.finish`), and the fastest counts. The chain's dynamic program is Rockmate's (algorithm
@@ -38,11 +38,11 @@ Case = Literal["first", "further", "deep", "below first", "below further"]
 reaches."""
 DETERMINED: frozenset[Case] = frozenset({"first", "further"})
 LEAST_SECONDS = 0.1
-"""What a strategy gets of a share that others have used up."""
+"""Seconds that a strategy gets of a share that others have used up."""
 KNOWN = 4
-"""How many schedules of other budgets are finished anew; of deep graphs, one."""
+"""Number of schedules of other budgets that are finished again; one for deep graphs."""
 SMALLEST_TRIES = 24
-"""How often the smallest budget's range is halved, at most."""
+"""Number of times that the smallest budget's range is halved, at most."""
 
 _WORDS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
           "save-set": "the integer program on the whole graph (save-set)",
@@ -51,30 +51,31 @@ _WORDS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
 
 @dataclass(frozen=True)
 class Entry:
-    """One strategy: when it is asked, and for how long."""
+    """A strategy: when it is asked, and for how long."""
 
     strategy: Planner
     origin: str
     """The planner of the registry that it is of."""
     cases: frozenset[Case]
-    """When it is asked."""
+    """The cases in which it is asked."""
     seconds: float = math.inf
     """The strategy's share of the time, where it can stop early."""
     done_by: float = math.inf
     """Seconds after which it and those before it should be done; it has `LEAST_SECONDS` anyway."""
     gap: float | None = None
-    """Asked only while the best schedule is more than this above the bound, relative to it; None: always."""
+    """Smallest distance of the best schedule above the bound, relative to the bound, for which it is asked;
+    None: it is always asked."""
     most_nodes: float = math.inf
-    """Asked for graphs of up to so many computations."""
+    """Largest number of computations of a graph for which it is asked."""
     after_cut: bool = False
-    """Asked only where the strategy that gives the bound was cut short, and once what was found before it
-    is finished."""
+    """Whether it is asked only if the strategy that gives the bound was cut short, after the schedules found
+    before are finished."""
     finished: int = 1
-    """How many of its schedules are finished."""
+    """Number of its schedules that are finished."""
 
 
 def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
-    """The strategies in the order in which they are asked."""
+    """Return the strategies in the order in which they are asked."""
     s = settings
     return (
         Entry(ChainSearch(s, tries=5, count=1, quick=True), "rk-rotor", frozenset({"deep"})),
@@ -92,13 +93,14 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True)
 class Default:
-    """The planner. Its bound holds for schedules that run each backward computation once, in order; where
-    data can be sent away, for those of them that run the forward in order, too, and send forward values."""
+    """The default planner. Its bound holds for schedules that run each backward computation once, in order.
+    If data can be sent away, it holds for schedules that also run the forward in order, and send forward
+    values."""
 
     settings: PlannerSettings | None = None
-    """None: the default settings."""
+    """Settings of the search; None: the default settings."""
     save_set: Planner = SaveSet()
-    """What solves the program over the whole graph."""
+    """Planner that solves the program over the whole graph."""
     name: str = "rockmate"
 
     @property
@@ -130,7 +132,7 @@ class Default:
 
     def _any(self, problem: Problem, budget: int, time_limit: float | None,
              known: Sequence[Candidate] | None) -> Outcome:
-        """With copies where the problem has a link."""
+        """Plan with copies if the problem has a link, else without."""
         if problem.graph.link is None:
             return self._plan(problem, budget, time_limit, known)
         return self._offloading().search(problem, budget, time_limit, known)
@@ -145,7 +147,7 @@ class Default:
 
     def _plan(self, problem: Problem, budget: int, time_limit: float | None,
               known: Sequence[Candidate] | None) -> Outcome:
-        """`known`: of other budgets; None at the first one."""
+        """Plan without copies. `known`: schedules of other budgets; None at the first budget."""
         whole = whole_step(problem)
         if whole.peak <= budget:
             return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds,
@@ -206,7 +208,7 @@ class Default:
 
 
 class _Search:
-    """What is known while the table is gone through, for one budget."""
+    """State of the search for one budget."""
 
     def __init__(self, problem: Problem, budget: int, time_limit: float) -> None:
         self.problem = problem
@@ -251,7 +253,7 @@ class _Search:
                          if c.peak > self.budget]
 
     def finish(self, near: float) -> None:
-        """Finish what is pending; where the fastest is near the bound, only that one."""
+        """Finish the pending schedules; only the fastest one if it is near the bound."""
         pending = sorted(self.pending, key=lambda c: (c.seconds, c.peak))
         for c in pending if self._above_bound(near) else pending[:1]:
             schedule = finish(self.problem.graph, c.schedule, self.budget, pinned=self.problem.pinned,
@@ -261,7 +263,7 @@ class _Search:
         self.pending.clear()
 
     def _above_bound(self, gap: float) -> bool:
-        """Whether nothing was found that is this near to the bound."""
+        """Return whether nothing was found that is this near to the bound."""
         fastest = min((c.seconds for c in (*self.pending, *self.found)), default=math.inf)
         return self.bound is None or fastest > self.bound * (1 + gap)
 

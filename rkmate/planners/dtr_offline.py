@@ -26,7 +26,7 @@ LIMIT = 8.0
 
 
 class OfflineDtr:
-    """One run of the policy."""
+    """A run of the policy."""
 
     def __init__(self, graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> None:
         self.graph = graph
@@ -155,7 +155,7 @@ class OfflineDtr:
         return self.graph.c[made].time + sum(self._cost[r] for r in roots)
 
     def _neighbours(self, j: int) -> list[int]:
-        """Evicted forward values next to one: what it is made from, and what is made from it."""
+        """Return the evicted forward values next to one: its inputs, and the values that are made from it."""
         graph = self.graph
         made = graph.producer[j]
         near = list(graph.c[made].inputs) if made is not None else []
@@ -197,8 +197,8 @@ class OfflineDtr:
 
 
 def dtr_order(graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> tuple[list[int], int] | None:
-    """The order of C nodes that the policy makes within `limit` bytes, and where the loss stands;
-    None when something does not fit or when it computes more than `LIMIT` times the step."""
+    """Return the order of C nodes that the policy makes within `limit` bytes, and where the loss stands; None
+    when something does not fit or when it computes more than `LIMIT` times the step."""
     replay = OfflineDtr(graph, limit, pinned)
     return (replay.order, replay.loss_at) if replay.run() else None
 
@@ -207,8 +207,8 @@ def dtr_order(graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> tuple[l
 class DtrOffline:
     """The policy at a fixed set of limits, from the top; the fastest schedule that fits is taken.
 
-    What a limit gives is the problem's alone: each is replayed once. Where the time is over before all of
-    them are, the next call has time for the others.
+    The schedule of a limit depends only on the problem, so each limit is replayed once. If the time is over
+    before all limits are replayed, the next call has time for the others.
     """
 
     name: str = "dtr"

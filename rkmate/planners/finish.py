@@ -22,7 +22,7 @@ _ROUNDS = 8
 
 def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[int] = (),
            reserve_at_loss: int = 0) -> Schedule:
-    """A schedule at least as fast as `schedule`, whose simulated peak is within `budget` bytes.
+    """Return a schedule at least as fast as `schedule`, whose simulated peak is within `budget` bytes.
 
     `schedule` itself must be within the budget. One with copies is returned as it is: what they spare is
     spent already.
@@ -46,7 +46,8 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
 
 
 def without_runs(schedule: Schedule, places: set[int]) -> tuple[list[int], int]:
-    """A schedule's order without the computations at some step indices, and where the loss stands then."""
+    """Return a schedule's order without the computations at some step indices, and where the loss stands
+    then."""
     order: list[int] = []
     loss_at = 0
     for k, step in enumerate(schedule.steps):

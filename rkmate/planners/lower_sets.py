@@ -40,7 +40,7 @@ PAIR_SECONDS = 1e-6
 COLUMNS = 128
 """Sets whose steps are tabulated at once."""
 KEPT_SETS = 4000
-"""Up to so many sets the table of steps is kept for the next budget: some 400 MB."""
+"""For up to this number of sets, the table of steps is kept for the next budget (about 400 MB)."""
 
 
 class TooManyLowerSets(RkmateError):
@@ -70,7 +70,7 @@ class LowerSets:
 
 
 def overhead(dag: Dag, sets: Sequence[int]) -> float:
-    """Equation (1) of a sequence, in seconds."""
+    """Return equation (1) of a sequence, in seconds."""
     result, before = 0.0, 0
     for lower in sets:
         result += dag.time(lower & ~before & ~dag.boundary(lower))
@@ -79,7 +79,7 @@ def overhead(dag: Dag, sets: Sequence[int]) -> float:
 
 
 def peak(dag: Dag, sets: Sequence[int]) -> int:
-    """Equation (2) of a sequence, in bytes."""
+    """Return equation (2) of a sequence, in bytes."""
     result = kept = before = 0
     for lower in sets:
         own = dag.readers(lower) & ~lower
@@ -92,8 +92,7 @@ def peak(dag: Dag, sets: Sequence[int]) -> int:
 
 
 def count_lower_sets(dag: Dag, most_states: int = 50_000) -> int | None:
-    """How many lower sets there are, the empty one included; None when the count itself is too
-    much work.
+    """Count the lower sets, including the empty one; None if counting itself is too much work.
 
     Node by node in topological order: of the nodes so far, only those matter that are still read.
     """
@@ -115,7 +114,7 @@ def count_lower_sets(dag: Dag, most_states: int = 50_000) -> int | None:
 
 
 def all_lower_sets(dag: Dag) -> list[int]:
-    """Every lower set, by size. See `refuse_too_many` for whether that ends."""
+    """Return every lower set, by size. See `refuse_too_many` for whether that ends."""
     found = {0}
     todo = [0]
     while todo:
@@ -129,7 +128,7 @@ def all_lower_sets(dag: Dag) -> list[int]:
 
 
 def estimated_seconds(count: int, budgets: int = 1) -> float:
-    """About how long the program takes over so many lower sets, for so many budgets."""
+    """Estimate the seconds of the program for `count` lower sets and `budgets` budgets."""
     return PAIR_SECONDS * count ** 2 * (budgets + 1)
 
 
@@ -149,7 +148,8 @@ def refuse_too_many(dag: Dag, time_limit: float, budgets: int = 1) -> None:
 
 
 def pruned_lower_sets(dag: Dag) -> list[int]:
-    """Section 4.3: for each node the nodes it is reachable from; and the empty set and V."""
+    """Return the lower sets of section 4.3: for each node the nodes that it is reachable from; and the empty
+    set and V."""
     found = {0, (1 << len(dag)) - 1}
     above: list[int] = []
     for v in range(len(dag)):
@@ -162,7 +162,8 @@ def pruned_lower_sets(dag: Dag) -> list[int]:
 
 
 class _Steps(NamedTuple):
-    """What the steps from every smaller set to some sets cost: a row a smaller set, a column a set."""
+    """Costs of the steps from smaller sets to some sets: a row for each smaller set, a column for each
+    set."""
 
     time: Floats
     """Equation (1): time of V_i without its boundary."""
@@ -182,9 +183,9 @@ class LowerSetProgram:
 
     def __init__(self, dag: Dag, family: Family = "pruned", *, time_limit: float = TIME_LIMIT,
                  budgets: int = 1, time_steps: int | None = None) -> None:
-        """`time_limit`: seconds that the exact family may take, by estimate, for so many budgets.
-        `time_steps`: times count in whole steps of this fraction of T(V), so that few different sums
-        exist; None: as they are.
+        """`time_limit`: estimated seconds that the exact family may take for `budgets` budgets. `time_steps`:
+        times count in whole steps of this fraction of T(V), so that few different sums exist; None: exact
+        times.
 
         Raises `TooManyLowerSets` before it enumerates what would take longer.
         """
@@ -212,8 +213,8 @@ class LowerSetProgram:
         self._made: dict[int, _Steps] = {}
 
     def _steps(self, k: int) -> _Steps:
-        """The steps to set k, as rows from all smaller sets. Made for `COLUMNS` sets at once, and kept
-        while there are at most `KEPT_SETS`."""
+        """Return the steps to set k, as rows from all smaller sets. Computed for `COLUMNS` sets at once, and
+        kept as long as there are at most `KEPT_SETS`."""
         first = k - k % COLUMNS
         if first not in self._made:
             if len(self.sets) > KEPT_SETS:
@@ -231,7 +232,7 @@ class LowerSetProgram:
         return _Steps(made.time[:k, at], made.kept[:k, at], made.needs[:k, at], made.subset[:k, at])
 
     def minimum_bytes(self) -> int:
-        """The smallest budget with a strategy: bisection, each test keeps the least U per set."""
+        """Return the smallest budget with a strategy: bisection, each test keeps the least U per set."""
         low, high = 0.0, float(self._steps(len(self.sets) - 1).needs[0])  # one block is always a strategy
         while low < high:
             middle = float((low + high) // 2)
@@ -252,7 +253,7 @@ class LowerSetProgram:
         return bool(np.isfinite(kept[-1]))
 
     def solve(self, budget: int, centric: Centric = "time") -> LowerSets | None:
-        """The strategy with the least (`time`) or the greatest (`memory`) overhead whose peak by
+        """Return the strategy with the least (`time`) or the greatest (`memory`) overhead whose peak by
         equation (2) is within `budget` bytes; None when there is none. Section 4.4."""
         if centric not in ("time", "memory"):
             raise ArgumentError(f"centric must be 'time' or 'memory', got {centric!r}")
@@ -305,7 +306,7 @@ class _Prefixes:
 
     @property
     def origin(self) -> Ints:
-        """Which one each goes on from."""
+        """Return the index of the entry that each entry continues."""
         return self._origin[:self._count]
 
     def add(self, k: int, value: Floats, kept: Floats, origin: Ints) -> None:
@@ -326,7 +327,7 @@ def _bits(nodes: int, n: int) -> list[float]:
 
 
 def _undominated(time: Floats, kept: Floats) -> Ints:
-    """Indices of the entries that no other beats in both, by time."""
+    """Return the indices of the entries that no other entry beats in both, by time."""
     order = np.lexsort((kept, time))
     least = np.minimum.accumulate(kept[order])
     first = np.ones(len(order), dtype=bool)
@@ -349,7 +350,7 @@ TIME_STEPS = 500
 
 @dataclass(frozen=True)
 class LowerSetPlanner:
-    """One family, time-centric or memory-centric (section 4.4), with or without liveness."""
+    """A family of lower sets, time-centric or memory-centric (section 4.4), with or without liveness."""
 
     name: str
     family: Family = "pruned"
@@ -399,7 +400,7 @@ class LowerSetPlanner:
 
 
 def _draws_in_order(graph: CDGraph, strategy: Canonical) -> bool:
-    """Whether the first runs of random operations come as in the graph.
+    """Return whether the first runs of random operations come as in the graph.
 
     Without liveness only the paper's order makes sense, block after block; a reordered forward
     would give other random numbers to each operation.
@@ -409,11 +410,11 @@ def _draws_in_order(graph: CDGraph, strategy: Canonical) -> bool:
 
 
 CHEN_BUDGETS = 24
-"""How many values of b algorithm 3 is tried with."""
+"""Number of values of b that algorithm 3 is tried with."""
 
 
 def split_points(dag: Dag) -> list[int]:
-    """Nodes v after which v alone is still read: candidates for checkpoints."""
+    """Return nodes v after which v alone is still read: candidates for checkpoints."""
     last = [after.bit_length() - 1 for after in dag.after]
     ends: list[int] = [0] * len(dag)
     for u, reader in enumerate(last):
@@ -436,7 +437,8 @@ def sqrt_segments(dag: Dag) -> list[int]:
 
 
 def memory_segments(dag: Dag, limit: int) -> list[int]:
-    """Algorithm 3: a segment ends at the first split point where it holds `limit` bytes."""
+    """Return the segments of algorithm 3: a segment ends at the first split point where it holds `limit`
+    bytes."""
     points = set(split_points(dag))
     ends = []
     pinned = 0

@@ -152,22 +152,22 @@ def gaps_of(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = (),
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """For some gaps, in order: boundaries."""
+    """Boundaries of some gaps, in order."""
 
     gap: Ints
-    """Which of the gaps."""
+    """Index of each gap."""
     first: Bools
     """Whether it is the first one that its D node is away in: there it is copied."""
     begin: Ints
-    """Where the copy out begins, for `first`."""
+    """Boundary at which the copy out begins, for `first`."""
     leave: Ints
-    """Where it leaves memory."""
+    """Boundary at which the data leaves memory."""
     fetch: Ints
-    """Where the copy back begins."""
+    """Boundary at which the copy back begins."""
     ends: Floats
-    """When the copy out has ended, for `first`; else the time of `leave`."""
+    """Time at which the copy out has ended, for `first`; else the time of `leave`."""
     starts: Floats
-    """When the copy back has to begin at the latest."""
+    """Latest time at which the copy back has to begin."""
 
 
 class Placement:
@@ -182,7 +182,7 @@ class Placement:
         self.fetch_from = np.zeros(count, dtype=np.int64)
         """The boundary that none is fetched before."""
         self.at = gaps.before
-        """When each boundary is reached, waits included."""
+        """Time of each boundary, including waits."""
         self._known: Places | None = None
 
     def changed(self) -> None:
@@ -227,11 +227,11 @@ class Placement:
         return Places(gap, first, begin, leave, fetch, ends, starts)
 
     def profile(self) -> Ints:
-        """Most bytes during each moment."""
+        """Return the most bytes during each moment."""
         return self.gaps.memory + self._away(self.places)
 
     def _away(self, p: Places) -> Ints:
-        """Minus the bytes that are away in each moment."""
+        """Return minus the bytes that are away in each moment."""
         there = p.leave < p.fetch
         change = np.zeros(len(self.gaps.memory) + 1, dtype=np.int64)
         size = self.gaps.size[p.gap[there]]
@@ -246,8 +246,8 @@ class Placement:
         return int(self.gaps.size[p.gap[p.first]].sum())
 
     def estimates(self) -> tuple[Ints, Ints, Floats, Floats]:
-        """For every gap, chosen or not: where it would leave and be fetched, when its copy out would have
-        ended, and when its copy back has to begin, if it were added to those that are chosen."""
+        """Return, for every gap, chosen or not, as if it were added to the chosen ones: where it would leave
+        and be fetched, when its copy out would have ended, and when its copy back has to begin."""
         gaps, p = self.gaps, self.places
         sent = np.flatnonzero(p.first)
         sent = sent[np.argsort(p.begin[sent], kind="stable")]
@@ -268,18 +268,18 @@ class Placement:
         return leave, fetch, ends, starts
 
     def copied_before(self) -> Bools:
-        """For every gap, whether an earlier one of its D node is chosen."""
+        """Return, for every gap, whether an earlier gap of its D node is chosen."""
         before = np.cumsum(self.chosen) - self.chosen
         start = np.searchsorted(self.gaps.d, self.gaps.d)
         return before > before[start]
 
     def sent(self) -> Bools:
-        """For every gap, whether its D node is copied out."""
+        """Return, for every gap, whether its D node is copied out."""
         chosen = np.unique(self.gaps.d[self.chosen])
         return np.isin(self.gaps.d, chosen)
 
     def waits(self) -> tuple[float, Floats]:
-        """Seconds of waiting for copies, all, and per boundary before it is left."""
+        """Return seconds of waiting for copies, all, and per boundary before it is left."""
         gaps, p = self.gaps, self.places
         there = p.leave < p.fetch
         gap = p.gap[there]
@@ -314,13 +314,13 @@ class Placement:
 
 
 ROUNDS = 4
-"""How often the choice is made anew, with what the one before knows of the waits."""
+"""Number of times that the choice is made again with the waits of the previous one."""
 SMALL_GAPS = 96
 """Up to how many chosen gaps each is tried without, where something is waited for."""
 NEGLIGIBLE = 5e-5
 """Share of the seconds of a step that any copy costs, so that useless copies are avoided."""
 STEP = 0.2
-"""How much of what is too much at the worst moment is chosen at a time."""
+"""Part of the excess at the worst moment that is chosen at a time."""
 AHEAD = 2.0
 """How much earlier than it must a copy back begins where there is room, in times of its seconds, and how much
 later data leaves: copies are not always as fast as they were measured."""

@@ -80,22 +80,23 @@ def one_more_run(graph: CDGraph, schedule: Schedule, d: int, at: int,
 NEAR = 1e-9
 """Relative: what is nearer is equal."""
 SHARES = (0.6, 0.35, 0.15, 0.05)
-"""How far between the budget and the whole step's peak larger budgets are asked, on a scale of ratios."""
+"""Positions of the larger budgets between the budget and the whole step's peak, on a scale of ratios."""
 BASE_SECONDS = 1.5
-"""How long each of them may take, where what plans it can stop early."""
+"""Seconds for each larger budget, if its planner can stop early."""
 OF_PLAN, OF_BASE = 0.5, 0.125
 """Shares of the time that is left, where it is limited: what copies for the whole step may take, the plan
 without copies, and the program with them; and each of the larger budgets."""
 DROPPED = 6
-"""How often the number of recomputations that are dropped is halved, or moved by as much."""
+"""Number of times that the number of dropped recomputations is halved, or moved by as much."""
 SMALLEST_TRIES = 12
-"""How often the range of the smallest budget is halved, where it is not what there is without all that may be
-away."""
+"""Number of times that the range of the smallest budget is halved, if the smallest budget is not simply the
+one without all data that may be away."""
 ONCE = "nothing needs to be recomputed"
 NOTE = "what does not fit is copied away meanwhile"
 
 Plan = Callable[[Problem, int, float | None, Sequence[Candidate] | None], Outcome]
-"""What plans without copies: a problem, a budget, a limit in seconds, what is known of other budgets."""
+"""Function that plans without copies: takes a problem, a budget, a limit in seconds, and known candidates of
+other budgets."""
 
 
 def without_link(problem: Problem) -> Problem:
@@ -105,23 +106,23 @@ def without_link(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class Offloading:
-    """What plans recomputation and copies, on what plans recomputation alone."""
+    """Planner of recomputation and copies, based on a planner of recomputation alone."""
 
     plan: Plan
     smallest_plan: Callable[[Problem], Candidate]
     """The schedule with the smallest peak that is known, without copies."""
     save_set: Callable[[Problem, int, float | None], Outcome]
-    """What else is asked of the problem, for some seconds: its bound holds for schedules with copies."""
+    """A further planner, asked for some seconds: its bound holds for schedules with copies."""
     seconds: float
-    """How long copies may be looked for, next to what these take; and how long for those that make the
-    smallest peak of a schedule."""
+    """Seconds to search for copies, in addition to planning without copies; and seconds to search for the
+    copies with the smallest peak of a schedule."""
     near: float
-    """How near to its lower bound, relative to it, a schedule is good enough."""
+    """Relative distance to its lower bound at which a schedule is good enough."""
 
     def search(self, problem: Problem, budget: int, time_limit: float | None,
                known: Sequence[Candidate] | None) -> Outcome:
-        """The fastest schedule within a budget. `time_limit`: seconds, of all that can stop early. `known`:
-        what was found for other budgets; None at the first one."""
+        """Return the fastest schedule within a budget. `time_limit`: seconds, of all that can stop early.
+        `known`: what was found for other budgets; None at the first one."""
         whole = whole_step(problem)
         if whole.peak <= budget:
             return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds, note=ONCE)
@@ -167,7 +168,8 @@ class Offloading:
         search.trade()
 
     def smallest(self, problem: Problem) -> Candidate:
-        """The schedule with the smallest peak that is known, with copies where they make it smaller."""
+        """Return the schedule with the smallest peak that is known, with copies where they make it
+        smaller."""
         plain = self.smallest_plan(without_link(problem))
         found = [plain, *(c for base in (whole_step(problem), plain) if (c := problem.once(
             ("smallest with copies", base.schedule, self.seconds),
@@ -176,7 +178,7 @@ class Offloading:
 
 
 class _Search:
-    """What is known of one budget."""
+    """State of the search for one budget."""
 
     def __init__(self, problem: Problem, budget: int, seconds: float, time_limit: float | None,
                  near: float) -> None:
@@ -205,18 +207,18 @@ class _Search:
         return min(self._copying, self._until - time.perf_counter())
 
     def part(self, share: float, most: float = math.inf) -> float | None:
-        """A share of the time that is left for everything, so many seconds at most; None: no limit."""
+        """Return a share of the time that is left for everything, at most `most` seconds; None: no limit."""
         seconds = min(most, share * (self._until - time.perf_counter()))
         return None if math.isinf(seconds) else max(0.0, seconds)
 
     def take(self, candidates: Iterable[Candidate]) -> None:
-        """Schedules as they are."""
+        """Add schedules unchanged."""
         for c in candidates:
             (self.inside if c.peak <= self.budget else self.others).append(c)
 
     def send(self, base: Candidate, share: float = 1.0) -> Candidate | None:
-        """A schedule's computations with copies, where that may be faster than what is known; what came of
-        it. `share`: of the time that is left for everything, what it may take."""
+        """Return a schedule's computations with copies, where that may be faster than what is known; what
+        came of it. `share`: of the time that is left for everything, what it may take."""
         graph, start = self.problem.graph, time.perf_counter()
         if self.left <= 0 or self.is_near or base.schedule in self._sent or base.schedule.copied \
                 or base.schedule.seconds(graph) >= self.fastest * (1 - NEAR):
@@ -232,7 +234,7 @@ class _Search:
         return c
 
     def trade(self) -> None:
-        """Better schedules near the fastest ones."""
+        """Search for better schedules near the fastest ones."""
         self._until = time.perf_counter() + self.left
         bases: dict[Schedule, Candidate] = {}
         for c in sorted(self.inside, key=lambda c: (c.seconds, c.peak)):
@@ -247,7 +249,7 @@ class _Search:
         return self.is_near or self.left <= 0
 
     def _drop_many(self, base: Candidate) -> None:
-        """Without the dearest of its recomputations; how many, is looked for."""
+        """Drop the most expensive of a schedule's recomputations; try several numbers of them."""
         graph, pinned = self.problem.graph, self.problem.pinned
         runs = runs_by_price(graph, base.schedule)
         step = number = len(runs) / 2
@@ -264,7 +266,7 @@ class _Search:
             step /= 2
 
     def _trade_one(self) -> bool:
-        """One recomputation less, or one copy less, of the fastest schedule. Whether that was faster."""
+        """Drop one recomputation, or one copy, of the fastest schedule. Returns whether that was faster."""
         graph, pinned = self.problem.graph, self.problem.pinned
         c = min(self.inside, key=lambda c: (c.seconds, c.peak), default=None)
         if c is None:
@@ -293,7 +295,8 @@ class _Search:
 
 
 def _candidate(found: Offloaded, note: str) -> Candidate:
-    """With the note of the schedule that it comes from, where that still says how it recomputes."""
+    """Return a candidate with the note of the schedule that it comes from, if that note still describes its
+    recomputations."""
     how = note.removesuffix(NOTE).removesuffix("; ") if found.schedule.recomputed() else ONCE
     words = [part for part in (how, NOTE if found.schedule.copied else "") if part]
     return Candidate(found.schedule, found.simulation.peak, found.simulation.seconds, "; ".join(words))
@@ -305,13 +308,13 @@ def _sent(problem: Problem, schedule: Schedule, budget: int, until: float) -> Of
 
 
 def _halfway(until: float) -> float:
-    """Between now and a time."""
+    """Return the time halfway between now and `until`."""
     return (time.perf_counter() + until) / 2
 
 
 def smallest_with_copies(problem: Problem, base: Candidate, seconds: float) -> Candidate | None:
-    """The smallest peak that copies make of a schedule, however long they take. `seconds`: of looking for it;
-    each try has half of what is left."""
+    """Return the smallest peak that copies make of a schedule, however long they take. `seconds`: of looking
+    for it; each try has half of what is left."""
     until = time.perf_counter() + seconds
     link = problem.graph.link
     assert link is not None
@@ -334,8 +337,9 @@ def smallest_with_copies(problem: Problem, base: Candidate, seconds: float) -> C
 def whole_at_once(graph: CDGraph, whole: Schedule, budget: int, settings: PlannerSettings, *,
                   pinned: Collection[int] = (), reserve_at_loss: int = 0,
                   time_limit: float | None = None) -> Outcome | None:
-    """The whole step with copies, where they do not make it slower to speak of; None where they do, and
-    something else may be faster. `whole`: the step without recomputations; it needs more than the budget."""
+    """Return the whole step with copies, where they do not make it slower to speak of; None where they do,
+    and something else may be faster. `whole`: the step without recomputations; it needs more than the
+    budget."""
     seconds = settings.offload_seconds if time_limit is None else min(time_limit, settings.offload_seconds)
     found = offload(graph, whole, budget, pinned=pinned, reserve_at_loss=reserve_at_loss,
                     until=time.perf_counter() + seconds)

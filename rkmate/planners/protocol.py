@@ -1,4 +1,5 @@
-"""What every planner takes and returns, how its result is judged, and how planners are asked."""
+"""The protocol of planners: what they take and return, how their results are judged, and how they are
+asked."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Stages = tuple[Chain, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A captured model: the whole graph, and the same as a chain of blocks."""
+    """A captured model: the whole graph, and the chain of its blocks."""
 
     graph: CDGraph
     """Forward nodes, loss, backward nodes."""
@@ -33,33 +34,34 @@ class Problem:
     reserve_at_loss: int = 0
     """Bytes that the loss, computed outside of the graph, allocates for itself."""
     stages: Stages | None = field(default=None, repr=False)
-    """Another chain of the same graph: the children of an `nn.Sequential`; None for other models."""
+    """A second chain of the graph: the children of an `nn.Sequential`; None for other models."""
     classes: tuple[int, ...] = ()
-    """For each block the number of its class: identical blocks have the same. Empty: unknown."""
+    """For each block, the number of its class: identical blocks have equal numbers. Empty: unknown."""
     class_graphs: tuple[CDGraph, ...] = field(default=(), repr=False)
-    """For each class a block's own graph, with costs."""
+    """For each class, a block's own graph, with costs."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, computed once per problem: a pure function of the problem, or a table of such
-        that is filled as time allows. It says nothing of the budgets that were asked before."""
+        """Return the result of `make`, computed once per problem. `make` is a pure function of the problem,
+        or makes a table of such results that is filled as time allows. The result does not depend on the
+        budgets that were asked before."""
         if key not in self._memory:
             self._memory[key] = make()
         return self._memory[key]  # type: ignore[return-value]
 
     def simulate(self, schedule: Schedule) -> Simulation:
-        """The judge's word on a schedule."""
+        """Return the judge's word on a schedule."""
         return simulate(self.graph, schedule, pinned=self.pinned,
                         reserve_at_loss=self.reserve_at_loss)
 
     def schedule(self, order: Sequence[int], loss_at: int) -> Schedule:
-        """The schedule that runs an order and frees as early as possible."""
+        """Return the schedule that runs an order and frees as early as possible."""
         return from_order(self.graph, order, loss_at, self.pinned)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule and the judge's figures."""
+    """A schedule and its simulated figures."""
 
     schedule: Schedule
     peak: int
@@ -72,7 +74,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a planner found for one budget."""
+    """Result of a planner for one budget."""
 
     schedule: Schedule | None
     """Simulates within the budget; None when `status` is not ok."""
@@ -83,24 +85,24 @@ class Outcome:
     bound: float | None = None
     """Lower bound, in seconds, of what any schedule of the planner's kind takes; None: unknown."""
     note: str = ""
-    """What a user should know: the choice made, a gap, a limit that was hit."""
+    """Text for the user: the choice made, a gap, a limit that was hit."""
     ops: tuple[Op, ...] = ()
     """The block operations that the schedule is made of; empty when it is not made of such."""
     smallest: int | None = None
     """Bytes of the smallest budget that the planner is known to meet; None: unknown."""
     others: tuple[Candidate, ...] = field(default=(), repr=False)
-    """What else was found on the way: it may serve other budgets."""
+    """Other schedules that were found; they may serve other budgets."""
 
 
 class Planner(Protocol):
-    """One method: a problem and a budget in, a schedule out."""
+    """A method that turns a problem and a budget into a schedule."""
 
     @property
     def name(self) -> str:
         """The planner's name in the registry."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """The fastest schedule that the planner knows within `budget` bytes.
+        """Return the fastest schedule that the planner knows within `budget` bytes.
 
         `time_limit`: seconds of planning, for planners that can stop early; None: their default.
         """
@@ -108,8 +110,8 @@ class Planner(Protocol):
 
 @runtime_checkable
 class Composed(Planner, Protocol):
-    """A planner that asks others. Where the whole step fits, it recomputes nothing: no option of any block
-    need be known for that."""
+    """A planner that asks other planners. If the whole step fits, it recomputes nothing, and needs no options
+    of blocks."""
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -121,14 +123,14 @@ class Composed(Planner, Protocol):
         and begin with the fastest of the schedules that are `known` and fit."""
 
     def smallest_budget(self, problem: Problem, above: int) -> int:
-        """The smallest budget that it is known to meet, in bytes, where `above` is too small: asked for
-        it, the planner finds a schedule. It is the problem's and the settings', whatever was asked
+        """Return the smallest budget that it is known to meet, in bytes, where `above` is too small: asked
+        for it, the planner finds a schedule. It is the problem's and the settings', whatever was asked
         before."""
 
 
 def ask(planner: Planner, problem: Problem, budget: int, *, time_limit: float | None = None,
         known: Sequence[Candidate] | None = None) -> Outcome:
-    """What a planner finds within a budget.
+    """Return a planner's outcome within a budget.
 
     `known`: what was found for other budgets of the same problem, None at the first one. One that fits
     and is faster is taken, so that more memory is never slower.
@@ -146,12 +148,12 @@ def ask(planner: Planner, problem: Problem, budget: int, *, time_limit: float | 
 
 
 def found_in(problem: Problem, outcome: Outcome) -> tuple[Candidate, ...]:
-    """All schedules of an outcome, for other budgets to know."""
+    """Return all schedules of an outcome, for other budgets to know."""
     return (*taken_in(problem, outcome), *outcome.others)
 
 
 def taken_in(problem: Problem, outcome: Outcome) -> tuple[Candidate, ...]:
-    """The schedule that an outcome took; none where it has none."""
+    """Return the schedule that an outcome took; none where it has none."""
     if outcome.schedule is None:
         return ()
     simulation = problem.simulate(outcome.schedule)
@@ -159,12 +161,12 @@ def taken_in(problem: Problem, outcome: Outcome) -> tuple[Candidate, ...]:
 
 
 def infeasible(note: str = "") -> Outcome:
-    """No schedule within the budget."""
+    """Return an outcome without a schedule."""
     return Outcome(None, "infeasible", float("inf"), note=note)
 
 
 def expand(problem: Problem, ops: Iterable[Op]) -> tuple[list[int], int]:
-    """The order of C nodes of a sequence of block operations, and where the loss stands in it.
+    """Return the order of C nodes of a sequence of block operations, and where the loss stands in it.
 
     C nodes that belong to no block (constants, computed once and kept) run first. Raises
     `GraphError` when a backward node belongs to no block.
@@ -184,13 +186,14 @@ def expand(problem: Problem, ops: Iterable[Op]) -> tuple[list[int], int]:
 
 
 def hoisted(problem: Problem) -> tuple[int, ...]:
-    """C nodes that belong to no block: constants, computed once and kept."""
+    """Return the C nodes that belong to no block: constants, computed once and kept."""
     inside = {c for block in problem.block_c for c in block}
     return tuple(c for c in range(len(problem.graph.c)) if c not in inside)
 
 
 def beside_chain(problem: Problem) -> int:
-    """Bytes that are in memory next to the chain: what is hoisted for its blocks, and what the user holds."""
+    """Return bytes that are in memory next to the chain: what is hoisted for its blocks, and what the user
+    holds."""
     graph, outside = problem.graph, frozenset(hoisted(problem))
     constants = {j for i in outside for j in graph.c[i].outputs
                  if any(r not in outside for r in graph.readers[j])}
@@ -205,15 +208,15 @@ def judged(problem: Problem, order: Sequence[int], loss_at: int, note: str = "")
 
 
 def whole_step(problem: Problem) -> Candidate:
-    """Every computation once, in the graph's order."""
+    """Return the candidate that runs every computation once, in the graph's order."""
     graph = problem.graph
     return problem.once("whole step", lambda: judged(problem, range(len(graph.c)), graph.loss))
 
 
 def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcome:
-    """The fastest candidate whose simulated peak is within the budget.
+    """Return the fastest candidate whose simulated peak is within the budget.
 
-    Where a planner's candidates do not depend on the budget, more memory is never slower.
+    If a planner's candidates do not depend on the budget, a plan with more memory is never slower.
     """
     inside = [c for c in candidates if c.peak <= budget]
     if not inside:
@@ -223,9 +226,9 @@ def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcom
 
 
 SMALLEST_SECONDS = 4.0
-"""How long a planner may be asked for smaller and smaller budgets: an error should not take minutes."""
+"""Seconds that a planner may be asked for smaller and smaller budgets: an error should not take minutes."""
 SMALLEST_TRIES = 24
-"""How often the range is halved, at most."""
+"""Number of times that the range is halved, at most."""
 
 
 def smallest_budget(planner: Planner, problem: Problem, above: int, *,

@@ -39,8 +39,8 @@ _SINGLE: tuple[Planner, ...] = (
 )
 _AUTO = ("rk-rotor", "save-set", "rotor", "lower-sets", "lower-sets-memory", "chen", "sequential", "dtr",
          "recompute-all", "checkmate")
-"""What ``auto`` asks after the default, the quickest to answer first; the program last, with the time
-left."""
+"""Planners that ``auto`` asks after the default: those that answer quickly first; the program last, with the
+time left."""
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _SINGLE}
 PLANNERS["auto"] = Auto(_DEFAULT, (PLANNERS["save-all"],), tuple(PLANNERS[name] for name in _AUTO))
@@ -56,14 +56,16 @@ class _Configurable(Protocol):
 
 
 def asks(planner: Planner) -> int:
-    """Through how many others a planner may ask: 0 for one that asks none."""
+    """Return the length of the longest chain of planners that a planner may ask: 0 for a planner that asks
+    none."""
     others = planner.asks if isinstance(planner, Composed) else \
         [p.name for p in getattr(planner, "starts", ())]
     return 1 + max(asks(PLANNERS[name]) for name in others) if others else 0
 
 
 def planner(name: str, settings: PlannerSettings | None = None) -> Planner:
-    """A planner by name, under settings where it has any. Raises `ArgumentError` that lists the names."""
+    """Return a planner by name, under settings where it has any. Raises `ArgumentError` that lists the
+    names."""
     if name in RENAMED:
         warn(f"the planner {name!r} is now called {RENAMED[name]!r}; the old name goes with the next version")
         name = RENAMED[name]

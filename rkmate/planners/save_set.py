@@ -1,4 +1,5 @@
-"""What to save at the loss, and what to run again on the way back: an integer program on the whole graph.
+"""Choose what to save at the loss, and what to run again in the backward, by an integer program on the whole
+graph.
 
 *The program* says what to save at a few checkpoint times, and gives a lower bound. A checkpoint time is the
 loss, or a backward node. For each, K says which forward values are in memory when it comes; between two of
@@ -45,7 +46,7 @@ from rkmate.planners.offload import may_be_sent, offload
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, whole_step
 
 PLACES = 12
-"""At how many places of the forward, and of the backward, what is copied before or after it is counted."""
+"""Number of places of the forward, and of the backward, at which copies before or after them are counted."""
 
 Columns = Mapping[int, int]
 
@@ -55,7 +56,7 @@ class Copies:
 
     def __init__(self, program: Rows, graph: CDGraph, link: Link, sendable: Sequence[bool],
                  needed: Sequence[Sequence[int]], second: float, byte: float) -> None:
-        """`needed`: forward values that each span between checkpoint times, or a later one, may need.
+        """`needed`: forward values that each span between checkpoint times, or a later span, may need.
         `second`, `byte`: the units of the program."""
         self.program, self.graph, self.link, self.second = program, graph, link, second
         self.byte = byte
@@ -75,7 +76,8 @@ class Copies:
         return () if column is None else (column,)
 
     def write(self, keep: Columns, again: Sequence[Columns], times: Sequence[int]) -> None:
-        """The rows. `keep`: at the loss. `again`: per span, the forward nodes that run in it."""
+        """Add the rows of copies. `keep`: values kept at the loss. `again`: for each span, the forward nodes
+        that run in it."""
         program, graph, made = self.program, self.graph, self.graph.producer
         runs = {j: [v for span in again if (v := span.get(made[j])) is not None]  # type: ignore[arg-type]
                 for j in self.sent}
@@ -95,7 +97,7 @@ class Copies:
         self._backward(again, times)
 
     def _forward(self) -> None:
-        """Copies out of what is made from some place of the forward on end by the loss."""
+        """Require that the copies out of values made after some place of the forward end by the loss."""
         graph = self.graph
         ended = np.cumsum([c.time for c in graph.c])
         total = float(ended[graph.loss - 1]) if graph.loss else 0.0
@@ -136,8 +138,8 @@ class Copies:
                 *((self.returns[j], -self._in(j)) for _, j in by_reader[:stop])), later)
 
     def _wait(self, left: float, terms: Iterable[tuple[int, float]], slowing: Sequence[Columns]) -> None:
-        """A row: copies that take longer than computing are waited for. `left`: seconds of computing
-        meanwhile, next to what is in the terms, and what copying slows it by."""
+        """Add a row: the step waits for copies that take longer than computing. `left`: seconds of computing
+        meanwhile, without those of the terms and without the slowdown by copying."""
         weights: dict[int, float] = {}
         slower = [(v, self._slows(j)) for part in slowing for j, v in part.items() if self._slows(j)]
         for v, weight in (*terms, *slower):
@@ -145,7 +147,7 @@ class Copies:
         self.program.weighted(-left / self.second, weights.items())
 
     def buffers(self) -> tuple[tuple[int, float], ...]:
-        """What copying takes of the memory at each checkpoint time."""
+        """Return the terms for the memory that copying takes at each checkpoint time."""
         size = self.link.buffer_bytes
         return ((self.any, -size / self.byte),) if size else ()
 
@@ -162,8 +164,8 @@ class Copies:
 GAP = 0.01
 """Relative gap, of what runs again, at which a solution is good enough."""
 NODES = 30
-"""Branch-and-bound nodes per program: where this count ends a solve, the result is the same on every
-machine. The limit in seconds comes on top, and where that ends it, the result is the machine's."""
+"""Branch-and-bound nodes per program. If this count ends a solve, the result is equal on all machines. There
+is also a limit in seconds; if that ends it, the result depends on the machine."""
 
 
 @dataclass(frozen=True)
@@ -198,14 +200,14 @@ class SaveSetProgram:
         self._writing = 0.0
 
     def forward(self, j: int) -> bool:
-        """Whether a D node is made by a forward node: what the program chooses to keep or make anew.
+        """Return whether a D node is made by a forward node: what the program chooses to keep or make anew.
         Inputs of the model and gradients are not; their bytes are `fixed_bytes`, or nobody's."""
         made = self.graph.producer[j]
         return made is not None and made < self.graph.loss
 
     def fixed_bytes(self, at: int | None) -> int:
-        """Memory besides forward values, at a backward node or (None) at the loss: gradients, what
-        the node allocates."""
+        """Return memory besides forward values, at a backward node or (None) at the loss: gradients, what the
+        node allocates."""
         pinned = self.graph.bytes(self.pinned)
         if at is not None:
             return pinned + self._gradients[at - self.graph.loss]
@@ -214,14 +216,14 @@ class SaveSetProgram:
 
     @cached_property
     def least_bytes(self) -> int:
-        """What some backward node needs by itself: nothing fits in less."""
+        """Bytes that some backward node needs by itself: nothing fits in less."""
         graph = self.graph
         return max((self.fixed_bytes(b) + graph.bytes(
             j for j in graph.c[b].inputs if self.forward(j) and j not in self.pinned)
             for b in graph.backward), default=0)
 
     def solve(self, budget: int, times: Sequence[int], *, time_limit: float) -> SaveSets | None:
-        """The least time for what runs again; None when nothing fits or nothing is found.
+        """Return the least time for what runs again; None when nothing fits or nothing is found.
 
         `times`: backward nodes, in order; the loss is one, too.
         """
@@ -295,7 +297,7 @@ class _Program:
 
 
 def _closures(owner: SaveSetProgram, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Forward D nodes that each span, or a later one, may need: what it reads, and what that takes."""
+    """Return forward D nodes that each span, or a later one, may need: what it reads, and what that takes."""
     graph, made = owner.graph, owner.graph.producer
     found: list[list[int]] = []
     seen: set[int] = set()
@@ -311,7 +313,8 @@ def _closures(owner: SaveSetProgram, spans: Sequence[tuple[int, int]]) -> list[l
 
 
 def gradient_bytes(graph: CDGraph, pinned: frozenset[int]) -> list[int]:
-    """For each backward node: gradients alive while it runs, its outputs and temporaries included.
+    """Return, for each backward node, the bytes of gradients alive while it runs, including its outputs and
+    temporaries.
 
     What an output takes over from an input that dies here is not counted; a forward value that no
     later node reads may be one.
@@ -327,7 +330,7 @@ def gradient_bytes(graph: CDGraph, pinned: frozenset[int]) -> list[int]:
 
 
 def add_checkpoint_time(times: Sequence[int], node: int) -> list[int]:
-    """The checkpoint times with one more, in order."""
+    """Return the checkpoint times with one more, in order."""
     result = list(times)
     if node not in result:
         bisect.insort(result, node)
@@ -366,7 +369,7 @@ class SaveSet:
 
 
 def save_set_program(problem: Problem) -> SaveSetProgram:
-    """The program of a problem; it serves every budget."""
+    """Return the program of a problem; it serves every budget."""
     return problem.once("save-set program", lambda: SaveSetProgram(
         problem.graph, problem.pinned, problem.reserve_at_loss))
 
@@ -407,7 +410,7 @@ class _Search:
                 times = more
 
     def _expand(self, kept: SaveSets, times: Sequence[int]) -> tuple[Candidate, int | None]:
-        """The schedule, and the backward node before which, or at which, its peak stands."""
+        """Return the schedule, and the backward node before which, or at which, its peak stands."""
         graph = self.problem.graph
         order = list(range(graph.loss))
         order += again(graph, kept, times, self.problem.pinned)
@@ -427,7 +430,7 @@ class _Search:
 
 
 def again(graph: CDGraph, kept: SaveSets, times: Sequence[int], pinned: Iterable[int]) -> list[int]:
-    """The backward nodes in order, each after the forward nodes that it needs to run again."""
+    """Return the backward nodes in order, each after the forward nodes that it needs to run again."""
     pinned = frozenset(pinned)
     always = kept.sent | pinned      # what is sent away is read as if it had stayed
     there = set(kept.keep[0] | always)

@@ -27,13 +27,13 @@ from rkmate.planners.protocol import (
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
 """Shares of the most that each call can hold within a budget: what is asked first."""
 CLOSER = 2
-"""How often a share between the best of these and the next best is asked afterwards."""
+"""Number of times that a share between the best and the next best one is asked afterwards."""
 RESERVES = (0.0, 0.25, 0.5, 1.0)
 """Reserves that the smallest budget is looked for with, of the peak of the whole step of one call."""
 
 
 def step_of_calls(problem: Problem, candidate: Candidate, calls: int) -> Candidate:
-    """A schedule with the peak of the whole step of several calls."""
+    """Return a schedule with the peak of the whole step of several calls."""
     peak = peak_of_calls(problem.graph, candidate.schedule, calls, pinned=problem.pinned,
                          reserve_at_loss=problem.reserve_at_loss)
     return replace(candidate, peak=peak)
@@ -41,7 +41,7 @@ def step_of_calls(problem: Problem, candidate: Candidate, calls: int) -> Candida
 
 def ask_for_calls(planner: Planner, problem: Problem, calls: int, budget: int, *,
                   time_limit: float | None = None, known: Sequence[Candidate] | None = None) -> Outcome:
-    """The fastest schedule whose step of `calls` calls stays within `budget` bytes.
+    """Return the fastest schedule whose step of `calls` calls stays within `budget` bytes.
 
     `known`, and the outcome's `others`: schedules with their peaks of that many calls.
     """
@@ -62,8 +62,8 @@ def ask_for_calls(planner: Planner, problem: Problem, calls: int, budget: int, *
 
 
 def smallest_steps(planner: Planner, problem: Problem, calls: int) -> tuple[Candidate, ...]:
-    """Schedules of which one has the smallest peak of so many calls that is known. A function of the problem
-    and the planner, whatever was asked before; empty where the planner has no schedule."""
+    """Return schedules of which one has the smallest known peak of `calls` calls. Depends only on the problem
+    and the planner, whatever was asked before; empty if the planner has no schedule."""
     def make() -> tuple[Candidate, ...]:
         found: list[Candidate] = []
         whole = whole_step(problem).peak
@@ -82,7 +82,7 @@ def _judged(problem: Problem, part: Problem, outcome: Outcome, calls: int) -> li
 
 
 class _Search:
-    """What is asked for one budget."""
+    """State of the search for one budget."""
 
     def __init__(self, planner: Planner, problem: Problem, calls: int, budget: int,
                  time_limit: float | None) -> None:
@@ -97,7 +97,7 @@ class _Search:
         self._most = max(self._outputs, min(whole.saved, budget // calls - self._grads))
 
     def at(self, share: float) -> list[Candidate]:
-        """Schedules of which each call saves about so much of what it can."""
+        """Return schedules of which each call saves about so much of what it can."""
         saved = self._outputs + int(share * (self._most - self._outputs))
         limit = self.budget - (self.calls - 1) * (saved + self._grads)
         found: list[Candidate] = []

@@ -1,4 +1,4 @@
-"""From tables back to a sequence of operations, with budgets carried in exact bytes.
+"""Turn tables back into a sequence of operations, with budgets carried in exact bytes.
 
 Rockmate, appendix C, algorithm 3, with two differences. It is a loop, not a recursion: chains have
 hundreds of blocks. And the budget of a sub-problem is a number of bytes: only the look-up of what a
@@ -20,7 +20,7 @@ from rkmate.rotor.smallest import Smallest
 
 @dataclass(frozen=True)
 class Layer:
-    """What is known of all sub-problems: of the chain itself, or where its partial saves of one index are
+    """Data about all sub-problems: of the chain itself, or of the chain with its partial saves of one index
     in memory."""
 
     needs: MemoryRequirements
@@ -30,7 +30,7 @@ class Layer:
     saves: PartialSaves | None = None
 
     def cost(self, s: Ints | int, t: Ints | int, memory: Ints, slot_bytes: int) -> Floats:
-        """Upper bounds of the time of sub-problems (s, t) with some bytes each."""
+        """Return upper bounds of the time of sub-problems (s, t) with some bytes each."""
         feasible = memory >= self.small.bytes[s, t]
         result: Floats = np.where(feasible, self.small.seconds[s, t], np.inf)
         row, time = self.table
@@ -50,7 +50,7 @@ class Backtrack:
         self.keep = keep
 
     def ops(self, budget: int) -> list[Op] | None:
-        """A sequence that needs at most `budget` bytes (first cut not included), or None."""
+        """Return a sequence that needs at most `budget` bytes (first cut not included), or None."""
         n = self.layers[0].needs.blocks
         if budget < self.layers[0].small.bytes[0, n]:
             return None
@@ -89,7 +89,7 @@ class Backtrack:
         return result
 
     def _option(self, layer: Layer, s: int, t: int, m: int) -> tuple[int, float]:
-        """The first case: the best option of block s, and the seconds of (s, t) with it."""
+        """Return the first case: the best option of block s, and the seconds of (s, t) with it."""
         needs = layer.needs
         options = needs.options[s]
         if t == s + 1:
@@ -103,7 +103,8 @@ class Backtrack:
         return best, float(direct[best])
 
     def _split(self, layer: Layer, below: Layer, s: int, t: int, m: int) -> tuple[int, float]:
-        """The second case, or (where `below` is another layer) the third: the best cut, the seconds."""
+        """Return the second case, or (where `below` is another layer) the third: the best cut, the
+        seconds."""
         end = t - 1
         if below is not layer:
             assert below.saves is not None

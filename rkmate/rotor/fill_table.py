@@ -16,15 +16,15 @@ from rkmate.rotor.partial_saves import SPAN, PartialSaves
 from rkmate.rotor.smallest import Smallest
 
 PERIOD = 4
-"""Chains are looked at for a sequence of up to so many blocks that comes again and again."""
+"""A chain is searched for repeated sequences of up to this number of blocks."""
 ROWS = 96
 """Sub-problems updated at once: their columns stay in the processor's cache."""
 
 
 def fill_tables(needs: MemoryRequirements, small: Smallest, saves: Sequence[PartialSaves], slots: int,
                 size: int, *, keep: bool) -> tuple[Layer, ...]:
-    """The tables for `slots` slots of `size` bytes: of the chain itself, then of where its partial saves
-    of each index are in memory."""
+    """Return the tables for `slots` slots of `size` bytes: of the chain itself, then of where its partial
+    saves of each index are in memory."""
     found = [Layer(k.needs, k.small, _Filling(k.needs, (), slots, size, span=SPAN, keep=True).table(), k)
              for k in saves]
     top = _Filling(needs, found, slots, size, span=None, keep=keep).table()
@@ -32,10 +32,10 @@ def fill_tables(needs: MemoryRequirements, small: Smallest, saves: Sequence[Part
 
 
 class _Filling:
-    """One table at work: ``time[row[s] + t, m]`` is Opt(s, t, m) of appendix C.2.
+    """A table at work: ``time[row[s] + t, m]`` is Opt(s, t, m) of appendix C.2.
 
-    Sub-problems are filled from the last first block to the first. `span`: only those of so many
-    blocks at most. `layers`: the tables of the third case. Nothing here changes what
+    Sub-problems are filled from the last first block to the first. `span`: only those of at most
+    this number of blocks. `layers`: the tables of the third case. Nothing here changes what
     `tests.rotor.reference` computes; all of it is about speed.
     """
 
@@ -60,7 +60,7 @@ class _Filling:
         self.shift, self.repeats = (0, np.zeros(n, dtype=np.int64)) if layers or span else repeated(needs)
 
     def table(self) -> tuple[Ints, Floats]:
-        """``row`` and ``time``, filled."""
+        """Return ``row`` and the filled ``time``."""
         for s in range(self.needs.blocks - 1, -1, -1):
             last = min(self.needs.blocks, s + self.span)
             done = self._copy_repeated(s)
@@ -69,12 +69,12 @@ class _Filling:
         return self.row, self.time
 
     def _rows(self, s: int, low: int, high: int) -> slice:
-        """The rows of sub-problems (s, low) .. (s, high)."""
+        """Return the rows of sub-problems (s, low) .. (s, high)."""
         start = int(self.row[s])
         return slice(start + low, start + high + 1)
 
     def _slots(self, needed: Ints) -> Ints:
-        """Bytes as slots, rounded up."""
+        """Return bytes as slots, rounded up."""
         result: Ints = -(-needed // self.size)
         return result
 
@@ -89,7 +89,7 @@ class _Filling:
         return done
 
     def _options(self, s: int, last: int, done: int) -> None:
-        """Equation (1): block s with an option, then (s+1, t) in what memory that leaves."""
+        """Apply equation (1): block s with an option, then (s+1, t) in the remaining memory."""
         needs, options = self.needs, self.needs.options[s]
         mine = self.time[self._rows(s, s + 1, last)]
         end = np.full(last - s, self.slots + 1, dtype=np.int64)
@@ -104,7 +104,7 @@ class _Filling:
                        need[low:], cost, 0, end[low:], self.scratch)
 
     def _splits(self, s: int, last: int, done: int) -> None:
-        """Equation (2): plain forwards to a cut i, then (i, t), then (s, i); and the third case. Cuts
+        """Apply equation (2): plain forwards to a cut i, then (i, t), then (s, i); and the third case. Cuts
         come in ascending order, so that (s, i) is known when it is read."""
         needs, row = self.needs, int(self.row[s])
         mine = self.time[self._rows(s, s + 1, last)]
@@ -125,8 +125,8 @@ class _Filling:
             self.first[row + last] = _first(self.time[row + last], self.slots)
 
     def _where_splits_pay(self, s: int, last: int, done: int) -> Ints:
-        """Per t and i, the first column from which a split at i has nothing to offer: it recomputes the
-        forwards before i at least, and an option already adds less."""
+        """Return, for each t and i, the first column from which a split at i gains nothing: it recomputes at
+        least the forwards before i, and an option already adds less."""
         needs = self.needs
         mine = self.time[self._rows(s, s + 1, last)]
         adds = (needs.elapsed[s + 1:last] - needs.elapsed[s]) * (1 - 1e-12)
@@ -137,7 +137,7 @@ class _Filling:
         return ends
 
     def _saving(self, layer: Layer, s: int, i: int) -> None:
-        """The third case: forwards of s .. i-1 that make partial saves, for every t in i+1 .. L."""
+        """Apply the third case: forwards of s .. i-1 that make partial saves, for every t in i+1 .. L."""
         assert layer.saves is not None
         row, time = layer.table
         if not layer.needs.inside[s, i]:
@@ -158,8 +158,8 @@ class _Filling:
 
 
 def repeated(needs: MemoryRequirements) -> tuple[int, Ints]:
-    """A number of blocks d, and how many sub-problems (s, s+1), (s, s+2), ... of each block s are those of
-    block s + d: layers of one kind are solved once. Zeros where nothing repeats."""
+    """Return a number of blocks d, and how many sub-problems (s, s+1), (s, s+2), ... of each block s are
+    those of block s + d: layers of one kind are solved once. Zeros where nothing repeats."""
     n = needs.blocks
     best = 0, np.zeros(n, dtype=np.int64)
     for d in range(1, min(PERIOD, n - 1) + 1):
@@ -186,7 +186,7 @@ def _first(line: Floats, slots: int) -> int:
 
 def _relax(into: Floats, rest: Floats, first: Ints, shift: int, need: Ints,
            extra: Floats | float, start: int, end: Ints, scratch: Floats) -> None:
-    """``into[r, m] = min(into[r, m], rest[r, m - shift] + extra[m])`` where need[r] <= m < end[r].
+    """Set ``into[r, m] = min(into[r, m], rest[r, m - shift] + extra[m])`` where need[r] <= m < end[r].
 
     `first`: first finite column of each row of `rest`; `start`: of `extra`.
     """

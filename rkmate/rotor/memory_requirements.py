@@ -1,4 +1,4 @@
-"""How many bytes each choice of the dynamic program needs: the part that budgets do not change.
+"""Memory needs, in bytes, of each choice of the dynamic program: the part that budgets do not change.
 
 For the sub-problem (s, t) (forward and backward of blocks s .. t-1, cut s kept outside, gradients
 of cut t inside), Rockmate's appendix C.2 has two kinds of choice: run block s with an option and go
@@ -32,15 +32,15 @@ class BlockOptions:
     backward: Ints
     """Bytes during the backward, all included."""
     backward_last: Ints
-    """The same when the loss comes right between forward and backward (last block)."""
+    """Bytes during the backward if the loss comes right between forward and backward (last block)."""
 
 
 class MemoryRequirements:
     """Byte needs of every choice of a chain."""
 
     def __init__(self, chain: Chain, kept: Ints | None = None) -> None:
-        """`kept`: bytes per block that are in memory until the block's backward, whatever is chosen;
-        those of the sub-problem's blocks belong to its memory."""
+        """`kept`: bytes per block that are in memory until the block's backward, whatever is chosen; the
+        bytes of the sub-problem's own blocks belong to its memory."""
         n = len(chain)
         self.blocks = n
         kept = np.zeros(n, dtype=np.int64) if kept is None else kept
@@ -51,9 +51,9 @@ class MemoryRequirements:
         """Bytes that a sub-problem (s, t) spares for what (i, t) has: of the cuts, and kept."""
         pinned = chain.held_by
         self.base = np.array([g + pinned[-1] for g in chain.grads], dtype=np.int64)
-        """Per t < L: bytes of gradients and held outputs during forwards of sub-problem (s, t)."""
+        """For each t < L: bytes of gradients and held outputs during forwards of sub-problem (s, t)."""
         self.first = pinned + chain.grads_at_start
-        """Per block: the same during the first forward, where t = L."""
+        """For each block: bytes of gradients and held outputs during the first forward, where t = L."""
         self.options = [self._options(chain, s, int(kept[s])) for s in range(n)]
         peaks = np.array([b.forward_peak_bytes for b in chain.blocks], dtype=np.int64)
         during = chain.between[:n, :n] + peaks
@@ -61,7 +61,7 @@ class MemoryRequirements:
         self.run = np.maximum.accumulate(np.where(lower, 0, during), axis=1)
         """``run[s, i-1]``: bytes during plain forwards of blocks s .. i-1, cut s left out."""
         self.run_first = np.maximum.accumulate(np.where(lower, 0, during + self.first), axis=1)
-        """The same in the first forward, everything included."""
+        """Bytes during the first plain forwards, everything included."""
         self.duration = [b.forward_seconds for b in chain.blocks]
         """Seconds of each block's plain forward."""
         self.elapsed = np.concatenate(([0.0], np.cumsum(self.duration)))
@@ -83,7 +83,7 @@ class MemoryRequirements:
             np.maximum(backward, saved + outputs + kept + pinned + chain.grads[-1]))
 
     def option(self, s: int, t: int) -> Ints:
-        """Bytes that running block s with each of its options needs in sub-problem (s, t)."""
+        """Return bytes that running block s with each of its options needs in sub-problem (s, t)."""
         o = self.options[s]
         if t == self.blocks:
             first: Ints = np.maximum(o.forward + self.inside[s, t] + self.first[s],
@@ -93,7 +93,7 @@ class MemoryRequirements:
         return need
 
     def option_rows(self, s: int, k: int) -> Ints:
-        """The needs of option k of block s for every t in s+1 .. L."""
+        """Return the needs of option k of block s for every t in s+1 .. L."""
         o = self.options[s]
         need: Ints = np.maximum(o.forward[k] + self.inside[s, s + 1:] + self.base[s + 1:],
                                 o.backward[k])
@@ -101,7 +101,7 @@ class MemoryRequirements:
         return need
 
     def split(self, s: int, t: int) -> Ints:
-        """Bytes that the plain forwards to each cut i in s+1 .. t-1 need in sub-problem (s, t)."""
+        """Return bytes that the plain forwards to each cut i in s+1 .. t-1 need in sub-problem (s, t)."""
         if t == self.blocks:
             need: Ints = self.run_first[s, s:t - 1] + self.inside[s, t]
         else:
@@ -109,7 +109,7 @@ class MemoryRequirements:
         return need
 
     def split_rows(self, s: int, i: int) -> Ints:
-        """The needs of the plain forwards from cut s to cut i for every t in i+1 .. L."""
+        """Return the needs of the plain forwards from cut s to cut i for every t in i+1 .. L."""
         need: Ints = self.run[s, i - 1] + self.inside[s, i + 1:] + self.base[i + 1:]
         need[-1] = self.run_first[s, i - 1] + self.inside[s, -1]
         return need

@@ -12,7 +12,7 @@ from rkmate.ir.chain import Backward, Chain, ForwardPlain, ForwardSaving, Op
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sequence of block operations costs."""
+    """Cost of a sequence of block operations."""
 
     peak_bytes: int
     """Most bytes at once, the first cut included."""
@@ -96,7 +96,7 @@ def _bytes(chain: Chain, cuts: Iterable[int]) -> int:
 
 
 def deaths(ops: Sequence[Op]) -> list[set[int]]:
-    """Per operation: the cuts that nobody reads after it before they are made again."""
+    """Return, for each operation, the cuts that nobody reads after it before they are made again."""
     needed: set[int] = set()
     result: list[set[int]] = [set() for _ in ops]
     for k in range(len(ops) - 1, -1, -1):

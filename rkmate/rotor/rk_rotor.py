@@ -23,7 +23,7 @@ BUDGETS = 128
 than `LONG` blocks, in proportion to the square of their length, as each takes longer."""
 LONG = 24
 Least = tuple[MemoryRequirements, Smallest]
-"""What each choice of a chain needs, and the smallest memory of every sub-problem."""
+"""Memory needs of each choice of a chain, and the smallest memory of every sub-problem."""
 
 
 class Table:
@@ -49,7 +49,8 @@ class Table:
         self._pool: list[tuple[Cost, list[Op]]] | None = None
 
     def seconds(self, budget_bytes: int) -> float:
-        """What the table promises for a budget: `sequence` is at least as fast. inf: nothing."""
+        """Return the time that the table promises for a budget; `sequence` is at least as fast. Infinite: no
+        sequence."""
         slot = min((budget_bytes - self.chain.input_bytes) // self.slot_bytes, self.slots)
         if slot < 0:
             return np.inf
@@ -57,7 +58,7 @@ class Table:
         return float(time[row[0] + len(self.chain), slot])
 
     def sequence(self, budget_bytes: int, *, prepared: bool = True) -> list[Op] | None:
-        """The fastest sequence known within a budget; None below `minimum_bytes`.
+        """Return the fastest sequence known within a budget; None below `minimum_bytes`.
 
         Never slower than `seconds` promises: what it returns is the best of a set of sequences, of
         which it takes those that fit, and of what the table promises. With that set for every slot
@@ -72,13 +73,13 @@ class Table:
         return min(inside, key=lambda pair: pair[0].seconds)[1] if inside else None
 
     def promised(self, budget_bytes: int) -> tuple[Cost, list[Op]] | None:
-        """A sequence that is as fast as `seconds` promises; None where the table has none."""
+        """Return a sequence that is as fast as `seconds` promises; None where the table has none."""
         slot = min((budget_bytes - self.chain.input_bytes) // self.slot_bytes, self.slots)
         ops = self._backtrack.ops(slot * self.slot_bytes)
         return None if ops is None else (replay(self.chain, ops), ops)
 
     def candidates(self) -> list[tuple[Cost, list[Op]]]:
-        """Sequences for budgets between the smallest and the largest, with their costs."""
+        """Return sequences for budgets between the smallest and the largest, with their costs."""
         if self._pool is None:
             low = self.minimum_bytes - self.chain.input_bytes
             fast = fastest(self.chain) if self._keep else None
@@ -100,13 +101,13 @@ class Table:
 
 
 def least(chain: Chain, *, keep: bool = True) -> Least:
-    """What `minimum` and `solve` both begin from. `keep`: as in `rkmate.rotor.smallest.smallest`."""
+    """Return what both `minimum` and `solve` begin from. `keep`: as in `rkmate.rotor.smallest.smallest`."""
     needs = MemoryRequirements(chain)
     return needs, smallest(chain, needs, keep=keep)
 
 
 def minimum(chain: Chain, known: Least | None = None) -> tuple[int, list[Op]]:
-    """The smallest memory, in bytes, that a persistent sequence needs, and a sequence within it.
+    """Return the smallest memory, in bytes, that a persistent sequence needs, and a sequence within it.
 
     The first cut is included. The sequence spends what memory sub-problems have to spare, but is
     not necessarily the fastest one at this budget. `known`: what `least` says of this chain.
@@ -119,7 +120,8 @@ def minimum(chain: Chain, known: Least | None = None) -> tuple[int, list[Op]]:
 
 
 def fastest(chain: Chain) -> list[Op]:
-    """Every block once, with its fastest option: the upper end of the trade."""
+    """Return the sequence that runs every block once, with its fastest option: the upper end of the
+    trade-off."""
     best = [min(range(len(b.options)), key=lambda k: (
         b.options[k].forward_seconds + b.options[k].backward_seconds, b.options[k].saved_bytes))
         for b in chain.blocks]
@@ -165,13 +167,14 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
 
 
 def _top_without_keeping(chain: Chain, needs: MemoryRequirements) -> int:
-    """Memory that allows every cut to be kept while any block runs."""
+    """Return memory that allows every cut to be kept while any block runs."""
     own = max(int(needs.option(s, t).max()) for s in range(len(chain)) for t in (s + 1, len(chain)))
     return own + sum(int(chain.between[s, s + 1]) for s in range(len(chain)))
 
 
 def _slots_needed(chain: Chain, needs: MemoryRequirements, size: int, top: int, *, keep: bool) -> int:
-    """Slots above which nothing is gained, each size rounded up to slots of `size` bytes."""
+    """Return the number of slots above which nothing is gained, each size rounded up to slots of `size`
+    bytes."""
     if not keep:
         return -(-top // size) + len(chain)
     used = result = 0

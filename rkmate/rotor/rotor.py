@@ -42,7 +42,7 @@ class RotorChain:
     """Memory overhead of each backward."""
 
     def chain(self) -> Chain:
-        """The same as a `Chain` of L+1 blocks. Raises `GraphError` when lists do not fit."""
+        """Return a `Chain` of L+1 blocks. Raises `GraphError` if lists do not fit."""
         n = len(self.wa)
         lists = (self.uf, self.ub, self.wab, self.wd, self.of, self.ob)
         if n < 2 or any(len(values) != n for values in lists):
@@ -66,7 +66,7 @@ def rotor(chain: RotorChain, slots: int = 500, slot_bytes: int | None = None) ->
 
 
 def paper_names(ops: Sequence[Op]) -> list[str]:
-    """A sequence in the paper's words: ``Fall3``, ``B3``, ``Fck1`` (the input stays), ``F0_2``."""
+    """Return a sequence in the paper's words: ``Fall3``, ``B3``, ``Fck1`` (the input stays), ``F0_2``."""
     gone = deaths(ops)
     result = []
     for k, op in enumerate(ops):

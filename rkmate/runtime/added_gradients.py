@@ -1,4 +1,4 @@
-"""Gradients that a planned backward adds by itself: where they stand, and whether it may.
+"""Gradients that a planned backward adds by itself: where they are, and whether the backward may add to them.
 
 What can change after a module was wrapped is looked at before each forward and before each backward: hooks
 on parameters, the form of what stands in ``.grad``, and what the backward was called for. A step that fails
@@ -26,8 +26,8 @@ adding = threading.RLock()
 
 
 class Held(dict[str, torch.Tensor]):
-    """What the caller holds, by source key. The gradient of a parameter is looked up whenever it is asked
-    for, and made (of zeros) where there is none."""
+    """Tensors of the caller, by source key. A parameter's gradient is looked up at each access, and made (of
+    zeros) if there is none."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__(tensors)
@@ -54,8 +54,8 @@ class Additions:
     __slots__ = ("_names", "_parameters", "begun")
 
     def __init__(self, held: Held, names: Sequence[str]) -> None:
-        """At a forward. Raises `ArgumentError` where it is known that the backward may not add, or that one
-        before has failed half-way."""
+        """Begin with a forward. Raises `ArgumentError` if it is known that the backward may not add to
+        gradients, or that a backward before this one failed half-way."""
         self.begun = False
         """Whether a gradient was looked up to be added to."""
         held.additions = self
@@ -70,8 +70,8 @@ class Additions:
                                     "before anything else adds to them, or set them to None")
 
     def check(self) -> None:
-        """Before a backward adds anything. Raises `BackwardError` where somebody wants a gradient as a
-        tensor."""
+        """Check the parameters before a backward adds anything. Raises `BackwardError` if a gradient is
+        needed as a separate tensor."""
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if why := obstacle(parameter):
                 raise BackwardError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
@@ -82,12 +82,12 @@ class Additions:
                     f"always does. Call loss.backward() alone. {RETURNED}")
 
     def count(self) -> None:
-        """The backward is over: what it has written counts as written."""
+        """Count the gradients as written, after the backward."""
         if self.begun:
             increment_version([p.grad for p in self._parameters if p.grad is not None])
 
     def were_interrupted(self) -> None:
-        """The backward has failed: mark the gradients, where it had begun to add."""
+        """Mark the gradients after a failed backward, if it had begun to add to them."""
         self.count()
         for parameter in self._parameters if self.begun else ():
             if parameter.grad is not None:
@@ -95,7 +95,7 @@ class Additions:
 
 
 def _is_half_added(grad: torch.Tensor | None) -> bool:
-    """Whether a gradient has a mark, and is anything but zeros; the mark of zeros is taken away."""
+    """Return whether a gradient has a mark, and is anything but zeros; the mark of zeros is taken away."""
     if grad is None or not hasattr(grad, _MARK):
         return False
     if grad.any():

@@ -1,4 +1,4 @@
-"""Plans inside of a module that stays what it is, or inside of its sharded layers."""
+"""Plans inside of a module whose object stays the same, or inside of its sharded layers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, re
 #
 # Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned
 # by itself, and its hooks stay outside of its plan. One step calls all of them before the first backward:
-# layers that are alike (of one class, with parameters of the same shapes) share a budget as so many calls of
-# one module do, and layers of several kinds share the whole by the bytes of their parameters. What may be
-# sent away at once (`offload_bytes`) is shared in the same way.
+# similar layers (of one class, with parameters of the same shapes) share a budget as several calls of one
+# module do, and layers of different kinds share the whole in proportion to the bytes of their parameters.
+# The limit on data that may be away at once (`rkmate.Offload`) is shared in the same way.
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Share:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` gathers its parameters in hooks around the forward."""
+    """Return whether `fully_shard` gathers its parameters in hooks around the forward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """The outermost sharded modules inside of a model, the model itself left out."""
+    """Return the outermost sharded modules inside of a model, the model itself left out."""
     found: list[nn.Module] = []
     todo = list(model.children())
     for module in todo:                     # grows while it is walked
@@ -61,7 +61,7 @@ def sharded_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> list[Share]:
-    """How the layers of a model share a budget.
+    """Return how the layers of a model share a budget.
 
     Raises:
         ArgumentError: several calls before a backward were asked for, which is what layers are planned as.
@@ -95,10 +95,10 @@ def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> lis
 # A planned forward inside of the user's own module, which stays what it is.
 #
 # Libraries look at a model's class, save it, index it, and put forwards of their own into it. `apply` leaves
-# all of that alone: it puts a planned call in the place where ``Module.compile`` keeps its own, and a
-# planned method in the place of ``forward`` for those who call that directly (peft does).
+# all of that alone: it puts a planned call into the attribute in which ``Module.compile`` keeps its own, and
+# replaces ``forward`` by a planned method for libraries that call ``forward`` directly (peft does).
 #
-# What is planned is the call as a whole, with the hooks and whatever a library has put in the place of
+# The call as a whole is planned, with its hooks, and with any forward that a library has set instead of
 # ``forward``. Sharded modules are the exception: their hooks gather parameters, and run outside.
 
 
@@ -106,7 +106,7 @@ _M = TypeVar("_M", bound=nn.Module)
 _PUT = ("forward", "__getstate__", "_replicate_for_data_parallel")
 """The methods that a planned module has of its own."""
 _thread = threading.local()
-"""Of each thread, the planned parts that it is inside of: what runs there is what was planned."""
+"""For each thread, the planned parts that it is inside of: what runs there was planned."""
 
 
 class _Planned(PlannedModule):
@@ -115,7 +115,7 @@ class _Planned(PlannedModule):
     _FIELDS = PlannedModule._FIELDS | {"_run", "first_step"}
     _run: Callable[..., Any]
     first_step: FirstStep | None
-    """What measured the first planned step."""
+    """Measurement of the first planned step."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Any], planning: Planning, verify: bool,
                  on_new_shape: NewShape) -> None:
@@ -133,11 +133,12 @@ class _Planned(PlannedModule):
 
 
 class PlannedCall:
-    """What stands in the place of a compiled call: a copy and a pickle of the module leave it out."""
+    """A planned call in a module's slot for a compiled call. Copies and pickles of the module leave it
+    out."""
 
     __slots__ = ("_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "whole")
     is_planned = True
-    """What tells it from a compiled call."""
+    """Distinguishes this call from a compiled call."""
 
     def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> None:
         self._model = model
@@ -150,7 +151,7 @@ class PlannedCall:
         """Keyword arguments that come as another number in each call: a plan gets them as tensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's call."""
+        """Call the module."""
         part = self._inside()
         if part is self._forward is not None:
             return self._own_forward(*args, **kwargs)
@@ -159,7 +160,7 @@ class PlannedCall:
         return self.whole.forward(*args, **self._with_tensors(kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, called by itself, or with hooks around it that are no part of a plan."""
+        """Call the module's forward alone, or with hooks around it that are not part of a plan."""
         if self._inside() is not None:
             return self._own_forward(*args, **kwargs)
         with self._entered(self.alone):
@@ -180,12 +181,13 @@ class PlannedCall:
         return self.whole if self._forward is None or self.whole.has_plan else self._forward
 
     def plans(self) -> list[Plan]:
-        """Every plan that is kept, of both."""
+        """Return every plan that is kept, of both."""
         return [p for part in (self.whole, self._forward) if part is not None for p in part._plans.all()]
 
     @property
     def first_step(self) -> FirstStep | None:
-        """What measured the first planned step; None before it, and where nothing is measured."""
+        """Measurement of the first planned step; None before that step, and on devices that are not
+        measured."""
         return self.whole.first_step or (self._forward.first_step if self._forward is not None else None)
 
     def take_away(self) -> None:
@@ -197,7 +199,7 @@ class PlannedCall:
         replace_call(self._model, None)
 
     def left_without(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What a module's dictionary holds without the plan."""
+        """Return a module's dictionary without the plan."""
         left = {k: v for k, v in content.items() if k not in _PUT and v is not self} | self._others
         forward = content.get("forward", self._own)
         if isinstance(forward, MethodType) and getattr(forward.__func__, "is_planned", False):
@@ -220,12 +222,12 @@ class PlannedCall:
         return type(self._model).forward(self._model, *args, **kwargs)
 
     def _inside(self) -> _Planned | None:
-        """The part of this module that this thread is inside of, where it is."""
+        """Return the part of this module that this thread is inside of, where it is."""
         return next((p for p in reversed(_entered()) if p in (self.whole, self._forward)), None)
 
     @contextmanager
     def _entered(self, part: _Planned) -> Iterator[None]:
-        """In this thread, calls of this module run what it is without a plan."""
+        """Let calls of this module in this thread run without a plan, inside the context."""
         _entered().append(part)
         try:
             yield
@@ -252,7 +254,8 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
 
 def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning, verify: bool,
                           on_new_shape: NewShape) -> None:
-    """The same for each sharded layer of a model, with a share of the budget; none for the model itself."""
+    """Put a plan into each sharded layer of a model, with a share of the budget, and none into the model
+    itself."""
     found = shares(model, layers, _sharing(planning))
     for layer in layers:
         _refuse_compiled(layer)             # before any is changed
@@ -262,7 +265,8 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
 
 
 def _sharing(planning: Planning) -> Planning:
-    """With what copies data away for all parts that share a budget: together they keep to its limit."""
+    """Return the planning with one set of engines for all parts that share a budget: together they keep to
+    its limit."""
     return planning if planning.engines is not None else \
         replace(planning, engines=Engines(planning.settings.offload))
 
@@ -274,7 +278,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
-    """What `put_plan_into` has put into a module; None where it is as it was."""
+    """Return the planned call of a module; None if the module has no plan."""
     call = model.__dict__.get(COMPILED_CALL)
     return call if isinstance(call, PlannedCall) else None
 
@@ -287,7 +291,7 @@ def take_plan_from(model: nn.Module) -> None:
 
 
 def _state_without_plan(self: nn.Module) -> Any:
-    """What copies and pickles are made from: the module as it is without a plan."""
+    """Return the state for copies and pickles: the module without its plan."""
     state, call = type(self).__getstate__(self), planned_call_of(self)
     return call.left_without(state) if isinstance(state, dict) and call is not None else state
 
@@ -298,7 +302,7 @@ def _refuse_replicas(self: nn.Module) -> Any:
 
 
 def _planned_forward(call: PlannedCall) -> Callable[..., Any]:
-    """A method with the name and signature of the module's own; in a copy of the module, its own."""
+    """Return a method with the name and signature of the module's own; in a copy of the module, its own."""
     model, before = type(call._model), call._own
     own = before if before is not None else model.forward
 

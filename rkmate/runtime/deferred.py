@@ -1,4 +1,4 @@
-"""Outputs that are computed when somebody reads them."""
+"""Outputs that are computed when they are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Unread:
         self._values: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
-        """They; what they are computed from is let go."""
+        """Return the values, computing them on first use; afterwards the inputs are released."""
         with self._lock:
             if self._compute is not None:
                 self._values = self._compute()
@@ -55,14 +55,14 @@ class Unread:
 
 
 class DeferredTensor(torch.Tensor):
-    """Such a tensor. Made by `deferred_tensor`."""
+    """A tensor whose values are computed when they are read. Made by `deferred_tensor`."""
 
     _unread: Unread
     _plain: torch.Tensor | None
-    """What stands for it, once it was read: with its place in autograd's graph."""
+    """The plain tensor after the first read, with its place in autograd's graph."""
 
     def read(self) -> torch.Tensor:
-        """The plain tensor."""
+        """Return the plain tensor."""
         plain = self._plain
         if plain is None or (self.requires_grad and not plain.requires_grad):
             with torch.inference_mode(False), torch.no_grad():
@@ -74,7 +74,7 @@ class DeferredTensor(torch.Tensor):
         return plain
 
     def later(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What a function makes of the values, computed when that is read."""
+        """Return a deferred tensor of a function's result, which is computed when it is read."""
         with torch.inference_mode(False), torch.no_grad():
             now = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device="meta")
             form = function(now)
@@ -86,7 +86,7 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Functions that ask for no values are answered at once, the others by the plain tensor."""
+        """Answer functions that need no values at once, and the others with the plain tensor."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, DeferredTensor) and first._plain is None:
@@ -102,13 +102,13 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What reaches the values by a way around the above: a library's own calls of operators."""
+        """Answer calls of operators that bypass `__torch_function__`, such as a library's own calls."""
         args, kwargs = _in_their_place((args, kwargs or {}), lambda t: t.read().detach())
         return func(*args, **kwargs)
 
 
 def deferred_tensor(form: torch.Tensor, device: torch.device, unread: Unread) -> DeferredTensor:
-    """A tensor with the form of another one, and these values when they are read."""
+    """Return a tensor with the form of another one, and these values when they are read."""
     with read_directly():
         made = wrapper_tensor(DeferredTensor, form.size(), form.stride(), 0, dtype=form.dtype, device=device)
     made._unread = unread
@@ -136,7 +136,7 @@ def _in_their_place(value: Any, of: Callable[[DeferredTensor], torch.Tensor]) ->
 
 
 class _Read(torch.autograd.Function):
-    """From a deferred tensor to the plain one."""
+    """Autograd node from a deferred tensor to the plain one."""
 
     @staticmethod
     def forward(ctx: Any, deferred: torch.Tensor, values: list[torch.Tensor]) -> torch.Tensor:
@@ -149,7 +149,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Later(torch.autograd.Function):
-    """From a deferred tensor to one that a function makes of it."""
+    """Autograd node from a deferred tensor to one that a function makes of it."""
 
     @staticmethod
     def forward(ctx: Any, deferred: DeferredTensor, function: Callable[[torch.Tensor], torch.Tensor],
@@ -173,7 +173,7 @@ def _getters(*names: str) -> set[Any]:
 
 
 _LATER = {_T.float, _T.double, _T.half, _T.bfloat16, _T.narrow}
-"""What libraries do to every output that they pass on; done when the result is read."""
+"""Functions that libraries apply to every output that they pass on. They run when the result is read."""
 _WITHOUT_VALUES: set[Any] = {
     _T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.storage_offset,
     _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference, _T.is_conj,
@@ -184,7 +184,7 @@ _WITHOUT_VALUES: set[Any] = {
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "retains_grad",
     "output_nr", "grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized",
     "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "_backward_hooks")
-"""What is answered without the values."""
+"""Properties that are answered without the values."""
 
 
 # -- Deferred outputs of a step --------------------------------------------------------------------
@@ -198,12 +198,12 @@ IN_A_ROW = 2
 
 @dataclass(frozen=True)
 class _Output:
-    """One of them, as the generated code has it."""
+    """A deferred output, as the generated code has it."""
 
     number: int
     name: str
     form: torch.Tensor
-    """Without contents."""
+    """Form of the output, without contents."""
     function: Callable[[Environment], list[torch.Tensor]]
     kept: Mapping[str, int]
     """Source key -> place among what the forward keeps."""
@@ -212,7 +212,7 @@ class _Output:
 
 
 class DeferredOutputs:
-    """Those of one planned step."""
+    """Deferred outputs of one planned step."""
 
     def __init__(self, joint: Joint, result: Structure, functions: Sequence[Callable[..., Any]],
                  device: torch.device) -> None:
@@ -272,7 +272,7 @@ def _named(key: str) -> str:
 
 
 class Reads:
-    """In how many calls of a module, one after the other, deferred outputs were read."""
+    """Counts the consecutive calls of a module whose deferred outputs were read."""
 
     def __init__(self) -> None:
         self._calls = self._latest = self._in_a_row = 0
@@ -286,11 +286,11 @@ class Reads:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that were read in these calls."""
+        """Names of the outputs that were read in these calls."""
         return tuple(self._names)
 
     def call(self) -> Callable[[str], None]:
-        """A call begins. Returns what is told of a read of its outputs, with the output's name."""
+        """Begin a call. Returns a function that is called with an output's name when that output is read."""
         self._calls += 1
         number = self._calls
 
@@ -308,18 +308,18 @@ class Reads:
         return read
 
     def tell(self, peak: int) -> None:
-        """Say once that they are planned as ordinary outputs from now on. `peak`: of such a plan."""
+        """Warn once that the outputs are planned as ordinary ones from now on. `peak`: of such a plan."""
         if not self._told:
             self._told = True
-            warn(f"{self._words()} in every step, which computes it once more, beside the plan. From now on "
-                 f"a step computes it, and its budget counts it (peak {peak:,} bytes); "
+            warn(f"{self._words()} in every step, which computes it once more, outside of the plan. From now "
+                 f"on a step computes it, and its budget counts it (peak {peak:,} bytes); "
                  'rkmate.Settings(deferred_outputs="never") does so from the start')
 
     def stay(self, minimum: int) -> None:
-        """Say that they stay as they are, as no plan of the budget has room for them. `minimum`: bytes of
-        such a plan."""
+        """Warn that the outputs stay deferred, because no plan within the budget can compute them. `minimum`:
+        bytes of such a plan."""
         self._settled = True
-        warn(f"{self._words()} in every step, which computes it once more, beside the plan: a plan that "
+        warn(f"{self._words()} in every step, which computes it once more, outside of the plan: a plan that "
              f"counts it takes {minimum:,} bytes at least, more than the budget. Read it less often, or give "
              "that much")
 

@@ -1,4 +1,4 @@
-"""The values of a step that runs: where a plan's source reads and writes, and data that is away."""
+"""The values of a running step: the place where generated source reads and writes, and data that is away."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rkmate.torch_seam.tensors import add_to_all, copy_all, version_of
 
 
 class Away:
-    """The copies of one call. Raises `OffloadError` where the place fails, as its engine does. The engine
-    closes what is collected: the copies of a forward whose backward never comes."""
+    """The copies of one call. Raises `OffloadError` if the target fails, as its engine does. The engine
+    closes the copies of a forward whose backward never comes."""
 
     __slots__ = ("_step", "buffer_bytes")
 
     def __init__(self, engine: CopyEngine, *, verify: bool = False) -> None:
-        """`verify`: whether what comes back must have the checksum of what went."""
+        """`verify`: whether data that comes back must have its original checksum."""
         self.buffer_bytes = engine.buffer_bytes
-        """Of the device."""
+        """Bytes of the device that the buffers take."""
         self._step = engine.open(verify=verify)
 
     def out(self, key: str, value: torch.Tensor) -> None:
@@ -76,10 +76,10 @@ class Environment:
 
     def __init__(self, sources: Mapping[str, torch.Tensor], versions: Mapping[str, int],
                  device: torch.device, *, dry: bool = False, away: Away | None = None) -> None:
-        """`sources`: the tensors that the caller holds, by key. `versions`: theirs at the forward; without
-        those that have none (inference tensors), and those that may change before the backward, because it
-        does not depend on their value. `dry`: nothing is written back. `away`: what copies values away, where
-        some are."""
+        """`sources`: the caller's tensors, by key. `versions`: their versions at the forward, except those of
+        tensors without versions (inference tensors) and of tensors that may change before the backward
+        because it does not depend on their values. `dry`: write nothing back. `away`: copies values away, if
+        the step does that."""
         self._values: dict[str, torch.Tensor] = {}
         self._sources = sources
         self._rng: dict[str, tuple[RandomState, RandomState]] = {}
@@ -92,19 +92,19 @@ class Environment:
         """Whether operations need nothing of autograd."""
 
     def take(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Values that die where they are taken."""
+        """Return values that die where they are taken."""
         if self._watched and not self._watched.keys().isdisjoint(names):
             self._check_outputs(names)
         return [*map(self._values.pop, names)]
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Values that stay."""
+        """Return values that stay."""
         if self._watched and not self._watched.keys().isdisjoint(names):
             self._check_outputs(names)
         return [*map(self._values.__getitem__, names)]
 
     def give(self, names: Sequence[str], *values: torch.Tensor) -> None:
-        """Values for later functions."""
+        """Store values for later functions."""
         self._values.update(zip(names, values, strict=True))
 
     def drop(self, names: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ class Environment:
             self._values.pop(n, None)
 
     def pop(self, name: str) -> torch.Tensor:
-        """One value, taken."""
+        """Remove a value and return it."""
         return self._values.pop(name)
 
     def copy_out(self, name: str) -> None:
@@ -141,7 +141,7 @@ class Environment:
         return self._values[name]
 
     def sources(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Parameters, buffers, constants and inputs.
+        """Return parameters, buffers, constants and inputs.
 
         Raises `BackwardError` when one was changed in place since the forward.
         """
@@ -151,7 +151,7 @@ class Environment:
         return found
 
     def watch_sources(self, versions: Mapping[str, int]) -> None:
-        """From now on, none of them may have another version than here."""
+        """Require from now on that each of these sources has this version."""
         self._versions = versions
 
     def check_sources(self) -> None:
@@ -159,7 +159,7 @@ class Environment:
         self.sources([n for n in self._versions if n in self._sources])
 
     def source(self, name: str) -> torch.Tensor:
-        """One of them."""
+        """Return one parameter, buffer, constant or input; see `sources`."""
         return self.sources((name,))[0]
 
     def write(self, name: str, value: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ class Environment:
             self._sources[name].copy_(value)
 
     def write_all(self, names: Sequence[str], *values: torch.Tensor) -> None:
-        """The same of several, in few calls."""
+        """Write back several values that the forward overwrites, in few calls."""
         if not self.dry:
             copy_all([self._sources[n] for n in names], values)
 
@@ -178,7 +178,7 @@ class Environment:
             add_to_all([self._sources[n] for n in names], by)
 
     def watch(self, names: Iterable[str]) -> None:
-        """Remember the versions of what the user gets, and may write into."""
+        """Remember the versions of values that the user gets and may write into."""
         values = self._values
         self._watched = {n: version(values[n]) for n in names if n in values}
 
@@ -189,11 +189,11 @@ class Environment:
                                     "and the backward needs its value: change a copy of it")
 
     def draw(self) -> threading.RLock:
-        """Held around a random operation that runs once."""
+        """Return the lock around a random operation that runs once."""
         return _random
 
     def adding(self) -> threading.RLock:
-        """Held around an addition to a parameter's gradient."""
+        """Return the lock around an addition to a parameter's gradient."""
         return adding
 
     @contextmanager
@@ -215,7 +215,8 @@ class Environment:
                                     "drew or repeated its own: the gradients would be wrong")
 
     def held(self) -> int:
-        """Bytes of the storages that the values stand in, without the caller's; and of buffers of copies."""
+        """Return bytes of the storages that the values stand in, without the caller's; and of buffers of
+        copies."""
         theirs = {t.untyped_storage().data_ptr() for t in self._sources.values()}
         found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self._values.values())}
         buffers = 0 if self._away is None else self._away.buffer_bytes
@@ -234,12 +235,12 @@ class Environment:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place; inference tensors do not count."""
+    """Return how often a tensor was written in place; 0 for inference tensors, which do not count."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def check_versions(versions: Mapping[str, int], keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-    """Raises `BackwardError` when a tensor was changed in place since its version was noted."""
+    """Raise `BackwardError` if a tensor was changed in place since its version was noted."""
     for key, tensor in zip(keys, tensors, strict=True):
         noted = versions.get(key)
         if noted is not None and noted != version_of(tensor):
@@ -256,17 +257,17 @@ def _changed(key: str) -> str:
 
 @dataclass(frozen=True)
 class RerunState:
-    """What a second run of one forward needs."""
+    """Data that a second run of one forward needs."""
 
     sources: Mapping[str, torch.Tensor]
-    """What the caller holds, by key: the very tensors of the first run."""
+    """Tensors of the caller, by key: the very tensors of the first run."""
     versions: Mapping[str, int]
     draws: RandomState | None
-    """Of the generators before the forward; None when nothing is drawn."""
+    """State of the generators before the forward; None if nothing is drawn."""
 
 
 def generator_state(device: torch.device) -> RandomState:
-    """The states of the generators that a step on `device` draws from."""
+    """Return the states of the generators that a step on `device` draws from."""
     return RandomState.of(devices.of(device))
 
 

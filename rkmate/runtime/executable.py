@@ -58,7 +58,7 @@ _INSTEAD = ("compute the inner gradient in the forward of the module that is wra
 
 
 class Original(NamedTuple):
-    """What a call does without a plan."""
+    """A call without a plan."""
 
     run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     reader: ModuleReader
@@ -66,8 +66,8 @@ class Original(NamedTuple):
     """The signature of the call."""
 
     def outputs(self, capture: Capture, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The output tensors of the original, on the call's arguments. Raises `BackwardError` where the
-        module is no longer what it was."""
+        """Return the output tensors of the original, on the call's arguments. Raises `BackwardError` where
+        the module is no longer what it was."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             given = dict(self.key.autocast)
@@ -82,23 +82,23 @@ class Original(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What a second run of one call's original needs."""
+    """Data that a second run of one call's original needs."""
 
     original: Original
     capture: Capture
     tensors: Sequence[torch.Tensor]
     """Among the arguments."""
     draws: RandomState | None
-    """Of the generators before the forward; None where nothing is drawn."""
+    """State of the generators before the forward; None if nothing is drawn."""
     targets: Mapping[str, torch.Tensor | int]
-    """What gradients are of, by source key: a parameter, or the number of an input."""
+    """Targets of the gradients, by source key: a parameter, or the number of an input."""
     buffers: Sequence[torch.Tensor]
-    """What the forward overwrites."""
+    """Buffers that the forward overwrites."""
     obstacle: str
-    """Why it cannot run a second time; empty where it can."""
+    """Why the call cannot run a second time; empty if it can."""
 
     def gradients(self, call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        """By source key, with a graph. `given`: gradients of the outputs, by number."""
+        """Return gradients by source key, with a graph. `given`: gradients of the outputs, by number."""
         if self.obstacle:
             raise BackwardError("there is no double backward (create_graph=True) of this step: "
                                 f"{self.obstacle}; {_INSTEAD}")
@@ -131,8 +131,8 @@ _version = attrgetter("_version")
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a module keeps a tensor, or a piece of one: looked up at each call, so
-    that ``model.to()`` is followed."""
+    """The attribute in which a module keeps a tensor, or a piece of one. It is read at each call, so that
+    ``model.to()`` is followed."""
 
     registry: Mapping[str, torch.Tensor | None]
     owner: str
@@ -140,20 +140,21 @@ class TensorSlot:
     """The name of a piece; empty for a whole tensor."""
 
     def get(self) -> torch.Tensor:
-        """The tensor that stands there now."""
+        """Return the tensor that stands there now."""
         value = self.registry[self.owner]
         assert value is not None
         return piece_of(value, self.piece) if self.piece else value
 
 
 Gradients = dict[str, torch.Tensor]
-"""By source key."""
+"""Gradients by source key."""
 Redo = Callable[[RerunState, Mapping[int, torch.Tensor]], Gradients]
 """Gradients for output gradients (by output number) that this plan does not take."""
 
 
 def _is_of_a_slice(value: Any) -> bool:
-    """Whether this is a function that computes: it takes names of values, beside the environment."""
+    """Return whether `value` is a function that computes: it takes names of values, in addition to the
+    environment."""
     return (isinstance(value, FunctionType) and value.__code__.co_argcount > 1
             and value.__code__.co_varnames[0] == "env")
 
@@ -163,7 +164,7 @@ class PlannedStep:
 
     def __init__(self, model: nn.Module, capture: Capture, partition: Partition,
                  generated: Generated, device: torch.device, engine: CopyEngine | None = None) -> None:
-        """`engine`: what copies values away, where the source says so."""
+        """`engine`: copies values away, if the source says so."""
         self.capture = capture
         self.generated = generated
         self.device = device
@@ -231,7 +232,7 @@ class PlannedStep:
         self._draws = any(c.random for c in cd.c)
 
     def _why_not_twice(self) -> str:
-        """Why the original's forward cannot run again after this one; empty where it can."""
+        """Return why the original's forward cannot run again after this one; empty if it can."""
         if self._additions:
             return 'with gradients="in_place" the backward adds to .grad itself'
         written = [k for k in self._free if k in self.inputs]
@@ -244,10 +245,11 @@ class PlannedStep:
                  opened: Callable[[Call], None] | None = None,
                  read: Callable[[str], None] | None = None, original: Original | None = None,
                  verify: bool = False, leaves: Callable[[], Sequence[Any]] = tuple) -> Any:
-        """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
-        told of the call when its forward has run; `read`: told the name of an output that is
-        read and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of
-        what is sent away; `leaves`: of the arguments, where the forward changes objects among them."""
+        """Run the forward of one step. The backward follows through autograd, and calls `finished`. `opened`:
+        called with the call when its forward has run; `read`: called with the name of an output that is read
+        and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of data
+        that is sent away; `leaves`: returns the leaves of the arguments, if the forward changes objects among
+        them."""
         sources = self.sources(tensors)
         additions = Additions(sources, self._additions) if self._additions else None
         versions = self.versions(sources)
@@ -301,7 +303,7 @@ class PlannedStep:
 
     def _again(self, original: Original, tensors: Sequence[torch.Tensor], sources: Held,
                draws: RandomState | None) -> WithGraph:
-        """For a double backward, which is rare: nothing is looked up before."""
+        """Return the gradients for a double backward. It is rare, so nothing is looked up in advance."""
         def gradients(call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
             return Again(original, self.capture, tensors[:self.capture.inputs.count], draws,
                          {k: self.inputs[k] if k in self.inputs else sources[k]
@@ -313,7 +315,7 @@ class PlannedStep:
     # -- parts of a step --------------------------------------------------------------------
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> Held:
-        """What the caller holds now. `tensors`: those among the arguments."""
+        """Return the caller's current tensors. `tensors`: those among the arguments."""
         found = Held(zip(self._whole, starmap(getitem, self._whole.values()), strict=True))
         for key, slot in self._pieces:
             found[key] = slot.get()
@@ -323,7 +325,7 @@ class PlannedStep:
         return found
 
     def versions(self, sources: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Of what the backward may read, and nobody may change before it."""
+        """Return the versions of tensors that the backward may read and that nobody may change before it."""
         try:
             return dict(zip(self._versioned, map(_version, map(sources.__getitem__, self._versioned)),
                             strict=True))
@@ -331,21 +333,23 @@ class PlannedStep:
             return {k: version_of(sources[k]) for k in self._versioned if not sources[k].is_inference()}
 
     def target(self, key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The parameter or input that a gradient is of."""
+        """Return the parameter or input that a gradient is of."""
         return tensors[self.inputs[key]] if key in self.inputs else self._slots[key].get()
 
     def empty_gradient(self, i: int) -> torch.Tensor:
-        """Room for the gradient of output `i`, as the traced backward expects it."""
+        """Allocate the gradient of output `i`, as the traced backward expects it."""
         shape, dtype, stride = self._meta[i]  # type: ignore[misc]
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
 
     def run_forward(self, env: Environment) -> list[Any]:
-        """The generated forward: the outputs, and what is kept for those that are computed later."""
+        """Run the generated forward. Returns the outputs, and the values that outputs computed later depend
+        on."""
         found: list[Any] = self._forward(env)
         return found
 
     def run_backward(self, env: Environment, given: dict[int, torch.Tensor]) -> Gradients:
-        """All segments after another. `given`: by output number; the dictionary is emptied."""
+        """Run all segments of the backward, one after another. `given`: gradients by output number; the
+        dictionary is emptied."""
         self._give(env, given)
         found: Gradients = {}
         for function, targets in zip(self._backward, self._targets, strict=True):
@@ -375,7 +379,7 @@ class PlannedStep:
             env.give((name,), self._as_traced(i, given.pop(i)))
 
     def again(self, state: RerunState, given: dict[int, torch.Tensor]) -> Gradients:
-        """Gradients by a second run of a forward; nothing is written, nothing is drawn anew.
+        """Return gradients by a second run of a forward; nothing is written, nothing is drawn anew.
 
         `given`: by output number, the gradients of exactly the outputs that this plan takes. The
         dictionary is emptied.
@@ -383,7 +387,7 @@ class PlannedStep:
         if self._unrepeatable:
             name = self._unrepeatable[0].partition(":")[2]
             raise BackwardError(
-                f"the loss leads to other outputs than this forward was planned for, and the forward "
+                f"the loss depends on other outputs than this forward was planned for, and the forward "
                 f"cannot be run again, because it has overwritten {name!r}: run this step again; "
                 "from now on the plan expects this loss")
         env = Environment(state.sources, state.versions, self.device, dry=True, away=self._opened())
@@ -396,11 +400,11 @@ class PlannedStep:
             return self.run_backward(env, given)
 
     def _opened(self, verify: bool = False) -> Away | None:
-        """What copies the values of one call away; None where nothing is."""
+        """Return the copies away of one call; None if the step sends nothing."""
         return Away(self._engine, verify=verify) if self._engine is not None else None
 
     def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of output `i` in the layout that the traced backward expects."""
+        """Return the gradient of output `i` in the layout that the traced backward expects."""
         _, dtype, stride = self._meta[i]  # type: ignore[misc]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
@@ -413,7 +417,7 @@ class PlannedStep:
 
 @contextmanager
 def _cleared(env: Environment) -> Iterator[None]:
-    """After a whole step, or where it fails, its environment holds nothing."""
+    """Clear the environment after a whole step, or if the step fails."""
     try:
         yield
     finally:
@@ -422,8 +426,8 @@ def _cleared(env: Environment) -> Iterator[None]:
 
 @contextmanager
 def _undone(env: Environment, draws: RandomState | None) -> Iterator[None]:
-    """Around a forward: where it fails, it holds nothing; and where it could not send its data away, its
-    draws are not missing, so that it can be run again."""
+    """Clear the environment if the forward fails. If its data could not be sent away, also restore the random
+    state, so that the forward can run again."""
     try:
         yield
     except BaseException as error:
@@ -434,7 +438,7 @@ def _undone(env: Environment, draws: RandomState | None) -> Iterator[None]:
 
 
 def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
-    """Whether one of the results depends on a value."""
+    """Return whether one of the results depends on a value."""
     seen, todo = {node}, [node]
     while todo:
         n = todo.pop()
@@ -447,7 +451,7 @@ def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
 
 
 def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
-    """The registry entry behind a dotted name."""
+    """Return the registry entry behind a dotted name."""
     owner = owner_name(name)
     path, _, leaf = owner.rpartition(".")
     module = model.get_submodule(path)

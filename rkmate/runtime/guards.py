@@ -1,6 +1,5 @@
-"""Guards: what a plan is specialised on, how that is read at each call, what is observed of inputs, and what
-has changed since a plan was made.
-"""
+"""Guards: everything that a plan is specialised on, how it is read at each call, what is observed of inputs,
+and what has changed since a plan was made."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ _REMEMBERED = 4
 
 
 class FlagGuards(NamedTuple):
-    """Which modules there are, and what is switched on in them."""
+    """The modules, and the flags that are set in them."""
 
     parts: Same
     """The submodules with their names and classes."""
@@ -60,7 +59,7 @@ class FlagGuards(NamedTuple):
 
 
 class ModuleGuards(NamedTuple):
-    """What a plan is specialised on of the module."""
+    """The properties of the module that a plan is specialised on."""
 
     flags: FlagGuards
     attributes: Part
@@ -72,24 +71,24 @@ class ModuleGuards(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """What a plan is specialised on: the key under which it is found."""
+    """The key under which a plan is found: everything that it is specialised on."""
 
     flags: FlagGuards
     attributes: Part
     inputs: tuple[Any, ...]
-    """Of each tensor among the arguments: shape, dtype, device, whether it takes a gradient, strides."""
+    """For each tensor among the arguments: shape, dtype, device, whether it requires a gradient, strides."""
     structure: Any
-    """Where they stand among the arguments."""
+    """Positions of the tensors among the arguments."""
     constants: tuple[Any, ...]
     """The other arguments."""
     autocast: tuple[Any, ...]
-    """Of each device type where it is on: the type, and the dtype."""
+    """For each device type for which autocast is on: the type, and the dtype."""
     kernels: tuple[bool, ...]
-    """Which of torch's kernels it may choose: those of attention (`sdpa_kernel`), and cuDNN's."""
+    """Kernels that torch may choose: of attention (`sdpa_kernel`), and of cuDNN."""
     places: Part
     default_dtype: torch.dtype
     values: tuple[str, ...] = ()
-    """What the forward observes of its inputs' values, where it looks at them."""
+    """Observations of the inputs' values by the forward, if it looks at them."""
 
 
 class ModuleReader:
@@ -104,7 +103,7 @@ class ModuleReader:
         self.read()
 
     def follow(self, captured: Capture) -> None:
-        """A forward has assigned attributes, and would do so again: the state that they leave the module in
+        """Note that a forward has assigned attributes, and would do so again: the state after the assignments
         means the same plan as the state before. What each planned forward assigns is not compared."""
         if captured.effects.attributes:
             self._attributes.leave_out({w.place: w.assigned.old for w in captured.effects.attributes})
@@ -113,7 +112,7 @@ class ModuleReader:
             self._attributes.follow(captured.assigned)
 
     def read(self) -> ModuleGuards:
-        """The module as it is now."""
+        """Return the module as it is now."""
         walk = self._walk
         if walk is None or not walk.is_now():
             return self._walked()
@@ -192,7 +191,7 @@ class _AttributeReader:
         self.means = self.latest.part
 
     def read(self, hooks: list[Any]) -> Part:
-        """What stands for the values in a key."""
+        """Return the part of a key that stands for the values."""
         if not self.latest.is_now(hooks):
             self._take(snapshot(self.latest.attributes, hooks))
         return self.means
@@ -203,7 +202,7 @@ class _AttributeReader:
         self._take(snapshot(attributes.without(old), self.latest.hooks))
 
     def follow(self, assigned: Sequence[Assigned]) -> None:
-        """The values as they are now mean the same as those before the assignments."""
+        """Note that the current values mean the same as those before the assignments."""
         now = snapshot(self.latest.attributes, self.latest.hooks)
         earlier = self._equivalents.of(before(now, assigned).part)
         if earlier == self.means:
@@ -218,7 +217,7 @@ class _AttributeReader:
 
 def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, Any]
               ) -> tuple[Guards, list[torch.Tensor]]:
-    """What a plan for a call is specialised on; and the tensors among the arguments."""
+    """Return the key of a plan for a call, and the tensors among the call's arguments."""
     tensors, structure, constants = take_call_apart(args, kwargs)
     shapes = tuple((t.shape, t.dtype, t.device, t.requires_grad,
                     t.stride() if t.layout is torch.strided and not t.is_nested else t.layout)
@@ -259,7 +258,7 @@ _WORDS = {
 
 
 def differing(key: Guards, others: Iterable[Guards]) -> str:
-    """In what a call differs from the nearest of those that were planned."""
+    """Return how a call differs from the nearest planned call."""
     nearest = min((_differences(key, k) for k in others), key=len)
     return "; ".join(nearest)
 
@@ -289,7 +288,7 @@ def _attributes(key: Guards, other: Guards) -> list[str]:
 
 
 def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
-    """Attributes that have had another value in each of the latest keys that are alike otherwise.
+    """Return the attributes that had another value in each of the latest keys that are otherwise equal.
 
     `others`: the latest last. Empty while the values are few.
     """
@@ -312,7 +311,7 @@ def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
 MANY = 8
 """Plans of calls that differ in nothing else, until it is said that each takes one."""
 _NEW = ("new",)
-"""What no recipe has observed yet."""
+"""Observations before any recipe has observed something."""
 
 
 class Observations:
@@ -323,7 +322,8 @@ class Observations:
         self._seen: dict[Guards, set[tuple[str, ...]]] = {}
 
     def add(self, key: Guards, recipe: Recipe | None) -> Guards:
-        """A call of this signature was captured; its key, with what the forward observed."""
+        """Record that a call of this signature was captured. Returns its key, with the forward's
+        observations."""
         key = key._replace(values=())
         if recipe is None:
             return key
@@ -345,7 +345,7 @@ class Observations:
         self._seen = {k: v for k, v in self._seen.items() if k in kept}
 
     def of(self, key: Guards, tensors: list[torch.Tensor]) -> tuple[Guards, list[torch.Tensor]]:
-        """The key of a call with these tensors, and the inputs of its plan."""
+        """Return the key of a call with these tensors, and the inputs of its plan."""
         recipes = self._of.get(key) if self._of else None
         if recipes is None:
             return key, tensors

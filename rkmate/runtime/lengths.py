@@ -20,7 +20,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.torch_seam.containers import tensors_in
 
 DIMENSION = 1
-"""Of a sequence, in arguments and outputs: after that of the batch."""
+"""Dimension of a sequence, in arguments and outputs: the one after the batch."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Lengths:
     """The lengths that are planned ahead, and how inputs are brought to them."""
 
     lengths: tuple[int, ...]
-    """In increasing order."""
+    """Planned lengths, in increasing order."""
     pad: Mapping[str, int | float | bool] | None
     """Argument name -> what it is padded with; None: nothing is padded."""
     names: tuple[str, ...]
-    """Of the positional arguments."""
+    """Names of the positional arguments."""
 
     def fitted(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
@@ -70,7 +70,7 @@ class Lengths:
 
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The sample at every planned length: cut, or made longer by its own last elements (which are
+        """Return the sample at every planned length: cut, or made longer by its own last elements (which are
         valid indices)."""
         named = {**dict(zip(self.names, args, strict=False)), **kwargs}
         length = _common_length({k: v for k, v in named.items() if self.pad is None or k in self.pad})
@@ -83,7 +83,7 @@ class Lengths:
 
 
 def checked_lengths(model: nn.Module, lengths: Any, pad: Any) -> Lengths | None:
-    """What a user gave as `lengths` and `pad`. Raises `ArgumentError`."""
+    """Check the arguments `lengths` and `pad` of a public call. Raises `ArgumentError`."""
     if lengths is None:
         if pad is not None:
             raise ArgumentError("pad says how inputs are brought to the next of some lengths: give lengths, "
@@ -111,7 +111,7 @@ def _length(value: Any) -> int | None:
 
 
 def _common_length(values: Mapping[str, Any]) -> int:
-    """The length of arguments that should have one. Raises `ArgumentError`."""
+    """Return the length of arguments that should have one. Raises `ArgumentError`."""
     found = {k: n for k, v in values.items() if (n := _length(v)) is not None}
     if len(set(found.values())) != 1:
         raise ArgumentError(f"lengths= needs arguments with one length in dimension {DIMENSION}, and there "
@@ -120,7 +120,7 @@ def _common_length(values: Mapping[str, Any]) -> int:
 
 
 def _resized(value: Any, length: int, fill: float | None) -> Any:
-    """A tensor of another length; longer by `fill`, or by its own last elements."""
+    """Return a tensor of another length; longer by `fill`, or by its own last elements."""
     now = _length(value)
     if now is None or now == length:
         return value

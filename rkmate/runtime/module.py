@@ -38,12 +38,12 @@ from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
 
 
 def statistics_of(device: torch.device) -> Statistics | None:
-    """The device's statistics; None for a device that keeps none (the CPU)."""
+    """Return the device's statistics; None for a device that keeps none (the CPU)."""
     return devices.of(device).statistics
 
 
 def before_first_step(device: torch.device) -> None:
-    """Libraries take what they keep before the step that is watched: it is no part of it."""
+    """Let libraries take the memory that they keep, before the step that is measured."""
     devices.of(device).warm_up()
 
 
@@ -56,8 +56,8 @@ class FirstStep:
 
     def __init__(self, statistics: Statistics, predicted: int, budget: int,
                  params: Iterable[torch.Tensor]) -> None:
-        """`predicted`, `budget`: bytes above the level at the start, parameter gradients left out.
-        `params`: those whose gradients the step makes."""
+        """`predicted`, `budget`: bytes above the level at the start, without parameter gradients. `params`:
+        parameters whose gradients the step makes."""
         self._predicted = predicted
         self._budget = budget
         self._new_gradients = sum(p.numel() * p.element_size() for p in params
@@ -68,14 +68,14 @@ class FirstStep:
         """Bytes that the step took above what stood before it, new gradients included; once it is done."""
 
     def finish(self) -> None:
-        """The backward is over: warn when the step took more than its budget."""
+        """End the measurement after the backward; warn if the step took more than its budget."""
         self.done = True
         self.peak = peak = self._watch.peak() - self._watch.start
         allowed = self._budget + self._new_gradients
         if peak > allowed:
             warn(
-                f"the first training step took {peak:,} bytes above what stood before it; predicted "
-                f"were {self._predicted:,}, the budget is {self._budget:,}, and new parameter "
+                f"the first training step took {peak:,} bytes on top of the memory before it; "
+                f"predicted were {self._predicted:,}, the budget is {self._budget:,}, and new parameter "
                 f"gradients may add {self._new_gradients:,}. Something outside the planned module "
                 "(the loss, hooks, other models) allocates during the step, or operations take "
                 "other temporary memory here than when they were measured")
@@ -110,15 +110,15 @@ class PlannedModule(StandIn):
     _on_new_shape: NewShape
     _lengths: Lengths | None
     _planned_forward: MethodType
-    """What `forward` is, as long as no library puts another in its place."""
+    """The value of `forward`, as long as no library replaces it."""
 
     def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape) -> None:
-        """The first call is planned for, unless `plan_for` comes before it."""
+        """Prepare the module. Its first call is planned when it comes, unless `plan_for` is called before."""
         self._stand_in_for(model)
         self._set_up(planning, (), verify, on_new_shape)
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None = None) -> None:
-        """Plan for calls like this one. `plan`: one to follow; `PlanError` when it does not fit."""
+        """Plan for calls like this one. `plan`: a plan to follow. Raises `PlanError` if it does not fit."""
         key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
         self._reader.follow(known.capture)
@@ -138,7 +138,8 @@ class PlannedModule(StandIn):
     # -- planning -------------------------------------------------------------------------
 
     def plan_ahead(self, lengths: Lengths, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan for the sample at some lengths, and bring calls to them where a padding is given."""
+        """Plan for the sample at several lengths. If padding values are given, pad later calls to these
+        lengths."""
         for some, named in lengths.samples(args, kwargs):
             key, _ = guards_of(self._reader, some, named)
             self._reader.follow(self._plans.make(key, some, named).capture)
@@ -167,7 +168,7 @@ class PlannedModule(StandIn):
     # -- running --------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's forward; under the plan when gradients are wanted."""
+        """Run the original's forward; under its plan if gradients are recorded."""
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(self, args, kwargs)
         if planning_lock.is_mine() or (torch.compiler.is_compiling() and _traced_here()):
@@ -204,10 +205,10 @@ class PlannedModule(StandIn):
             return self._plans.again(found, pattern, kept, given)
 
         if self.__dict__["forward"] is not self._planned_forward:
-            self._tell("around", "a library has put a forward of its own around the planned one, as "
-                                 "accelerate's mixed precision does: what that allocates (float32 copies "
-                                 "of the outputs) comes on top of the budget. rkmate.apply(model, "
-                                 "budget=...), instead of wrap, plans it, too")
+            self._tell("around", "a library has put its own forward around the planned one, as "
+                                 "accelerate's mixed precision does: the memory of that forward (float32 "
+                                 "copies of the outputs) comes on top of the budget. Use "
+                                 "rkmate.apply(model, budget=...) instead of wrap to plan it, too")
         if latest.plan.gradients == "in_place":
             refuse_data_parallelism(self)
         opened = self._plans.open_calls
@@ -223,7 +224,7 @@ class PlannedModule(StandIn):
                                lambda: leaves_of(args, kwargs))
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The original's forward, once more, where its backward has to leave a graph."""
+        """Run the original's forward once more, because its backward has to leave a graph."""
         self._tell("graph", "a backward with create_graph=True runs the original's forward once more, and "
                             "differentiates that: this takes the original's memory, outside of the budget. A "
                             "gradient that is computed inside of the module is planned ('Gradient penalties' "
@@ -231,11 +232,11 @@ class PlannedModule(StandIn):
         return self._run_original(args, kwargs)
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is planned, as it is without a plan."""
+        """Run the original without a plan."""
         return self._original(*args, **kwargs)
 
     def _first_step(self, ready: Executable) -> FirstStep | None:
-        """Watches a plan's first step, where that is wanted and the device can tell."""
+        """Return a measurement of a plan's first step, if it is wanted and the device can measure it."""
         statistics = statistics_of(ready.compiled.device) if self._verify else None
         if statistics is None or ready.measured:
             return None
@@ -271,14 +272,15 @@ class PlannedModule(StandIn):
             if len(self._unplanned) >= _MOST_UNPLANNED:
                 self._unplanned.clear()
             self._unplanned.add(key)
-            warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a one "
+            warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a call "
                  f"cannot be planned: the original module runs instead, without a budget. {error}")
             return None
         self._reader.follow(known.capture)
         return known
 
     def _has_something_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Without it the original keeps nothing for a backward."""
+        """Return whether anything requires a gradient; otherwise the original keeps nothing for a
+        backward."""
         return any(p.requires_grad for p in self._original.parameters()) or \
             any(t.requires_grad for t in tensors_in((args, kwargs)))
 
@@ -290,11 +292,12 @@ class PlannedModule(StandIn):
     # -- being the original ---------------------------------------------------------------
 
     def extra_repr(self) -> str:
-        """The plan in one line."""
+        """Return the plan in one line."""
         return repr(self.plan) if self._latest is not None else "no plan yet"
 
     def _made_with(self) -> tuple[Any, ...]:
-        """A copy follows the same plans: the first call of each signature finds its own."""
+        """Return values for a copy: it follows the same plans, and the first call of each signature finds its
+        own."""
         return (self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape,
                 self._lengths)
 
@@ -306,7 +309,7 @@ class PlannedModule(StandIn):
 
 
 def _with_signature_of(model: nn.Module | type[nn.Module]) -> Any:
-    """The planned forward with the original's signature: libraries look at its argument names."""
+    """Return the planned forward with the original's signature: libraries look at its argument names."""
     def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
         return PlannedModule.forward(self, *args, **kwargs)
 
@@ -333,14 +336,14 @@ def _class_for(kind: type[nn.Module]) -> type[PlannedModule]:
 
 
 def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A compiled function breaks its graph around a planned module, which runs as planned."""
+    """Run a planned module inside a compiled function, which breaks its graph around the module."""
     from rkmate.runtime.uncompiled import run_uncompiled
 
     return run_uncompiled(PlannedModule.forward, module, *args, **kwargs)
 
 
 def _traced_here() -> bool:
-    """Whether this thread captures, or exports, now: a module that this one is a part of.
+    """Return whether this thread captures, or exports, now: a module that this one is a part of.
 
     Torch's flag does not say: it is one for all threads.
     """

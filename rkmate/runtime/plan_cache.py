@@ -53,8 +53,8 @@ from rkmate.support.warn import warn
 
 
 class Engines:
-    """One engine for each device, made when it is first needed, closed when nobody has this any more. All
-    calls of an engine together keep to what may be away."""
+    """The engines of all devices: each is made when it is first needed, and closed when nothing refers to
+    this object any more. All calls of an engine together keep to the limit of bytes that may be away."""
 
     def __init__(self, offload: Offload | None) -> None:
         self.offload = offload
@@ -62,11 +62,11 @@ class Engines:
         self._made: dict[torch.device, CopyEngine] = {}
 
     def __reduce__(self) -> Any:
-        """A copy has engines of its own."""
+        """Give a copy engines of its own."""
         return Engines, (self.offload,)
 
     def of(self, device: torch.device) -> CopyEngine:
-        """The engine of a device. Raises `ArgumentError` where nothing can be sent from there."""
+        """Return the engine of a device. Raises `ArgumentError` where nothing can be sent from there."""
         assert self.offload is not None, "a plan that sends nothing"
         with self._lock:
             found = self._made.get(device)
@@ -81,7 +81,7 @@ class Engines:
 # Calls that differ in sizes alone: which signatures are alike, and a capture from theirs.
 #
 # Two full captures of a call at different sizes, and dry runs of both, give the graph of a third
-# (`rkmate.graph.capture.resized`). Each is a member of a family: the signatures that are equal but for the
+# (`rkmate.graph.sizes.resized`). Each is a member of a family: the signatures that are equal except for the
 # lengths and strides of the arguments.
 
 
@@ -90,7 +90,7 @@ logger = logging.getLogger("rkmate")
 MEMBERS = 4
 """Captures that a new size is derived from, at most: the latest."""
 SAID = (1, 10, 100, 1000, 10_000, 100_000)
-"""After how many new sizes it is said how long they took."""
+"""Numbers of new sizes after which a message says how long they took."""
 
 
 @dataclass
@@ -103,12 +103,12 @@ class Member:
 
 @dataclass
 class NewSizes:
-    """How many sizes were planned after the first one, and how long that took."""
+    """Counts the sizes that were planned after the first one, and their seconds."""
 
     derived: int = 0
-    """From captures of other sizes."""
+    """Number of sizes derived from captures of other sizes."""
     captured: int = 0
-    """By a capture of their own."""
+    """Number of sizes captured themselves."""
     seconds: float = 0.0
     told: set[int] = field(default_factory=set)
 
@@ -126,21 +126,22 @@ class NewSizes:
 
 
 def alike(a: Guards, b: Guards) -> bool:
-    """Whether two signatures differ in the sizes of their arguments at most."""
+    """Return whether two signatures differ in the sizes of their arguments at most."""
     return len(a.inputs) == len(b.inputs) and a._replace(inputs=b.inputs) == b and all(
         len(s[0]) == len(t[0]) and s[1:4] == t[1:4] and isinstance(s[4], tuple) and isinstance(t[4], tuple)
         for s, t in zip(a.inputs, b.inputs, strict=True))
 
 
 def comparable(key: Guards, other: Guards) -> bool:
-    """Whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
+    """Return whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
     return all(a == b or min(a, b) > 1 for s, t in zip(key.inputs, other.inputs, strict=True)
                for a, b in zip(s[0], t[0], strict=True))
 
 
 def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Guards,
            members: Sequence[Member]) -> tuple[Capture | None, Recording | None]:
-    """The capture of a call from those of its family, if that is certain; and the dry run of the call."""
+    """Return the capture of a call from those of its family, if that is certain; and the dry run of the
+    call."""
     if not possible(shapes_of(key), [shapes_of(m.key) for m in members]):
         return None, None
     start = time.perf_counter()
@@ -161,7 +162,7 @@ def compare(model: nn.Module, members: Sequence[Member]) -> None:
 
 
 def shapes_of(key: Guards) -> list[Sequence[int]]:
-    """The shapes of a signature's tensors."""
+    """Return the shapes of a signature's tensors."""
     return [place[0] for place in key.inputs]
 
 
@@ -172,15 +173,15 @@ def shapes_of(key: Guards) -> list[Sequence[int]]:
 
 
 _NODE_BYTES = 3 << 10
-"""What a node of a captured graph takes, with its fake tensor; rounded up."""
+"""Bytes of a node of a captured graph with its fake tensor, rounded up."""
 
 TangentMask = tuple[bool, ...]
-"""Per output, whether a gradient comes for it."""
+"""For each output, whether a gradient comes for it."""
 
 
 @dataclass(frozen=True)
 class Planning:
-    """How the plans of one wrapped module are made."""
+    """Everything that determines how the plans of one wrapped module are made."""
 
     budget: Budget
     planner: str
@@ -193,37 +194,37 @@ class Planning:
     counts_calls: bool = False
     """Whether later steps are planned for as many calls before a backward as were seen in one."""
     engines: Engines | None = None
-    """What copies data away, where other modules share it; None: the module's own."""
+    """Engines that copy data away, if other modules share them; None: the module's own."""
 
 
 @dataclass
 class Executable:
-    """One plan, and what runs it."""
+    """A plan, and the code that runs it."""
 
     plan: Plan
     compiled: PlannedStep
     measured: bool = False
     """Whether a step has been measured against the prediction."""
     known: KnownPlan | None = None
-    """What plans of other sizes may take from it."""
+    """Data that plans of other sizes may use."""
     graph_nodes: int = 0
-    """Of the graph that it runs over."""
+    """Number of nodes of the graph that it runs over."""
     recorded: RecordedStep | None = None
-    """Where steps are recorded, and one was."""
+    """The recorded step, if steps are recorded and one was."""
     ran: bool = False
     """Whether a step has run as it is, before it is recorded: libraries set themselves up in it."""
 
 
 @dataclass
 class Specialization:
-    """One signature: its trace, and an executable per tangent mask."""
+    """A signature: its trace, and an executable for each tangent mask."""
 
     traced: Traced
     executables: dict[TangentMask, Executable] = field(default_factory=dict)
     mask: TangentMask = ()
-    """What the next forward is planned for."""
+    """The tangent mask that the next forward is planned for."""
     member: Member | None = None
-    """Where it was captured in full: what other sizes are derived from."""
+    """The full capture from which other sizes are derived; None if this one was derived."""
 
     @property
     def bytes(self) -> int:
@@ -234,7 +235,7 @@ class Specialization:
 
     @property
     def capture(self) -> Capture:
-        """What was captured."""
+        """The captured model."""
         return self.traced.capture
 
 
@@ -246,7 +247,7 @@ class PlanCache:
     """
 
     def __init__(self, model: nn.Module, planning: Planning, saved: Sequence[Plan] = ()) -> None:
-        """`saved`: plans to follow where they fit, instead of searching for one."""
+        """`saved`: plans to follow if they fit, instead of searching for one."""
         self.model = traceable(model)
         self.planning = planning
         self._saved = list(saved)
@@ -265,7 +266,8 @@ class PlanCache:
         return len(self._kept)
 
     def recorded(self, ready: Executable, tensors: Sequence[torch.Tensor]) -> RecordedStep | None:
-        """The recording to replay for a call; None where its step runs as it is: the first one of a plan."""
+        """Return the recording to replay for a call; None where its step runs as it is: the first one of a
+        plan."""
         if not self.planning.cuda_graph or not ready.ran:
             ready.ran = True
             return None
@@ -275,12 +277,12 @@ class PlanCache:
         return ready.recorded
 
     def all(self) -> list[Plan]:
-        """Every plan that is kept."""
+        """Return every plan that is kept."""
         with self._lock:
             return [e.plan for s in self._kept.values() for e in list(s.executables.values())] or self._saved
 
     def find(self, key: Guards) -> Specialization | None:
-        """The plans of a signature; it becomes the latest used."""
+        """Return the plans of a signature; it becomes the latest used."""
         with self._lock:
             if self._last is not None and self._last[0] == key:
                 return self._last[1]
@@ -291,17 +293,18 @@ class PlanCache:
             return known
 
     def has_flags(self, flags: FlagGuards) -> bool:
-        """Whether some plan was made for these submodules with their train and gradient flags and hooks."""
+        """Return whether some plan was made for these submodules with their train and gradient flags and
+        hooks."""
         with self._lock:
             return any(k.flags == flags for k in self._kept)
 
     def has_parts(self, flags: FlagGuards) -> bool:
-        """Whether some plan was made for these submodules."""
+        """Return whether some plan was made for these submodules."""
         with self._lock:
             return any(k.flags.parts == flags.parts for k in self._kept)
 
     def differing(self, key: Guards) -> str:
-        """In what a call differs from the nearest that a plan was made for."""
+        """Return how a call differs from the nearest planned call."""
         with self._lock:
             return differing(key, self._kept)
 
@@ -350,7 +353,7 @@ class PlanCache:
             return known
 
     def _of_other_sizes(self, key: Guards) -> list[Specialization]:
-        """What is kept of signatures that differ in sizes alone; the latest used last."""
+        """Return the kept signatures that differ only in sizes, the latest used last."""
         with self._lock:
             return [s for k, s in self._kept.items() if alike(k, key)]
 
@@ -380,7 +383,7 @@ class PlanCache:
                 "of the forward")
 
     def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
-        """The plan that the next forward follows; made for the loss of the latest one."""
+        """Return the plan that the next forward follows; made for the loss of the latest one."""
         calls = self.planning.settings.calls
         if self.open_calls.seen > calls and not self.open_calls.now():
             return self._for_calls_seen(known, tensors, calls)
@@ -396,7 +399,7 @@ class PlanCache:
                     found = self._executable(replace(known.traced, wanted=mask, tensors=held),
                                              self.planning.budget)
                 except InfeasibleBudget as error:
-                    raise InfeasibleBudget(f"a loss that leads to {_names(mask)}: {error}",
+                    raise InfeasibleBudget(f"a loss that depends on {_names(mask)}: {error}",
                                            error.minimum_bytes) from error
                 known.executables[mask] = found
         if found.plan.deferred and self.reads.often:
@@ -405,8 +408,9 @@ class PlanCache:
 
     def _for_calls_seen(self, known: Specialization, tensors: Sequence[torch.Tensor],
                         before: int) -> Executable:
-        """Return a plan for as many calls before a backward as an earlier step made; from now on, all plans
-        are for so many. Where the budget is too small for that, warn, and plan for `before` calls."""
+        """Return a plan for the number of calls before a backward that an earlier step made. From now on,
+        all plans are for this number. If the budget is too small for it, warn, and plan for `before`
+        calls."""
         calls = self.open_calls.seen
         with planning_lock:
             self._plan_for_calls(calls)
@@ -424,7 +428,7 @@ class PlanCache:
         return found
 
     def _plan_for_calls(self, calls: int) -> None:
-        """Let all plans be made anew, when they are needed, for so many calls before a backward."""
+        """Let all plans be made again, when they are needed, for a number of calls before a backward."""
         settings = replace(self.planning.settings, calls=calls)
         self.planning = replace(self.planning, settings=settings)
         with self._lock:
@@ -434,8 +438,8 @@ class PlanCache:
 
     def _with_ordinary_outputs(self, known: Specialization, found: Executable,
                                tensors: Sequence[torch.Tensor]) -> Executable:
-        """A plan whose steps compute the outputs that are read all the time; the one before, where that takes
-        more than the budget."""
+        """Return a plan whose steps compute the outputs that are read all the time; the one before, where
+        that takes more than the budget."""
         mask = found.compiled.wanted
         with planning_lock:
             latest = known.executables[mask]
@@ -454,7 +458,7 @@ class PlanCache:
 
     def again(self, known: Specialization, planned: TangentMask, kept: RerunState,
               given: Mapping[int, torch.Tensor]) -> Gradients:
-        """Gradients of a forward that was planned for another loss: it runs a second time.
+        """Return gradients of a forward that was planned for another loss: it runs a second time.
 
         The next forward is planned for the gradients that came.
         """
@@ -466,9 +470,9 @@ class PlanCache:
             if found is None:
                 found = self._for_one_step(known, mask, kept)
         warn(
-            f"the loss leads to {_names(mask)}{' alone' if narrower else ''}, which is not what "
+            f"the loss depends on {_names(mask)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
-            f"{found.plan.peak_bytes:,} bytes beside what it keeps. The next forward is planned for "
+            f"{found.plan.peak_bytes:,} bytes on top of what it keeps. The next forward is planned for "
             "this loss (Settings(trains=...) says from the start which outputs a loss takes)")
         with torch.no_grad():
             return found.compiled.again(kept, dict(given))
@@ -487,8 +491,8 @@ class PlanCache:
             return made
 
     def _at_least(self, traced: Traced, refused: InfeasibleBudget) -> tuple[Executable, InfeasibleBudget]:
-        """What follows the smallest budget that an error names, or where that was counted alone, that another
-        one names once it is measured; and the error."""
+        """Plan at the minimum budget that the error reports. If that minimum was only estimated, planning
+        fails once more with the measured one. Returns the plan and the error that it follows."""
         try:
             return self._executable(traced, Budget(bytes=refused.minimum_bytes)), refused
         except InfeasibleBudget as measured:
@@ -496,7 +500,7 @@ class PlanCache:
 
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                     known: Sequence[KnownPlan] = (), *, derived: bool = False) -> Executable:
-        """The plan to follow, a saved one, or a new one, and the code of it. `known`: of other sizes;
+        """Return the plan to follow, a saved one, or a new one, and the code of it. `known`: of other sizes;
         `derived`: from them, and not measured."""
         if plan is None and self.reads.often and traced.settings.deferred_outputs != "never":
             with contextlib.suppress(InfeasibleBudget):

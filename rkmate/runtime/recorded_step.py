@@ -28,11 +28,11 @@ _OPTION = "cuda_graph=True"
 
 
 def check_device(devices: Sequence[torch.device], *, sends: bool) -> None:
-    """Raises `ArgumentError` where a step cannot be recorded because of where it runs, or because it `sends`
-    data away meanwhile."""
+    """Raise `ArgumentError` if a step cannot be recorded because of its devices, or because it `sends` data
+    away meanwhile."""
     if sends:
-        raise ArgumentError(f"{_OPTION} replays what a device was asked to do, and copies to another place "
-                            "are not among that: leave offload= out")
+        raise ArgumentError(f"{_OPTION} replays only the device's work, without copies to another place: "
+                            "leave out offload=")
     wrong = [d for d in devices if not can_record(d)]
     if wrong or not devices:
         raise ArgumentError(f"{_OPTION} records the step on a CUDA device, and the model is on "
@@ -40,7 +40,7 @@ def check_device(devices: Sequence[torch.device], *, sends: bool) -> None:
 
 
 def check_plan(plan: Plan, step: PlannedStep) -> None:
-    """Raises `ArgumentError` where a plan's step cannot be recorded."""
+    """Raise `ArgumentError` if a plan's step cannot be recorded."""
     if plan.gradients == "in_place":
         raise ArgumentError(f'{_OPTION} hands out gradients: it cannot go with gradients="in_place"')
     if plan.calls > 1:
@@ -51,7 +51,8 @@ def check_plan(plan: Plan, step: PlannedStep) -> None:
                             "others (submodules that run as they are, or custom operators), which may")
     if step.written:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward writes to tensor "
-                            f"{min(step.written)} among them (from 0 on), which the caller would not see")
+                            f"{min(step.written)} among them (counted from 0), which the caller would not "
+                            "see")
     if step.capture.effects.objects:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward changes an object "
                             "among them, which the caller would not see")
@@ -64,7 +65,7 @@ class _Recording(Environment):
     """Repeated draws come from generators that are made equal before each replay."""
 
     def draws_from(self, recorder: Recorder, generators: Iterator[torch.Generator]) -> None:
-        """`generators`: in the order of the draws."""
+        """Draw from `generators`, which are in the order of the draws."""
         self._recorder, self._generators = recorder, generators
 
     @contextmanager
@@ -76,10 +77,10 @@ class _Recording(Environment):
 
 
 class RecordedStep:
-    """One plan's step, recorded for the tensors that the module has now."""
+    """A plan's step, recorded for the tensors that the module has now."""
 
     def __init__(self, step: PlannedStep, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises `ArgumentError` when something in it cannot be recorded."""
+        """Record the step. Raises `ArgumentError` if a part of it cannot be recorded."""
         self._step = step
         sources = step.sources(tensors)
         elsewhere = sorted(k for k, t in sources.items() if t.device != step.device)
@@ -124,11 +125,11 @@ class RecordedStep:
         env.clear()
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether parameters, buffers and constants stand where they stood."""
+        """Return whether parameters, buffers and constants stand where they stood."""
         return self._addresses == _addresses(self._step, self._step.sources(tensors))
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The forward; the backward follows through autograd."""
+        """Replay the forward; the backward follows through autograd."""
         step = self._step
         targets = [step.target(k, tensors) for k in self._grads]
         flat = list(_Replayed.apply(self, tensors, *targets))
@@ -139,7 +140,7 @@ class RecordedStep:
         return step.result.fill(flat)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor | None]]:
-        """Replays the forward: its number, and copies of the outputs."""
+        """Replay the forward. Returns its number, and copies of the outputs."""
         sources = self._step.sources(tensors)
         for key, static in self._inputs.items():
             static.copy_(sources[key])
@@ -151,15 +152,15 @@ class RecordedStep:
 
     def backward(self, number: int, given: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
                  ) -> list[torch.Tensor]:
-        """Replays the backward of the forward of that number. Raises `BackwardError`."""
+        """Replay the backward of the forward with this number. Raises `BackwardError`."""
         if number != self._open:
             raise BackwardError(f"with {_OPTION} the backward of a forward comes before the next forward, "
                                 "and once: what this one left has been written over")
         missing = [i for i in self._tangents if given[i] is None]
         if missing:
-            raise BackwardError(f"with {_OPTION} a loss leads to all outputs that were planned for, and this "
-                                f"one does not to output {missing[0]} (counted from 0): name those of the "
-                                "loss with Settings(trains=...)")
+            raise BackwardError(f"with {_OPTION} a loss must depend on all planned outputs, and this one "
+                                f"does not depend on output {missing[0]} (counted from 0): name the outputs "
+                                "that the loss depends on with Settings(trains=...)")
         sources = self._step.sources(tensors)
         check_versions(self._versions, [*sources], [*sources.values()])
         self._open += 1
@@ -216,7 +217,7 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise BackwardError("the loss leads to an output that the plan was not made for, and with "
+        raise BackwardError("the loss depends on an output that the plan was not made for, and with "
                             f"{_OPTION} the forward cannot run a second time: say so with "
                             "Settings(trains=...)")
 

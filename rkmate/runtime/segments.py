@@ -37,15 +37,15 @@ WithGraph = Callable[["Call", Mapping[int, torch.Tensor]], dict[str, "torch.Tens
 
 
 class Call:
-    """One forward and the backward that belongs to it."""
+    """A forward and the backward that belongs to it."""
 
     __slots__ = ("__weakref__", "additions", "again_with_graph", "begins", "env", "finished", "functions",
                  "last", "next", "ready", "rerun", "targets", "token", "went", "with_graph")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
-        """`last`: the last segment that autograd will ask for. `targets`: per segment, what its
-        gradients are of (source keys)."""
+        """`last`: the last segment that autograd will ask for. `targets`: for each segment, the source keys
+        that its gradients belong to."""
         self.env = env
         self.functions = functions
         self.last = last
@@ -56,17 +56,17 @@ class Call:
         self.ready: dict[str, torch.Tensor] | None = None
         """Gradients that were found in another way: the segments only hand them out."""
         self.additions: Additions | None = None
-        """What the backward adds to gradients itself, where it does."""
+        """Gradients that the backward adds to `.grad` itself, if there are any."""
         self.begins: Callable[[], None] | None = None
         """Called before the first segment runs."""
         self.finished: Callable[[], None] | None = None
         """Called when the last segment has run."""
         self.rerun: RerunState | None = None
-        """For a second run, where there are outputs that this backward was not planned for."""
+        """Data for a second run, if there are outputs that this backward was not planned for."""
         self.again_with_graph: WithGraph | None = None
         """Gradients that can be differentiated, by the original's forward."""
         self.with_graph: dict[str, torch.Tensor | None] = {}
-        """Such gradients, for the segments to hand out."""
+        """Gradients with a graph, for the segments to hand out."""
         self.token = token(env.device)
         """The gradient of every token."""
 
@@ -139,7 +139,7 @@ class Call:
         return [self.with_graph.pop(k, None) for k in self.targets[number]]
 
     def all_with_graph(self, given: Mapping[int, torch.Tensor]) -> list[Any]:
-        """All gradients at once, where they come through outputs that were not planned for."""
+        """Return all gradients at once, where they come through outputs that were not planned for."""
         return list(self._with_graph(given).values())
 
     def _with_graph(self, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
@@ -166,7 +166,7 @@ class Call:
         self.went |= new
 
     def again(self) -> RerunState:
-        """What a second run needs. Raises `BackwardError` when it was let go."""
+        """Return the data that a second run needs. Raises `BackwardError` if it was released."""
         if self.rerun is None:
             raise BackwardError(
                 "this forward has been through a backward already, and its inputs are gone; take all "
@@ -175,32 +175,33 @@ class Call:
         return self.rerun
 
     def let_go(self) -> None:
-        """Forget the inputs once the backward is over: the loss may live on. Where the graph is to
-        stay (retain_graph=True) they stay, as autograd's own saved tensors do."""
+        """Forget the inputs when the backward is over, because the loss may live longer. With
+        retain_graph=True they stay, as autograd's own saved tensors do."""
         if self.next > self.last and not keeps_graph():
             self.rerun = None
 
 
 def token(device: torch.device) -> torch.Tensor:
-    """No elements, on the plan's device whatever the default one is: autograd runs a segment on the
-    stream that its token was made on."""
+    """Make a tensor without elements, on the plan's device whatever the default device is: autograd runs a
+    segment on the stream that its token was made on."""
     return torch.empty(0, device=device)
 
 
 def without_autocast(device: torch.device) -> Any:
-    """A planned step holds the casts that autocast made while it was traced."""
+    """Switch autocast off inside the context: a planned step contains the casts that autocast made while it
+    was traced."""
     kind = devices.of(device).autocast_kind
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 def unrecorded(whether: bool) -> Any:
-    """For operations that are not to be recorded, and need nothing of autograd."""
+    """Skip autograd inside the context if `whether` is true, for operations that should not be recorded."""
     return below_autograd() if whether else _NOTHING
 
 
 def unseen(function: Callable[..., None]) -> Callable[..., None]:
-    """A function of a slice, whose values are the step's own: what others see is made, and written, by those
-    that call it."""
+    """Return a function of a slice that runs below views, if the values are the step's own. Tensors that
+    others see are made, and written, by the functions that call it."""
     def run(env: Environment, **names: Any) -> None:
         if env.unrecorded:
             with below_views():
@@ -241,8 +242,8 @@ class _Segment(torch.autograd.Function):
 
 
 def _quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`apply`, without a look at every argument for what transforms of torch.func have left: planned modules
-    do not run inside of those."""
+    """Return `apply` without the check of every argument for transforms of torch.func: planned modules do not
+    run inside of those."""
     found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return found
 
@@ -309,7 +310,7 @@ def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], Non
             outputs: list[torch.Tensor], fixed: Sequence[int],
             params: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor],
             added: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Hang the segments of the backward into autograd's graph; returns the module's outputs.
+    """Insert the segments of the backward into autograd's graph. Returns the module's outputs.
 
     `fixed`: outputs without a gradient. `params`: per segment, in the order of the backward.
     `inputs`: the inputs whose gradients the last segment returns. `added`: per segment, parameters whose
@@ -335,7 +336,7 @@ def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor]
 
 # -- Open calls ------------------------------------------------------------------------------------
 #
-# Calls of one module whose backward has not come: what they hold stands beside the next call's plan.
+# Calls of one module whose backward has not come: the next call's plan does not count what they hold.
 
 
 class OpenCalls:
@@ -354,7 +355,7 @@ class OpenCalls:
         self._told: set[int] = set()
 
     def now(self) -> list[Call]:
-        """The calls that are open."""
+        """Return the calls that are open."""
         with self._lock:
             found = [call for r in self._calls if (call := r()) is not None and call.is_open]
             self._calls = [weakref.ref(call) for call in found]
@@ -367,19 +368,19 @@ class OpenCalls:
         self._told.clear()
 
     def add(self, call: Call, plan: Plan) -> None:
-        """A forward that has run, and the plan that it follows."""
+        """Add a forward that has run, and the plan that it follows."""
         with self._lock:
             self._calls.append(weakref.ref(call))
         call.begins = partial(self.check, plan)
 
     def check(self, plan: Plan, *, forward: bool = False) -> None:
-        """Before a forward, or a backward: warn where the other calls hold so much that what follows is
-        over the budget. Said once for each number of calls."""
+        """Warn, before a forward or a backward, if the other calls hold so much that the next part exceeds
+        the budget. Warns once for each number of calls."""
         others = 0 if forward else 1
         key = plan.fingerprint, len(self.now()) - others + 1, forward
         if key[1] <= plan.calls or key in self._looked or key[1] in self._told:
             return
-        gc.collect()                    # outputs that are gone but for a circle of references
+        gc.collect()                    # outputs that only a circle of references keeps
         opened = self.now()
         calls = len(opened) - others + 1
         if calls <= plan.calls or calls in self._told:
@@ -403,7 +404,7 @@ class OpenCalls:
 
 
 def _of_forward(plan: Plan) -> int:
-    """The peak of a forward alone, in bytes."""
+    """Return the peak of a forward alone, in bytes."""
     graph, steps = plan.graph, plan.schedule.steps
     levels = simulate(graph.cd, plan.schedule, pinned=graph.pinned).timeline
     return max(levels[:steps.index(Loss())], default=0)

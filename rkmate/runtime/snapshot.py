@@ -1,4 +1,4 @@
-"""The attributes of a module at one moment, and whether a module is as it was when it was walked over."""
+"""The attributes of a module at one moment, and whether a module has changed since it was last walked."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Part:
                                  and self.content == other.content)
 
     def or_new(self, content: tuple[Any, ...]) -> Part:
-        """This part where it has that content, else a new one."""
+        """Return this part if it has that content, else a new part."""
         return self if self.content == content else Part(content)
 
 
@@ -70,18 +70,18 @@ class Same(Part):
         self.objects = objects
 
     def is_of(self, objects: Sequence[Any]) -> bool:
-        """Whether it stands for these objects, in this order."""
+        """Return whether it stands for these objects, in this order."""
         return identical(self.objects, objects)
 
 
 def identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether both are the very same objects, in one order."""
+    """Return whether both are the very same objects, in one order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 def by_value(value: Any) -> Any:
-    """A scalar, or a tuple of them, by its value; a partial function by what it calls, and with what;
-    anything else by being this very object."""
+    """Return the key of a value: a scalar, or a tuple of scalars, by value; a partial function by its
+    function and arguments; any other object by identity."""
     if isinstance(value, SCALARS):
         return type(value), value
     if isinstance(value, tuple):
@@ -95,7 +95,8 @@ def by_value(value: Any) -> Any:
 
 
 def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
-    """An argument by all that it holds: containers, arrays, and the attributes of objects.
+    """Return the key of an argument by everything that it holds: containers, arrays, and the attributes of
+    objects.
 
     `above`: ids of what holds it, as it may hold itself. Raises `ArgumentError` for what can neither be taken
     apart nor be compared.
@@ -115,14 +116,14 @@ def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
         except TypeError:
             if not state and not isinstance(getattr(value, "__dict__", None), dict):
                 raise ArgumentError(
-                    f"an argument holds a {type(value).__name__}, of which cannot be told whether it is as "
-                    "when the call was planned: give tensors, numbers, containers or objects with "
-                    "attributes") from None
+                    f"an argument holds a {type(value).__name__}, and rkmate cannot tell whether it has "
+                    "changed since the call was planned: pass tensors, numbers, containers or objects "
+                    "with attributes") from None
     return type(value), content, tuple((k, by_content(v, above)) for k, v in sorted(state.items()))
 
 
 def _parts_of(value: Any, above: frozenset[int]) -> Any:
-    """What is in a container or an array; None for what is neither."""
+    """Return the content of a container or an array; None for any other object."""
     if isinstance(value, (list, tuple, deque)):
         return tuple(by_content(v, above) for v in value)
     if isinstance(value, Mapping):
@@ -142,7 +143,7 @@ def _parts_of(value: Any, above: frozenset[int]) -> Any:
 
 
 def _says_what_it_equals(value: Any) -> bool:
-    """Whether its class has a hash, and all attributes in slots: some may be caches (of a path)."""
+    """Return whether its class has a hash, and all attributes in slots: some may be caches (of a path)."""
     own: Any = type(value).__hash__
     return not hasattr(value, "__dict__") and own is not object.__hash__
 
@@ -158,10 +159,10 @@ def _says_what_it_equals(value: Any) -> bool:
 
 
 _OPEN = (dict, list, set, ModuleType)
-"""What can change without a trace of it; too much to compare at every call."""
+"""Types that can change without a trace of it, and that are too large to compare at every call."""
 _SKIPPED = {"training", "_is_full_backward_hook", "_is_hf_initialized"}
 _WRITTEN_BY_SAVING = {"architectures", "dtype"}
-"""What `save_pretrained` of transformers writes into a configuration: it describes the file."""
+"""Attributes that `save_pretrained` of transformers writes into a configuration: they describe the file."""
 _LISTS = {"merged_adapters", "_active_adapter"}
 """Lists of names that decide what a forward computes: of peft's layers."""
 _FOLLOWED = 16
@@ -177,7 +178,7 @@ class Attribute(NamedTuple):
     holder: nn.Module
     name: str
     path: str
-    """From the model on, for messages."""
+    """Path from the model on, for messages."""
 
 
 class Box(NamedTuple):
@@ -188,13 +189,13 @@ class Box(NamedTuple):
     path: str
 
     def members(self) -> Sequence[Any]:
-        """What is in it now; its keys, too."""
+        """The current members, including keys."""
         return _members(self.holder.__dict__.get(self.name))
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """Which attributes of a model are compared."""
+    """The attributes of a model that are compared."""
 
     plain: tuple[Attribute, ...]
     boxes: tuple[Box, ...]
@@ -202,7 +203,7 @@ class Attributes:
     """What each planned forward assigns: a key has these values of it."""
 
     def in_boxes(self) -> list[Any]:
-        """The members of all boxes now."""
+        """Return the members of all boxes now."""
         return [t for box in self.boxes for t in box.members()]
 
     def without(self, old: Overrides) -> Attributes:
@@ -214,7 +215,8 @@ class Attributes:
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """Those that are there now, and `forward`: what a library's forward adds later is of no plan."""
+    """Return the attributes that exist now, and `forward`. Attributes that a library's forward adds later do
+    not belong to a plan."""
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     plain: list[Attribute] = []
     boxes: list[Box] = []
@@ -234,21 +236,21 @@ def attributes_of(model: nn.Module) -> Attributes:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What stands in a model's plain attributes at one moment."""
+    """The values of a model's plain attributes at one moment."""
 
     attributes: Attributes
     dicts: Sequence[dict[str, Any]]
-    """Where each value stands; here and in the next two, one entry for a value."""
+    """For each value, the dictionary that holds it; the next two have an entry for each value, too."""
     keys: Sequence[str]
     values: Sequence[Any]
     hooks: Sequence[Any]
     members: Sequence[Any]
-    """Of all boxes."""
+    """Members of all boxes."""
     part: Part
-    """Of a key: (path, stand-in for the value) of each."""
+    """Part of a key: (path, stand-in for the value) of each value."""
 
     def is_now(self, hooks: Sequence[Any]) -> bool:
-        """Whether all is as it was, object by object. Quick: this is asked at every call."""
+        """Return whether all is as it was, object by object. Quick: this is asked at every call."""
         return identical(hooks, self.hooks) and (
             not self.attributes.boxes or identical(self.attributes.in_boxes(), self.members)) and \
             all(map(is_, map(dict.get, self.dicts, self.keys, repeat(MISSING)), self.values))
@@ -256,7 +258,7 @@ class Snapshot:
 
 def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overrides | None = None
              ) -> Snapshot:
-    """The attributes as they are; with `overrides`, as they would be with those values."""
+    """Return the attributes as they are; with `overrides`, as they would be with those values."""
     overrides = {**attributes.left_out, **(overrides or {})}
     read: list[tuple[dict[str, Any], str, Any]] = []
     content: list[tuple[str, Any]] = []
@@ -294,7 +296,7 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
 
 
 def before(now: Snapshot, assigned: Sequence[Assigned]) -> Snapshot:
-    """The attributes as they were before some assignments to what is there now."""
+    """Return the attributes as they were before some assignments to what is there now."""
     return snapshot(now.attributes, now.hooks,
                     {(id(a.holder.__dict__), a.name): a.old for a in assigned})
 
@@ -306,11 +308,11 @@ class Equivalents:
         self._first: OrderedDict[Part, Part] = OrderedDict()
 
     def of(self, part: Part) -> Part:
-        """The first of the states that mean the same as this one."""
+        """Return the first of the states that mean the same as this one."""
         return self._first.get(part, part)
 
     def add(self, part: Part, earlier: Part) -> None:
-        """From now on `part` means what `earlier` means; the oldest such entry may be forgotten."""
+        """Note that `part` means from now on what `earlier` means. The oldest such entry may be forgotten."""
         if part != earlier:
             self._first[part] = earlier
             while len(self._first) > _FOLLOWED:
@@ -318,7 +320,8 @@ class Equivalents:
 
 
 def _leaves(content: dict[str, Any], overrides: Overrides) -> Iterator[tuple[str, Any]]:
-    """The plain attributes of an object that a module holds; those that are overridden are there, too."""
+    """Return the plain attributes of an object that a module holds; those that are overridden are there,
+    too."""
     more = (k for d, k in overrides if d == id(content) and k not in content)
     for k in (*content, *more):
         v = overrides.get((id(content), k), content.get(k, MISSING))
@@ -333,7 +336,8 @@ def _members(value: Any) -> Sequence[Any]:
 
 
 def _is_own(forward: Any, m: nn.Module) -> bool:
-    """Whether it is the class's forward, which libraries leave in a module after a wrapper of theirs."""
+    """Return whether it is the class's forward, which libraries leave in a module after a wrapper of
+    theirs."""
     return isinstance(forward, MethodType) and forward.__self__ is m \
         and forward.__func__ is type(m).forward
 
@@ -380,13 +384,13 @@ _COUNTED = dict_version is not None and counts_assignments()
 
 
 class Walk:
-    """What a walk over a module has come by."""
+    """The objects that a walk over a module has passed."""
 
     __slots__ = ("_around", "_attributes", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_kinds",
                  "_modules", "_objects", "_quick", "_snapshot", "_tensors", "_types", "_versions")
 
     def __init__(self, modules: Sequence[nn.Module], attributes: Snapshot) -> None:
-        """`modules`: the module and those in it. `attributes`: theirs, as they are now."""
+        """`modules`: the module and all modules in it. `attributes`: their current attributes."""
         self._modules, self._snapshot = modules, attributes
         self._types = [*map(type, modules)]
         self._kinds = [*dict.fromkeys(self._types)]
@@ -404,10 +408,10 @@ class Walk:
         self._forwards = forwards(self._kinds)
         self._forms = self._forms_now()
         self._quick = None if self._forms is None else _quick_forms(self._tensors_now())
-        """Of the same tensors, for one call; it says no for other reasons, too (autocast)."""
+        """Check of the tensors for one call; it may fail for other reasons, too (autocast)."""
 
     def is_now(self) -> bool:
-        """Whether another one would come by the same."""
+        """Return whether another one would come by the same."""
         boxes = self._snapshot.attributes.boxes
         return identical([*map(type, self._modules)], self._types) \
             and identical([*map(_content, self._modules)], self._dicts) \
@@ -426,7 +430,7 @@ class Walk:
         return [t for some in self._tensors for t in some if t is not None]
 
     def _forms_now(self) -> tuple[list[Any], list[Any]] | None:
-        """Of parameters and buffers; None where some are no ordinary tensors."""
+        """Return the forms of parameters and buffers; None if some are not ordinary tensors."""
         tensors = self._tensors_now()
         if any(t.layout is not torch.strided for t in tensors):
             return None
@@ -434,8 +438,8 @@ class Walk:
 
 
 def _quick_forms(tensors: Sequence[torch.Tensor]) -> Any:
-    """Compares types, dtypes, devices, sizes, strides, and whether a gradient is taken; None where torch
-    cannot (nested tensors)."""
+    """Return a check of types, dtypes, devices, sizes, strides, and whether a gradient is recorded; None if
+    torch has none (nested tensors)."""
     try:
         sizes: Any = [[*t.shape] for t in tensors]
         strides: Any = [[*t.stride()] for t in tensors]
@@ -445,12 +449,13 @@ def _quick_forms(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def forwards(types: Sequence[type]) -> list[Any]:
-    """The forwards of classes: libraries replace those, too. Other descriptors make one at each access."""
+    """Return the forwards of classes: libraries replace those, too. Other descriptors make one at each
+    access."""
     return [f for t in types if isinstance(f := getattr(t, "forward", None), FunctionType)]
 
 
 def _content_of(dicts: Iterable[dict[str, Any]]) -> list[Any]:
-    """Names and values in dictionaries, one after another."""
+    """Return names and values in dictionaries, one after another."""
     return [*chain.from_iterable(dicts), *chain.from_iterable(map(dict.values, dicts))]
 
 

@@ -1,5 +1,5 @@
-"""What torch.compile leaves alone. A module of its own: `torch.compiler.disable` loads Dynamo, which takes
-seconds, and is there already where this is needed."""
+"""Code that torch.compile leaves alone. It is a separate module because `torch.compiler.disable` loads
+Dynamo, which takes seconds. When this code is needed, Dynamo is loaded already."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(n: float) -> str:
-    """``8.4 MiB``: the unit in which the number is below 1024, three digits."""
+    """Return bytes in words, ``8.4 MiB``: three digits, in the unit in which the number is below 1024."""
     value, unit = float(n), 0
     while abs(value) >= 1023.5 and unit < len(_BYTES) - 1:
         value /= 1024
@@ -17,7 +17,7 @@ def size(n: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``1.9 ms``: seconds, milliseconds or microseconds."""
+    """Return seconds in words, ``1.9 ms``: in seconds, milliseconds or microseconds."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
         value = seconds * factor
         if abs(value) >= 0.9995 or unit == "us":
@@ -26,10 +26,10 @@ def duration(seconds: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """``32%``; ``-`` of nothing."""
+    """Return a share in percent, ``32%``; ``-`` if the whole is zero."""
     return f"{part / whole:.0%}" if whole else "-"
 
 
 def count(n: int, noun: str, plural: str | None = None) -> str:
-    """``1 block``, ``12 blocks``."""
+    """Return a number with its noun: ``1 block``, ``12 blocks``."""
     return f"{n:,} {noun if n == 1 else plural or noun + 's'}"

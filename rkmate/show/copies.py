@@ -1,4 +1,4 @@
-"""What a plan copies away and back, in figures: how much, how busy the link is, what is waited for."""
+"""Figures of a plan's copies: how much is copied, how busy the link is, how long the step waits."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Copies:
 
 
 def place_of(link: Link) -> str:
-    """A link's other end in words: ``/scratch``, ``host memory``."""
+    """Return a link's other end in words: ``/scratch``, ``host memory``."""
     return "host memory" if link.place == "host" else link.place or "another memory"
 
 
 def copies_of(replayed: Occupancy) -> Copies | None:
-    """None where the graph has no link to anywhere."""
+    """Return the figures of a plan's copies; None if the graph has no link."""
     link, judged = replayed.graph.link, replayed.simulation
     if link is None:
         return None
@@ -73,7 +73,7 @@ def copies_of(replayed: Occupancy) -> Copies | None:
 
 
 def _covered(spans: Iterable[tuple[int, float, float]]) -> float:
-    """Seconds in which at least one of the spans, which are in order of their starts, runs."""
+    """Return seconds in which at least one of the spans, which are in order of their starts, runs."""
     total = until = 0.0
     for _, start, end in spans:
         total += max(0.0, end - max(start, until))
@@ -87,7 +87,7 @@ def away_bytes(plan: PlanData) -> int:
 
 
 def block_sent(plan: PlanData, replayed: Occupancy) -> dict[int, int]:
-    """Per block: bytes of its forward storages that are copied away."""
+    """Return, for each block, the bytes of its forward storages that are copied away."""
     g = plan.graph
     sent: dict[int, int] = dict.fromkeys(g.block_c, 0)
     for j in replayed.copied:
@@ -98,8 +98,9 @@ def block_sent(plan: PlanData, replayed: Occupancy) -> dict[int, int]:
 
 
 def copied_rows(replayed: Occupancy) -> list[tuple[str, ...]]:
-    """Per tensor that is copied away, the largest first: what it is, its bytes, the seconds since the step's
-    begin at which it begins to leave, has left, begins to come back and has come, and its name."""
+    """Return, for each tensor that is copied away, the largest first: a description, its bytes, the seconds
+    since the step's beginning at which it begins to leave, has left, begins to come back and is back, and its
+    name."""
     g = replayed.graph
     back: dict[int, list[tuple[float, float]]] = {}
     for j, start, end in replayed.simulation.copies_in:
@@ -114,14 +115,15 @@ def copied_rows(replayed: Occupancy) -> list[tuple[str, ...]]:
 
 
 def rates(link: Link) -> str:
-    """``1.5 GiB/s out and 1.3 GiB/s back``, and what each GiB costs the processor."""
+    """Return the link's rates in words, ``1.5 GiB/s out and 1.3 GiB/s back``, with the processor time of each
+    GiB."""
     each = link.computing_seconds_per_byte * 2**30
     slows = f", for {duration(each)} of computing per GiB" if each else ""
     return f"{size(link.out_bytes_per_second)}/s out and {size(link.in_bytes_per_second)}/s back{slows}"
 
 
 def copies_facts(copies: Copies) -> tuple[tuple[str, str], ...]:
-    """Lines for a table of figures: (what, value)."""
+    """Return lines for a table of figures: (what, value)."""
     if not copies.tensors:
         return ("sent away", f"nothing, to {copies.place}"), ("link", rates(copies.link))
     waits = f"the step waits {duration(copies.stalled)}" if copies.waits else "nothing is waited for"
@@ -131,7 +133,8 @@ def copies_facts(copies: Copies) -> tuple[tuple[str, str], ...]:
 
 
 def copies_words(copies: Copies, recomputes: bool) -> str:
-    """Sentences: what is sent, when, how busy the link is, what is waited for; or why nothing is."""
+    """Return sentences about the copies: what is sent, when, how busy the link is, how long the step waits;
+    or why nothing is sent."""
     going_at = f"Copies go at {rates(copies.link)}, both at once."
     if not copies.tensors:
         why = "no faster plan with copies was found" if recomputes else \

@@ -25,7 +25,7 @@ from rkmate.show.replay import Occupancy, replay
 from rkmate.support.warn import warn
 
 Picture = Literal["chain", "forward", "simplified", "block", "schedule", "copies"]
-"""What `Plan.draw` draws."""
+"""The pictures that `Plan.draw` draws."""
 WHAT: tuple[Picture, ...] = ("chain", "forward", "simplified", "block", "schedule", "copies")
 _TEXT = (".dot", ".gv")
 _SUFFIXES = (".svg", ".png", ".pdf", *_TEXT)
@@ -63,7 +63,7 @@ def draw(plan: PlanData, path: str | Path, what: Picture, block: int | str | Non
 
 
 def check(path: str | Path, what: str, block: int | str | None, whole: bool = False) -> Path:
-    """The path, where the arguments of `draw` fit together. Raises `ArgumentError`."""
+    """Return the path, where the arguments of `draw` fit together. Raises `ArgumentError`."""
     path = Path(path)
     if what not in WHAT:
         raise ArgumentError(f"what is {what!r}; it should be one of {', '.join(WHAT)}")
@@ -81,7 +81,7 @@ def check(path: str | Path, what: str, block: int | str | None, whole: bool = Fa
 
 
 def block_number(plan: PlanData, block: int | str | None) -> int:
-    """A block by number or by the label of its class (the first of them). Raises `ArgumentError`."""
+    """Return a block by number or by the label of its class (the first of them). Raises `ArgumentError`."""
     labels = [b.label for b in plan.blocks]
     if isinstance(block, str) and block in labels:
         return labels.index(block)
@@ -94,8 +94,8 @@ def block_number(plan: PlanData, block: int | str | None) -> int:
 
 
 def pages_of(plan: PlanData, replayed: Occupancy | None) -> list[int]:
-    """Per block, the block whose page it shares: the first of its class that is run in the same way.
-    Without a replay, the first of its class."""
+    """Return, for each block, the block whose page it shares: the first of its class that runs in the same
+    way. Without a replay, the first of its class."""
     first: dict[object, int] = {}
     result = []
     runs = plan.schedule.recomputed()
@@ -112,7 +112,7 @@ def pages_of(plan: PlanData, replayed: Occupancy | None) -> list[int]:
 
 def _with_pages(path: Path, shared: list[int], main: Callable[[Link], graphviz.Digraph],
                 page: Callable[[int], graphviz.Digraph], start: bool) -> Path:
-    """A picture whose nodes link to pages; `shared`: per block, whose page it has. DOT text has no
+    """Return a picture whose nodes link to pages; `shared`: per block, whose page it has. DOT text has no
     pages."""
     if path.suffix in _TEXT:
         return write(main(no_links), path)
@@ -130,12 +130,12 @@ def _with_pages(path: Path, shared: list[int], main: Callable[[Link], graphviz.D
 
 
 def has_dot() -> bool:
-    """Whether Graphviz can draw here."""
+    """Return whether Graphviz can draw here."""
     return shutil.which("dot") is not None
 
 
 def svg(graph: graphviz.Digraph) -> str:
-    """The picture as an SVG element, to be put into a page. Needs `has_dot`."""
+    """Return the picture as an SVG element, to be put into a page. Needs `has_dot`."""
     text = str(graph.pipe(format="svg", encoding="utf-8"))
     return text[text.index("<svg"):]
 

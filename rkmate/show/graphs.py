@@ -45,8 +45,9 @@ class Group:
 
 
 def folded(labels: Sequence[str]) -> tuple[Group, ...]:
-    """A chain of blocks, by their classes, as groups: at each place the repetition that covers most blocks,
-    of those the shortest. ``A BC BC BC D`` are three groups, the second one of two blocks, three times."""
+    """Return a chain of blocks, by their classes, as groups: at each place the repetition that covers most
+    blocks, of those the shortest. ``A BC BC BC D`` are three groups, the second one of two blocks, three
+    times."""
     groups: list[Group] = []
     at = 0
     while at < len(labels):
@@ -64,7 +65,7 @@ def folded(labels: Sequence[str]) -> tuple[Group, ...]:
 
 
 def stands_for(groups: Sequence[Group]) -> dict[int, int]:
-    """Per block, the block of the first turn that is drawn for it."""
+    """Return, for each block, the block of the first turn that is drawn for it."""
     return {group.first + k: group.first + k % group.length
             for group in groups for k in range(group.length * group.times)}
 
@@ -76,17 +77,17 @@ _COLUMN = 24
 
 
 def no_links(block: int) -> str | None:
-    """Blocks without pages."""
+    """Return None: blocks have no pages."""
     return None
 
 
 def block_name(plan: PlanData, block: int) -> str:
-    """``block 3 (B)``."""
+    """Return a block's name: ``block 3 (B)``."""
     return "at the start" if block == HOISTED else f"block {block} ({plan.blocks[block].label})"
 
 
 def chain_graph(plan: PlanData, replayed: Occupancy, link: Link = no_links) -> graphviz.Digraph:
-    """The chain of blocks, identical ones in one colour, with what each carries and keeps."""
+    """Return the chain of blocks, identical ones in one colour, with what each carries and keeps."""
     graph = _graph("chain", rankdir="TB")
     colours = styles.class_colours([b.label for b in plan.blocks])
     counts = Counter(b.label for b in plan.blocks)
@@ -118,17 +119,17 @@ def chain_graph(plan: PlanData, replayed: Occupancy, link: Link = no_links) -> g
 
 
 def _column(blocks: int) -> int:
-    """Blocks of one column: a long chain is drawn as several, side by side."""
+    """Return the number of blocks in a column: a long chain is drawn as several columns, side by side."""
     return max(_COLUMN, math.ceil(math.sqrt(2 * blocks)))
 
 
 def _within(a: int, b: int, blocks: int) -> str:
-    """Whether an edge stays in one column, and so places its ends one below the other."""
+    """Return ``"true"`` if an edge stays in one column, and so places its ends one below the other."""
     return "true" if a // _column(blocks) == b // _column(blocks) else "false"
 
 
 def _columns(graph: graphviz.Digraph, nodes: Sequence[str]) -> None:
-    """The first blocks of the columns stand on one line, in order."""
+    """Place the first blocks of the columns on one line, in order."""
     heads = nodes[::_column(len(nodes))]
     if len(heads) > 1:
         with graph.subgraph(graph_attr={"rank": "same"}) as line:
@@ -143,7 +144,8 @@ def _cut_label(plan: PlanData, b: int) -> str:
 
 
 def block_memory(plan: PlanData, replayed: Occupancy) -> tuple[dict[int, int], dict[int, int]]:
-    """Per block: bytes of its forward storages kept for the backward, and of all that could be."""
+    """Return, for each block, the bytes of its forward storages that are kept for the backward, and of all
+    that could be."""
     g = plan.graph
     kept: dict[int, int] = dict.fromkeys(g.block_c, 0)
     whole: dict[int, int] = dict.fromkeys(g.block_c, 0)
@@ -161,13 +163,13 @@ def block_memory(plan: PlanData, replayed: Occupancy) -> tuple[dict[int, int], d
 
 
 def plan_recomputed(replayed: Occupancy, block: int) -> float:
-    """Seconds of a block's recomputations."""
+    """Return seconds of a block's recomputations."""
     return sum(t for c, t in replayed.recomputed_seconds.items()
                if replayed.graph.computations[c].block == block)
 
 
 def captured_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
-    """The forward as captured: operations, and in white what simplification takes away."""
+    """Return the forward as captured: operations, and in white what simplification takes away."""
     graph = _graph("captured")
     colours = styles.class_colours([b.label for b in plan.blocks])
     wanted = None if blocks is None else set(blocks)
@@ -186,7 +188,7 @@ def captured_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> graph
 
 
 def simplified_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> graphviz.Digraph:
-    """The forward after simplification: one node for each computation, one frame for each block."""
+    """Return the forward after simplification: one node for each computation, one frame for each block."""
     graph = _graph("simplified")
     g = plan.graph
     colours = styles.class_colours([b.label for b in plan.blocks])
@@ -218,7 +220,7 @@ def simplified_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> gra
 
 
 def collapsed_graph(plan: PlanData, what: str, link: Link) -> graphviz.Digraph:
-    """One node for each block, with the edges between them; each node links to its own page. Blocks that
+    """Draw a node for each block, with the edges between them; each node links to its own page. Blocks that
     repeat in a row are drawn once, in a frame that says how often."""
     graph = _graph(what)
     g = plan.graph
@@ -252,7 +254,7 @@ def collapsed_graph(plan: PlanData, what: str, link: Link) -> graphviz.Digraph:
             frame.attr(color=styles.FAINT, style="rounded,dashed")
             for b in group.blocks:
                 node(frame, b)
-            # Beside the first block: a label of the frame would stand on the edges that enter it.
+            # Next to the first block: a label of the frame would stand on the edges that enter it.
             last = plan.blocks[group.last].path or block_name(plan, group.last)
             frame.node(f"times{group.first}", _lines(f"{group.times} times,", f"up to {last}"),
                        shape="plain", style="")
@@ -270,7 +272,7 @@ def collapsed_graph(plan: PlanData, what: str, link: Link) -> graphviz.Digraph:
 
 
 def block_graph(plan: PlanData, block: int, replayed: Occupancy) -> graphviz.Digraph:
-    """One block's computations and data, forward and backward, as the plan runs them."""
+    """Draw a block's computations and data, forward and backward, as the plan runs them."""
     g, info = plan.graph, plan.blocks[block]
     graph = _graph("block")
     graph.attr(label=f"{block_name(plan, block)}  {info.path}", labelloc="t", fontsize="16")
@@ -330,7 +332,7 @@ def _data_node(graph: graphviz.Digraph, plan: PlanData, j: int, replayed: Occupa
 
 
 def _loss_node(graph: graphviz.Digraph, plan: PlanData, block: int, touched: list[int]) -> None:
-    """Between what leaves the block's forward and the gradients that come back."""
+    """Add the loss, between the values that leave the block's forward and the gradients that come back."""
     g = plan.graph
     made = {j for i in g.block_c[block] if i < g.loss for j in g.computations[i].outputs}
     leaving = made & (set(g.cuts[block + 1]) if block + 1 < len(g.cuts) else set())

@@ -29,17 +29,17 @@ _STYLE: dict[str, Any] = {
 NARROW = 3.7
 """Inches: a picture for a page as wide as a telephone, where its letters are still 12 pixels high."""
 BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "alignment": "left"}
-"""Where a legend stands that would hide what is drawn."""
+"""Place of a legend that would hide the picture."""
 
 
 def below(axes: Any) -> dict[str, Any]:
-    """Where the legend of a narrow picture stands: under the axis of x and what is written there."""
+    """Return the place of a narrow picture's legend: under the axis of x and its label."""
     height = axes.get_position().height * axes.figure.get_figheight()
     return {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.5 / height), "alignment": "left"}
 
 
 def figure(width: float, height: float, **subplots: Any) -> tuple[Any, Any]:
-    """A figure of its own (no global state) and its axes. Sizes in inches."""
+    """Return a figure of its own (no global state) and its axes. Sizes in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -51,7 +51,7 @@ def figure(width: float, height: float, **subplots: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Inside, matplotlib draws in this package's style."""
+    """Draw in this package's style inside the context."""
     try:
         import matplotlib
     except ImportError as error:
@@ -62,7 +62,7 @@ def styled() -> Iterator[None]:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The factor and the unit in which a span of time is drawn."""
+    """Return the factor and the unit in which a span of time is drawn."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
 
 
@@ -84,7 +84,7 @@ def save(made: Any, path: str | Path | None) -> None:
 
 
 def check_suffix(path: str | Path) -> Path:
-    """A path that a figure can be written to. Raises `ArgumentError`."""
+    """Return a path that a figure can be written to. Raises `ArgumentError`."""
     path = Path(path)
     if path.suffix not in _SUFFIXES:
         raise ArgumentError(f"path is {str(path)!r}; its suffix should be one of "
@@ -93,7 +93,7 @@ def check_suffix(path: str | Path) -> Path:
 
 
 def svg_text(made: Any) -> str:
-    """A figure as an SVG element."""
+    """Return a figure as an SVG element."""
     buffer = io.StringIO()
     with styled():
         made.savefig(buffer, format="svg", metadata={"Date": None})
@@ -108,7 +108,7 @@ _STEEP = 6
 
 @dataclass(frozen=True)
 class Point:
-    """What another method costs, measured."""
+    """Measured cost of another method."""
 
     name: str
     peak_bytes: int
@@ -125,15 +125,15 @@ class WithPoints(Protocol):
 
 
 def overhead(plans: Sequence[PlanData], seconds: float) -> float:
-    """The extra time of a step that takes `seconds`, on the scale of the plans."""
+    """Return the extra time of a step that takes `seconds`, on the scale of the plans."""
     base = plans[0].baseline_seconds if plans else 0.0
     return seconds / base - 1 if base else 0.0
 
 
 def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None, title: str,
                 narrow: bool = False, beside: Mapping[str, Sequence[PlanData]] | None = None) -> Any:
-    """The figure; `here` is a plan to mark, `narrow` for a page as wide as a telephone, `beside` other plans
-    of the model, by what they are called. Raises `MissingExtra` without matplotlib."""
+    """Draw time against memory. `here`: a plan to mark; `narrow`: for a page as wide as a phone; `beside`:
+    other plans of the model, by name. Returns the figure. Raises `MissingExtra` without matplotlib."""
     with styled():
         made, axes = figure(NARROW, 4.2) if narrow else figure(6.4, 3.6)
         _draw(axes, plans, points, here, beside or {})

@@ -1,4 +1,5 @@
-"""A plan's schedule replayed with names: what is in memory at each step, of which kind, and whose it is.
+"""Replay a plan's schedule with names: what is in memory at each step, of which kind, and for which part of
+the model.
 
 The levels and the clocks are the simulator's own: the stacked kinds add up to its timeline, step by step. In
 words, tables and pictures, an operation is named by the module of the user's model, then by itself (`label`).
@@ -42,7 +43,7 @@ _OF_NOBODY: tuple[Kind, ...] = ("buffers", "loss")
 
 @dataclass(frozen=True)
 class Tensor:
-    """One storage in memory at a moment."""
+    """A storage in memory at a moment."""
 
     name: str
     shape: str
@@ -56,7 +57,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Moment:
-    """One step of the schedule."""
+    """A step of the schedule."""
 
     start: float
     """Seconds since the step's begin; what it waits for copies is over."""
@@ -66,9 +67,9 @@ class Moment:
     again: bool
     """The computation has run before."""
     kernel: int
-    """By which kernel: 0 is its own, the others have fewer and larger parts."""
+    """Number of the kernel: 0 is the computation's own, the others have fewer and larger parts."""
     bytes: tuple[int, ...]
-    """By kind, in the order of `KINDS`: while a computation runs, or after another step."""
+    """Bytes by kind, in the order of `KINDS`: while a computation runs, or after another step."""
     waited: float = 0.0
     """Seconds before `start` in which it waited for copies."""
 
@@ -85,7 +86,7 @@ class Moment:
 
 
 class Span(NamedTuple):
-    """When a storage is in memory."""
+    """Moments during which a storage is in memory."""
 
     storage: int
     first: int
@@ -102,7 +103,7 @@ class Occupancy:
     graph: GraphSummary
     schedule: Schedule
     simulation: Simulation
-    """What the simulator says of it: the copies' times, among others."""
+    """Result of the simulator, including the times of copies."""
     moments: tuple[Moment, ...]
     loss_at: int
     """Index of the loss among the moments."""
@@ -113,7 +114,7 @@ class Occupancy:
     away_at_loss: frozenset[int]
     """Storages that the forward leaves to the backward in another place."""
     spans: tuple[Span, ...]
-    """When each storage is there."""
+    """Spans of each storage in memory."""
     absences: tuple[tuple[int, int, int], ...]
     """(storage, first moment, moment after the last): when each that comes back is away alone."""
 
@@ -144,7 +145,7 @@ class Occupancy:
 
     @cached_property
     def peak_tensors(self) -> tuple[Tensor, ...]:
-        """What stands at the peak, greatest first; temporaries last of equals."""
+        """Tensors in memory at the peak, the largest first; of equal sizes, temporaries last."""
         found = [self._tensor(j, kind) for j, kind in self.alive_at_peak
                  if self.graph.storages[j].size]
         moment = self.moments[self.peak_at]
@@ -175,7 +176,7 @@ class Occupancy:
         return result
 
     def block_bytes(self, block: int) -> list[int]:
-        """Bytes of a block's forward storages at each moment."""
+        """Return bytes of a block's forward storages at each moment."""
         def mine(j: int) -> bool:
             maker = self.graph.maker[j]
             return maker is not None and maker < self.graph.loss \
@@ -183,7 +184,7 @@ class Occupancy:
         return self._levels((s.storage, s.first, s.last) for s in self.spans if mine(s.storage))
 
     def away_bytes(self) -> list[int]:
-        """Bytes that are away, and not in memory, at each moment: of what comes back."""
+        """Return bytes that are away, and not in memory, at each moment: of what comes back."""
         return self._levels(self.absences)
 
     def _levels(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
@@ -199,7 +200,7 @@ class Occupancy:
 
 
 def replay(plan: PlanData) -> Occupancy:
-    """The schedule of a plan. Raises `ScheduleError` when it does not run."""
+    """Return the schedule of a plan. Raises `ScheduleError` when it does not run."""
     return replay_schedule(plan.graph, plan.schedule)
 
 
@@ -212,7 +213,7 @@ def replay_baseline(plan: PlanData) -> Occupancy:
 
 
 def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Occupancy:
-    """Occupancy one schedule. Raises `ScheduleError` when it does not run."""
+    """Return the occupancy of a schedule. Raises `ScheduleError` if the schedule does not run."""
     result = simulate(graph.cd, schedule, pinned=graph.pinned, reserve_at_loss=graph.reserve_at_loss)
     walk = _Walk(graph, schedule)
     for k, step in enumerate(schedule.steps):
@@ -351,16 +352,17 @@ class _Walk:
 
 
 WHOLE = "the model itself"
-"""Where an operation of no submodule stands."""
+"""Path of an operation that belongs to no submodule."""
 
 
 def label(path: str, operation: str) -> str:
-    """``encoder.layer.3.attention: softmax``; an operation of the model itself stands alone."""
+    """Return a label, ``encoder.layer.3.attention: softmax``; only the operation if it belongs to the model
+    itself."""
     return f"{path}: {operation}" if path and operation else path or operation
 
 
 def label_lines(path: str, operation: str) -> tuple[str, ...]:
-    """`label` in two lines, for the nodes of a graph."""
+    """Return `label` in two lines, for the nodes of a graph."""
     return (f"{path}:", operation) if path else (operation,)
 
 
@@ -372,5 +374,5 @@ def short_path(path: str, within: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """At most `length` characters; the end stays, where module paths differ."""
+    """Shorten a text to `length` characters. The end stays, because there module paths differ."""
     return text if len(text) <= length else f"...{text[3 - length:]}"

@@ -229,7 +229,7 @@ def _source(plan: PlanData) -> Iterator[str]:
 
 
 def _figures_of(draw: Callable[[bool], Any], prefix: str) -> str:
-    """A picture drawn twice, broad and narrow; the page's width says which is shown."""
+    """Return a picture drawn twice, broad and narrow; the page's width says which is shown."""
     return "".join(f'<figure class="{kind}">{own_ids(svg_text(draw(narrow)), f"{prefix}-{kind}")}</figure>'
                    for kind, narrow in (("broad", False), ("narrow", True)))
 
@@ -386,7 +386,7 @@ openTarget();
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A whole page."""
+    """Return a whole page."""
     # The policy holds the promise that nothing is loaded: a browser refuses to.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -397,8 +397,8 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> str:
-    """A table; columns in `numbers` are aligned to the right. On a narrow page each row is a card: its first
-    cell is its title, the others follow with the names of their columns."""
+    """Return a table; columns in `numbers` are aligned to the right. On a narrow page each row is a card: its
+    first cell is its title, the others follow with the names of their columns."""
     def row(cells: Sequence[str], tag: str) -> str:
         of = (f' data-of="{escape(h)}"' if tag == "td" else "" for h in head)
         return "<tr>" + "".join(f'<{tag}{" class=n" if k in numbers else ""}{name}>{escape(c)}</{tag}>'
@@ -408,7 +408,7 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[
 
 
 def summary_html(plan: PlanData) -> str:
-    """What a notebook shows for a plan."""
+    """Return the HTML that a notebook shows for a plan."""
     (head, *rows), numbers = block_table(plan, replay(plan))
     figures = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in facts(plan))
     return (f"<div><b>rkmate plan</b><table>{figures}</table>"
@@ -420,7 +420,7 @@ _COPY = re.compile(r"^    env\.(copy_out|leave|copy_in|arrive)\(")
 
 
 def source_html(text: str) -> str:
-    """Generated source, its kinds of statements marked."""
+    """Return generated source as HTML, with its kinds of statements marked."""
     lines = []
     docstring = False
     for line in text.splitlines():

@@ -37,7 +37,7 @@ KEPT_LINE = "#4c9f70"
 AWAY = "#d2f0f7"
 AWAY_LINE = "#26a8c9"
 WAIT = "#d1495b"
-"""Where the step waits for a copy."""
+"""Colour of the times at which the step waits for a copy."""
 CONSTANT = "#eceff1"
 LOSS = "#f8d7da"
 LOSS_LINE = "#c0392b"
@@ -96,13 +96,14 @@ LOOKS: dict[str, Look] = {
     "aot_eager": Look("#009e73", "h", "--"),
     "inductor": Look("#b15928", "^", "--"),
 }
-"""Every planner, and what people use without this package."""
+"""Looks of all planners, and of other tools."""
 OTHER = Look("#000000", "8", "-.")
 """A method that is not in the table."""
 _ALIASES = {"rkmate": "rockmate"}
 
 
 def look_of(method: str) -> Look:
-    """The look of a method by its name, up to the first space: ``checkpoint_sequential 4`` is one of many."""
+    """Return the look of a method by its name, up to the first space: ``checkpoint_sequential 4`` is one of
+    many."""
     kind = method.partition(" ")[0]
     return LOOKS.get(_ALIASES.get(kind, kind), OTHER)

@@ -1,4 +1,5 @@
-"""Memory over time, predicted and measured; which block is in memory when; the clocks of a step side by side.
+"""Memory over time, predicted and measured; which block is in memory when; the clocks of a step, next to each
+other.
 
 The clocks are *lanes*: computing, copying away, copying back. Below them, how much is away.
 """
@@ -70,7 +71,7 @@ def plot_timeline(plan: PlanData, path: str | Path | None, measured: Peak[Any] |
 
 
 def draw_memory(axes: Any, plan: PlanData, replayed: Occupancy, measured: Peak[Any] | None) -> None:
-    """Stacked levels by kind, the step without rematerialization, the budget and the peak."""
+    """Draw stacked levels by kind, the step without rematerialization, the budget and the peak."""
     scale, unit = time_unit(replayed.seconds)
     edges, levels = _steps(replayed)
     used = [k for k in range(len(KINDS)) if levels[k].any()]
@@ -116,8 +117,8 @@ def _title_of_legend(memory: bool, measured: Peak[Any] | None) -> dict[str, str]
 
 
 def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int], letters: int) -> None:
-    """Per block: when it runs, and how much of what its backward may need is in memory. `letters`: of a
-    block's name, at most."""
+    """Draw, for each block, when it runs, and how much of the data that its backward may need is in memory.
+    `letters`: of a block's name, at most."""
     scale, unit = time_unit(replayed.seconds)
     whole = block_memory(plan, replayed)[1]
     starts = np.array([m.start for m in replayed.moments])
@@ -162,17 +163,17 @@ def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int],
 
 
 def draw_copies(plan: PlanData, path: Path) -> Path:
-    """The clocks of computing and copying, the memory beneath, and beneath that what is away. Raises
-    `ArgumentError` for a plan that copies nothing away."""
+    """Draw the clocks of computing and copying, below them the memory, and below that the data that is away.
+    Raises `ArgumentError` for a plan without copies."""
     replayed = replay(plan)
     if not replayed.copied:
-        raise ArgumentError('what is "copies", and the plan copies nothing away: there is one clock')
+        raise ArgumentError('what is "copies", and the plan copies nothing away')
     save(copies_figure(plan, replayed), path)
     return path
 
 
 def copies_figure(plan: PlanData, replayed: Occupancy) -> Any:
-    """The figure of `draw_copies`."""
+    """Return the figure of `draw_copies`."""
     with styled():
         made, (lanes, memory, away) = figure(9.0, 7.0, nrows=3, sharex=True, height_ratios=[1.1, 3.6, 1.4])
         draw_memory(memory, plan, replayed, None)
@@ -187,7 +188,8 @@ def copies_figure(plan: PlanData, replayed: Occupancy) -> Any:
 
 
 def draw_block_schedule(plan: PlanData, block: int, path: Path) -> Path:
-    """Rows: a block's tensors. Columns: the steps that touch the block, in order."""
+    """Draw a table with a block's tensors as rows, and the steps that touch the block as columns, in
+    order."""
     replayed = replay(plan)
     made = block_schedule(plan, block, replayed)
     save(made, path)
@@ -195,7 +197,7 @@ def draw_block_schedule(plan: PlanData, block: int, path: Path) -> Path:
 
 
 def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
-    """The figure of `draw_block_schedule`."""
+    """Return the figure of `draw_block_schedule`."""
     g = plan.graph
     columns = [k for k, m in enumerate(replayed.moments) if m.computation is not None
                and g.computations[m.computation].block == block]
@@ -248,8 +250,8 @@ def _maker_label(plan: PlanData, block: int, storage: int) -> str:
 
 
 def _steps(replayed: Occupancy) -> tuple[Any, Any]:
-    """Edges in seconds and, per kind, the level at each edge: two edges for each step, and for each wait, in
-    which memory is as the step before it left it."""
+    """Return edges in seconds and, for each kind, the level at each edge: two edges for each step and for
+    each wait, during which memory is as the step before left it."""
     times: list[float] = []
     levels: list[tuple[int, ...]] = []
     for before, m in itertools.pairwise((replayed.moments[0], *replayed.moments)):
@@ -263,7 +265,7 @@ def _steps(replayed: Occupancy) -> tuple[Any, Any]:
 
 
 def _measured(measured: Peak[Any], seconds: float) -> tuple[Any, Any]:
-    """Measured levels on the predicted step's axis of time."""
+    """Return measured levels on the time axis of the predicted step."""
     times = np.array([0.0, *(t for t, _ in measured.timeline)])
     last = times[-1] if times[-1] > 0 else 1.0
     return times / last * seconds, np.array([0.0, *(b for _, b in measured.timeline)])
@@ -283,7 +285,8 @@ Bars = list[tuple[float, float]]
 
 
 def draw_lanes(axes: Any, replayed: Occupancy) -> None:
-    """Three rows: when the step computes and when it waits for copies; when it copies away; when back."""
+    """Draw three rows: when the step computes and when it waits for copies; when it copies away; when it
+    copies back."""
     scale, unit = time_unit(replayed.seconds)
     kinds: dict[str, Bars] = {"forward": [], "backward": [], "again": [], "waits": []}
     for m in replayed.moments:
@@ -312,7 +315,7 @@ def draw_lanes(axes: Any, replayed: Occupancy) -> None:
 
 
 def draw_away(axes: Any, replayed: Occupancy) -> None:
-    """How much is away and not in memory, over time."""
+    """Draw how much is away and not in memory, over time."""
     scale, unit = time_unit(replayed.seconds)
     starts = np.array([m.start for m in replayed.moments])
     ends = np.append(starts[1:], replayed.seconds)
@@ -328,7 +331,7 @@ def draw_away(axes: Any, replayed: Occupancy) -> None:
 
 
 def joined(bars: Sequence[tuple[float, float]]) -> Bars:
-    """Bars that touch as one."""
+    """Join bars that touch."""
     result: Bars = []
     for start, end in bars:
         if result and start <= result[-1][1]:

@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One module path. Bytes stand between forward and backward; seconds are of one step."""
+    """A module path. Bytes are those in memory between forward and backward; seconds are of one step."""
 
     path: str
     kept_bytes: int
@@ -29,13 +29,14 @@ class ModuleRow:
     recomputed: tuple[str, ...]
     """Operations that run again, each once."""
     modules: int = 1
-    """How many modules the row stands for."""
+    """Number of modules that the row stands for."""
     away_bytes: int = 0
     """Bytes that the forward leaves to the backward in another place."""
 
 
 def by_module(replayed: Occupancy, baseline: Occupancy) -> tuple[ModuleRow, ...]:
-    """One row for each module that keeps, sends away, forgets or redoes something; most forgotten first."""
+    """Return a row for each module that keeps, sends away, frees or recomputes data; the module that frees
+    most comes first."""
     g = replayed.graph
     kept: dict[str, int] = {}
     away: dict[str, int] = {}
@@ -61,7 +62,7 @@ def by_module(replayed: Occupancy, baseline: Occupancy) -> tuple[ModuleRow, ...]
 
 
 def alike(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
-    """Modules whose paths differ in numbers alone as one row: ``layers.*.mlp``, with their sums."""
+    """Join modules whose paths differ only in numbers into one row: ``layers.*.mlp``, with their sums."""
     groups: dict[str, list[ModuleRow]] = {}
     for row in rows:
         groups.setdefault(_NUMBER.sub("*", row.path), []).append(row)
@@ -88,7 +89,7 @@ _MOST_GROUPS = 6
 
 
 def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
-    """The figures above the table: (what, value)."""
+    """Return the figures above the table: (what, value)."""
     smallest = "not searched" if plan.minimum_bytes is None else \
         f"{size(plan.minimum_bytes)} ({share(plan.minimum_bytes, plan.baseline_peak_bytes)})"
     result = [
@@ -119,8 +120,9 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
 
 
 def block_table(plan: PlanData, replayed: Occupancy) -> tuple[list[tuple[str, ...]], set[int]]:
-    """Per block: number, class, module, operations, what it keeps, of what, what it sends away where the plan
-    does that, and what it redoes. The first row has the columns' names; which of them hold numbers."""
+    """Return a row for each block: number, class, module, operations, bytes kept, bytes that could be kept,
+    bytes sent away (if the plan sends data), and recomputed time. The first row has the columns' names. Also
+    returns which columns hold numbers."""
     kept, whole = block_memory(plan, replayed)
     sent = block_sent(plan, replayed)
     sends = bool(replayed.copied)
@@ -136,7 +138,7 @@ def block_table(plan: PlanData, replayed: Occupancy) -> tuple[list[tuple[str, ..
 
 
 def table(plan: PlanData) -> str:
-    """The plan as a few figures and one row for each block."""
+    """Return the plan as a few figures and one row for each block."""
     lines = ["rkmate plan"]
     figures = facts(plan)
     width = max(len(what) for what, _ in figures)
@@ -160,12 +162,13 @@ def _columns(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
 
 
 def explain(plan: PlanData) -> str:
-    """Sentences about a plan's memory: where it goes, what the peak is, what less would cost."""
+    """Return sentences about a plan's memory: where it goes, what the peak is, what a smaller budget would
+    cost."""
     return "\n\n".join(text for _, text in paragraphs(plan))
 
 
 def paragraphs(plan: PlanData) -> tuple[tuple[str, str], ...]:
-    """What `explain` says, in parts: (heading, sentences)."""
+    """Return the parts of `explain`: (heading, sentences)."""
     replayed, baseline = replay(plan), replay_baseline(plan)
     parts = (("What the budget costs", _outcome(plan, replayed)),
              ("Where the memory goes", _recomputed(plan, replayed, baseline)),
@@ -269,7 +272,7 @@ def _peak(replayed: Occupancy) -> str:
 
 
 def tensor_words(t: Tensor) -> str:
-    """``layers.2: gelu (1.0 MiB)``; what no operation made, by its name."""
+    """Return a tensor in words, ``layers.2: gelu (1.0 MiB)``; by its name if no operation made it."""
     return f"{label(t.path, t.operation or t.name)} ({size(t.bytes)})"
 
 

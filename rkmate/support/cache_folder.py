@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where entries lie: ``RKMATE_CACHE_DIR``, else the platform's cache folder."""
+    """Return the folder of cached entries: ``RKMATE_CACHE_DIR``, else the platform's cache folder."""
     named = os.environ.get("RKMATE_CACHE_DIR")
     if named:
         return Path(named)

@@ -1,4 +1,4 @@
-"""Default values that can be set for a while: a test suite needs some plan, not seconds of solving."""
+"""Default values that can be changed for a while: a test suite needs any plan, not seconds of solving."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ T = TypeVar("T")
 
 
 class Default(Generic[T]):
-    """What holds where nobody sets anything, in all threads."""
+    """A value that holds in all threads if nobody sets another one."""
 
     def __init__(self, value: T) -> None:
         self._values = [value]
 
     def now(self) -> T:
-        """The value that holds."""
+        """Return the value that holds."""
         return self._values[-1]
 
     @contextmanager
     def within(self, value: T) -> Iterator[None]:
-        """Inside, another value holds."""
+        """Set another value inside the context."""
         self._values.append(value)
         try:
             yield

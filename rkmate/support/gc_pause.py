@@ -1,4 +1,4 @@
-"""Python's collector of garbage, suspended where much is made and nothing of it is garbage.
+"""Python's garbage collector, suspended while many objects are made that are not garbage.
 
 A captured graph is millions of objects that live as long as the plan, and refer to each other. The
 collector would look through all of them, again and again: a third of the time that planning takes.
@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_pause(*, lasting: bool = False) -> Iterator[None]:
-    """Inside, reference cycles are not looked for. Decorates functions, too. `lasting`: what is made inside
-    lives long."""
+    """Stop Python's garbage collector inside the context, or inside a decorated function. `lasting`: objects
+    that are made inside live long."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -11,8 +11,8 @@ from rkmate.support.warn import warn
 
 
 def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
-    """Write a file, replacing what was there. On any failure what was there stays, and nothing is left
-    beside it.
+    """Write a file, replacing the one that was there. If that fails, the old file stays, and no other file is
+    left.
 
     Raises:
         OSError: the file cannot be written: a full disk, no folder, no permission.
@@ -33,8 +33,8 @@ def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """A file's content; None where there is none. Warns about a file that is no JSON, and counts it
-    as none."""
+    """Return a file's content; None where there is none. Warns about a file that is no JSON, and counts it as
+    none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError:

@@ -11,7 +11,7 @@ from typing import Any
 def lazy_names(package: str, places: Mapping[str, Sequence[str]],
                packages: Sequence[str] = (),
                explain: Callable[[Exception], Exception | None] = lambda error: None) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package.
+    """Return the ``__getattr__`` of a package.
 
     Args:
         package: its full name.

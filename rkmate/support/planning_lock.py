@@ -1,4 +1,4 @@
-"""One thread captures and measures at a time, and no step begins beside it."""
+"""A lock: only one thread at a time captures and measures, and no step begins meanwhile."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PlanningLock(ContextDecorator):
         self._lock.release()
 
     def is_mine(self) -> bool:
-        """Whether the calling thread holds it."""
+        """Return whether the calling thread holds it."""
         return self._owner == threading.get_ident()
 
     def is_others(self) -> bool:
-        """Whether another thread holds it, for now."""
+        """Return whether another thread holds it, for now."""
         return self._owner not in (None, threading.get_ident())
 
 

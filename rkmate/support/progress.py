@@ -30,23 +30,23 @@ class Tasks:
         self._since = time.monotonic()
 
     def begin(self, name: str, left: float | None) -> None:
-        """A task begins. `left`: seconds that it and those after it will take; None: not known yet."""
+        """Begin a task. `left`: seconds for this task and all that follow; None: not known yet."""
         self._name, self._left, self._since = name, left, time.monotonic()
         logger.info("%s", name)
         self.show()
 
     def done(self) -> None:
-        """The task is over."""
+        """End the task."""
         self._bar.update(1)
 
     def show(self) -> None:
-        """What stands beside the bar, as of now."""
+        """Write the task's name and the time left next to the bar."""
         left = None if self._left is None else self._left - (time.monotonic() - self._since)
         self._bar.set_postfix_str(f"{time_left(left)}: {self._name}", refresh=False)
 
 
 def time_left(seconds: float | None) -> str:
-    """``about 40 s left``."""
+    """Return the time left in words: ``about 40 s left``."""
     if seconds is None:
         return "time left not known yet"
     if seconds < 90:
@@ -62,7 +62,7 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        """A stage of `total` parts; call the result with the number of parts done."""
+        """Show a stage of `total` parts. Call the yielded function with the number of parts done."""
         with self._shown(name, total, _COUNTED if total else _PLAIN) as (bar, _):
             def tick(done: int) -> None:
                 bar.update(max(0, done - bar.n))
@@ -70,7 +70,7 @@ class Progress:
 
     @contextmanager
     def tasks(self, name: str, total: int) -> Iterator[Tasks]:
-        """A stage of `total` tasks that say their names and how long they will take."""
+        """Show a stage of `total` tasks, which give their names and expected times."""
         with self._shown(name, total, _NAMED) as (_, tasks):
             yield tasks
 
@@ -95,11 +95,11 @@ class Progress:
 
 
 def _nothing() -> None:
-    """A stage without named tasks has nothing beside its bar."""
+    """Do nothing: a stage without named tasks shows only its bar."""
 
 
 def _keep_shown(bar: tqdm[None], over: threading.Event, refresh: Callable[[], None]) -> None:
-    """One long operation reports nothing: its time goes on all the same."""
+    """Refresh the bar during a long operation that reports nothing."""
     while not over.wait(max(DELAY, 0.1)):
         refresh()
         bar.refresh()

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent
 """The folder of this package."""
 _INSIDE: tuple[str, ...] = (str(PACKAGE) + os.sep, contextlib.__file__,
                             functools.__file__, "<rkmate")
-"""Where the files' names begin that are passed over; the last is that of generated code."""
+"""Beginnings of names of files that a warning skips; the last one is that of generated code."""
 
 
 def warn(message: str) -> None:

@@ -21,7 +21,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 @dataclass(frozen=True)
 class Over:
-    """How an operator writes its first result over an argument: by another of the package's operators."""
+    """An operator that writes the first result of another one over an argument."""
 
     name: str
     """The operator that does it, such as ``scale_`` or ``batch_norm_backward.over``."""
@@ -33,7 +33,7 @@ class Over:
 
 @dataclass(frozen=True)
 class Gradient:
-    """How autograd differentiates an operator while a model is traced."""
+    """Derivative of an operator while a model is traced."""
 
     backward: Callable[..., Any]
     save: Callable[..., None]
@@ -42,7 +42,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class OwnOperator:
-    """One overload of one of the package's operators."""
+    """An overload of one of the package's operators."""
 
     schema: str
     """Name, arguments and results, without namespace."""
@@ -57,9 +57,10 @@ class OwnOperator:
     """Whether generated code calls the kernel itself: the dispatcher would choose that, too."""
     in_place: Over | None = None
     temporaries: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], int] | None = None
-    """Bytes beside the results on the CPU, at most, by the tensors that are read and made."""
+    """Computes the most bytes that the operator takes on the CPU in addition to its results, from the tensors
+    that it reads and makes."""
     stands_for: OpOverload | None = None
-    """The operator of torch's that it takes the place of, whose rule of temporary memory holds for it."""
+    """The operator of torch that this one replaces. Its rule of temporary memory holds for this one, too."""
     rows_like: OpOverload | None = None
     """The operator of torch's by whose row rule it is cut into tiles."""
     linear: bool = False

@@ -8,7 +8,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -31,7 +31,7 @@ RoleKind = Literal["parameter", "buffer", "piece", "input", "tangent", "output",
 
 @dataclass(frozen=True)
 class Role:
-    """What an input or an output of a joint graph stands for."""
+    """The meaning of an input or an output of a joint graph."""
 
     kind: RoleKind
     """Inputs: a parameter, a buffer, a piece of one (of a tensor subclass), an argument, the gradient of an
@@ -42,8 +42,8 @@ class Role:
     index: int = -1
     """Number of the argument, of the result, or of the result whose gradient a tangent is."""
     of: Role | None = None
-    """What a piece is of, what a mutation writes to, what a gradient is of; what "other" is the tangent of a
-    mutation of."""
+    """The role that a piece is a part of, that a mutation writes to, or that a gradient belongs to; for
+    "other", the role whose mutation has this tangent."""
 
 
 def role_of(descriptor: Any) -> Role:
@@ -150,6 +150,12 @@ def _printing() -> tuple[ModuleType, ...]:
 
 
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+
+
+def said_to_export() -> AbstractContextManager[Any]:
+    """Let `torch.compiler.is_exporting` and `is_compiling` return True, as they do in a capture: libraries
+    then leave out what depends on values (whether a mask has only ones)."""
+    return mock.patch.multiple(torch.compiler, _is_exporting_flag=True, _is_compiling_flag=True)
 
 
 @contextmanager

@@ -28,14 +28,14 @@ ONEDNN = "products by oneDNN"
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that rkmate does with names of torch that are not documented."""
+    """Something that rkmate does with undocumented names of torch."""
 
     name: str
-    """What it is, in a few words; no two features share it."""
+    """The feature in a few words; names are unique."""
     check: Callable[[], None]
     """Self test of a few milliseconds: raises if this torch does not have what the feature needs."""
     without: str | None
-    """What a user loses if the feature is off; None if nothing works without it."""
+    """The loss for a user if the feature is off; None if nothing works without it."""
 
 
 _off: dict[str, str] = {}
@@ -224,8 +224,11 @@ def _autograd() -> None:
 def _graphs() -> None:
     from torch import fx
 
-    from rkmate.torch_seam import nodes
+    from rkmate.torch_seam import nodes, trace
 
+    with trace.said_to_export():
+        assert torch.compiler.is_exporting() and torch.compiler.is_compiling()
+    assert not torch.compiler.is_exporting()
     graph = fx.Graph()
     x = graph.placeholder("x")
     made = nodes.add_like(graph, graph.call_function(torch.neg, (x,)), (x,), {})

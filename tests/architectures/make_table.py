@@ -21,15 +21,16 @@ from tests.architectures.test_architectures import train
 
 _HEAD = """# Public architectures
 
-Each architecture of the transformers library ({version}) below was built from a small configuration with
-random weights, wrapped, and trained for two steps on random data, at its own peak and at 0.6 of it (or at
-its smallest feasible budget, where that is more). `pass`: output, loss, every gradient, every buffer and
-the random state were equal to eager mode's, bit for bit, and the measured peak was within the budget, and
-within 2% of the predicted one. Anything else is the error that a user gets. The figures are predicted
-bytes of the step, and the share of its own peak that the budgeted step takes. Made by
-`python -m tests.architectures.make_table docs/architectures.md`.
+A test builds each architecture of the transformers library ({version}) below from a small configuration with
+random weights, wraps it, and trains it for two steps on random data: at its own peak, and at 0.6 of its peak
+(or at its smallest feasible budget, if that is larger). {passing} of {count} pass.
 
-{passing} of {count} pass.
+- *pass*: output, loss, every gradient, every buffer and the random state are equal to eager mode's, bit for
+  bit. The measured peak is within the budget, and within 2% of the predicted peak. Any other entry is the
+  error that a user gets.
+- *own peak*, *budgeted peak*: predicted bytes of a step. *share*: the budgeted peak relative to the own peak.
+
+`python -m tests.architectures.make_table docs/architectures.md` makes this page.
 
 | architecture | subject | own peak, bytes | budgeted peak, bytes | share | result |
 | --- | --- | ---: | ---: | ---: | --- |
@@ -37,7 +38,7 @@ bytes of the step, and the share of its own peak that the budgeted step takes. M
 _CONFIGURATIONS = """
 ## Configurations
 
-What is not named has the library's default. Inputs are random, in train mode.
+Options that are not listed have the library's defaults. Inputs are random; models are in train mode.
 
 | architecture | model | inputs |
 | --- | --- | --- |

@@ -98,7 +98,7 @@ def test_report_has_the_curve_and_the_source(tmp_path: Path, capsys: Captured) -
     (["plan", "nothing", "--budget", "50%"], 2, "module:factory"),
     (["plan", "no.such.module:f", "--budget", "50%"], 2, "no module"),
     (["plan", "tests.show.targets:nope", "--budget", "50%"], 2, "has no 'nope'"),
-    (["plan", "tests.show.targets:number", "--budget", "50%"], 2, "no function"),
+    (["plan", "tests.show.targets:number", "--budget", "50%"], 2, "not a function"),
     (["plan", "tests.show.targets:model_only", "--budget", "50%"], 2, r"\(model, args\)"),
     (["plan", "tests.show.targets:wrong_arguments", "--budget", "50%"], 2, "args of type Tensor"),
     (["plan", "tests.show.targets:broken", "--budget", "50%"], 2, "ValueError: no data here"),

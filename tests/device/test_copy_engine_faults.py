@@ -48,7 +48,7 @@ def engine(tmp_path: Path) -> Iterator[CopyEngine]:
 def test_a_folder_that_is_not_there_or_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, why in (("missing", "No such file"), ("file", "Not a directory")):
-        with pytest.raises(ArgumentError, match=rf"offload is '.*{name}', .*{why}.*: give a folder that is"):
+        with pytest.raises(ArgumentError, match=rf"offload is '.*{name}', .*{why}.*: give an existing"):
             CPU.copy_engine(str(tmp_path / name))
 
 
@@ -162,7 +162,7 @@ def test_what_comes_back_wrong_is_seen(engine: CopyEngine, tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", wrong)
         call.back("a")
-        with pytest.raises(OffloadError, match=rf"{tmp_path}: of 4,096 bytes some are not those"):
+        with pytest.raises(OffloadError, match=rf"{tmp_path}: some of 4,096 bytes differ from those"):
             call.arrive("a")
     tensor = some(4096)
     patch.setattr(os, "pwrite", lambda fd, view, offset: len(view))     # nothing is written
@@ -170,7 +170,7 @@ def test_what_comes_back_wrong_is_seen(engine: CopyEngine, tmp_path: Path, monke
     call.leave("b")
     patch.undo()
     call.back("b")
-    with pytest.raises(OffloadError, match="some are not those"):
+    with pytest.raises(OffloadError, match="differ from those that were sent"):
         call.arrive("b")
     call.close()
 

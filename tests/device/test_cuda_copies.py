@@ -69,7 +69,7 @@ def test_pinned_memory_is_taken_once_and_given_back() -> None:
     for _ in range(3):
         call, second = engine.open(), other.open()
         call.out("a", torch.ones(2 * MIB, dtype=torch.uint8, device="cuda"))
-        with pytest.raises(OffloadError, match="host: 2,097,152 bytes more would make 4,194,304 bytes there"):
+        with pytest.raises(OffloadError, match="host: 2,097,152 more bytes would make 4,194,304 bytes there"):
             call.out("b", torch.ones(2 * MIB, dtype=torch.uint8, device="cuda"))
         second.out("a", torch.ones(2 * MIB, dtype=torch.uint8, device="cuda"))
         del call, second                    # closed by the collector of garbage

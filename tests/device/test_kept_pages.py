@@ -96,7 +96,7 @@ def test_another_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     monkeypatch.setattr(ctypes, "CDLL", None)
     kept_pages.give_back_free_pages()
-    with pytest.warns(rkmate.RkmateWarning, match="changes nothing: it tells the heap of the GNU C"), \
+    with pytest.warns(rkmate.RkmateWarning, match="changes nothing: it configures the heap of the GNU C"), \
             rkmate.keep_pages() as kept:
         assert not kept.effective
 

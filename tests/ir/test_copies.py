@@ -114,7 +114,7 @@ def test_steps_and_link_are_written_and_read() -> None:
     link = Link(1.0, 2.0, 0.5, 3, 4, "host")
     assert read_link(link.content()) == link and read_link(LINK.content()) == LINK
     assert read_link(None) is None
-    with pytest.raises(ValueError, match="no link"):
+    with pytest.raises(ValueError, match="not a saved Link"):
         read_link({**LINK.content(), "in_bytes_per_second": 0})
 
 
@@ -134,13 +134,13 @@ def test_kinds_of_steps_are_never_equal() -> None:
     ("most_bytes", True), ("place", None), ("place", 3)])
 def test_a_saved_plan_with_a_link_that_is_none(name: str, value: object, tmp_path: Path) -> None:
     content = {**LINK.content(), name: value}
-    with pytest.raises(ValueError, match="no link is like"):
+    with pytest.raises(ValueError, match="not a saved Link"):
         read_link(content)
     summary = GraphSummary((), (), 0, (), (), (), {}, (), 0, link=Link(**content))
     plan = PlanData("p", 1, 1, 1, 1.0, 1.0, None, None, (), (), Schedule(()), "f", (), summary)
     plan.save(tmp_path / "plan")
     if name in summary.link.content():      # what is left out of a file has its default
-        with pytest.raises(PlanError, match="is not a whole plan file"):
+        with pytest.raises(PlanError, match="is not a complete plan file"):
             PlanData.load(tmp_path / "plan")
 
 

@@ -16,7 +16,7 @@ from rkmate.pipeline.search import DEFAULT, make_plan
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.sizes import _is_cut_alike
 from rkmate.support.progress import Progress
-from tests.graph.test_resized import Attention, convolutions, images, known, recorded, tokens
+from tests.graph.sizes.test_resized import Attention, convolutions, images, known, recorded, tokens
 
 
 @pytest.mark.parametrize("gradients", ["returned", pytest.param("in_place", marks=pytest.mark.slow)])

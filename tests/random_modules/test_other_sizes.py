@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from rkmate.graph.capture.capture import capture
 from rkmate.graph.sizes.resized import resized
-from tests.graph.test_resized import assert_same_capture, known, recorded
+from tests.graph.sizes.test_resized import assert_same_capture, known, recorded
 from tests.random_modules.programs import Program, Recipe, recipes
 
 

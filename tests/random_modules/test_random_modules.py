@@ -119,7 +119,7 @@ def test_the_thirty_have_every_operation() -> None:
     assert min(found.values()) >= 3, found
 
 
-@pytest.mark.filterwarnings("ignore:the loss leads to")
+@pytest.mark.filterwarnings("ignore:the loss depends on")
 @seed(0)
 @settings(max_examples=3, deadline=None, database=None, phases=(Phase.generate,),
           suppress_health_check=list(HealthCheck))

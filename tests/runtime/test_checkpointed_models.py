@@ -74,7 +74,7 @@ def test_the_step_is_that_of_the_model_as_it_checkpoints(reentrant: bool, fracti
 
 def test_the_plan_says_what_it_takes_the_place_of() -> None:
     plan = planned(False, "plain").plan
-    assert "the plan takes the place of torch.utils.checkpoint in 4 regions" in plan.note
+    assert "the plan replaces torch.utils.checkpoint in 4 regions" in plan.note
     assert "torch.utils.checkpoint" in str(plan)
     assert "torch.utils.checkpoint" in plan.explain()
     # Without it, there is one peak only.

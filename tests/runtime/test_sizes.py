@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from rkmate.pipeline import sizes as other_sizes
 from rkmate.runtime import plan_cache
 from rkmate.runtime import plan_cache as sizes
 from tests.equality import assert_same_step, measured_peak
-from tests.graph.test_resized import Attention, Branching, convolutions, images, tokens
+from tests.graph.sizes.test_resized import Attention, Branching, convolutions, images, tokens
 from tests.models.sample import Sample
 
 
@@ -69,6 +70,42 @@ def test_a_branch_on_the_length_is_captured(captures: list[bool]) -> None:
     for n in (7, 11, 6, 12, 13):
         assert_same_step(twin, wrapped, Sample(model, (torch.randn(2, n, 4),), {}, loss))
     assert captures == [True, True, True, False, True, False]
+
+
+class Masked(nn.Module):
+    """Looks at its mask, except in a trace, as libraries do; the first call sets an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(50, 16), nn.Linear(16, 16)
+        self.task = SimpleNamespace(kind=None)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.task.kind is None:
+            self.task.kind = "one of several"
+        x = self.words(ids)
+        seen = None if not torch.compiler.is_exporting() and mask.all() else mask[:, None, :].bool()
+        scores = self.inner(x) @ x.mT
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -1e9)
+        return self.inner(scores.softmax(-1) @ x)
+
+
+def batch(length: int) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any]]:
+    mask = torch.ones(4, length, dtype=torch.long)
+    mask[1, length // 2:] = 0
+    return (torch.arange(4 * length).view(4, length) % 50, mask), {}
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_lengths_with_a_mask_are_derived(captures: list[bool]) -> None:
+    model = Masked()
+    twin = copy.deepcopy(model)
+    wrapped = rkmate.wrap(model, batch(24)[0], budget=1.0, progress=False,
+                          settings=rkmate.Settings(costs="analytic"))
+    for n in (24, 22, 20, 18, 17):
+        assert_same_step(twin, wrapped, Sample(model, *batch(n), loss))
+    assert captures == [True, True, True, False, False]     # the first one has set an attribute
 
 
 def test_known_sizes_are_compared_once_and_ahead_of_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def test_other_content(a: Any, b: Any) -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="ndarray, of which cannot be told"):
+    with pytest.raises(ArgumentError, match="ndarray, and rkmate cannot tell"):
         by_content(np.array([object()]))
 
 

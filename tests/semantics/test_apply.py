@@ -108,7 +108,7 @@ def test_a_refused_budget_leaves_the_module_alone() -> None:
     assert "forward" not in model.__dict__
     with pytest.raises(rkmate.ArgumentError, match="without the sample inputs"):
         rkmate.apply(model, plan=planned(model, X).plan)
-    with pytest.raises(rkmate.ArgumentError, match="wrapped one already"):
+    with pytest.raises(rkmate.ArgumentError, match="already wrapped"):
         rkmate.apply(planned(model, X), budget=0.5)
     applied(model, budget=1)
     with pytest.raises(rkmate.InfeasibleBudget):

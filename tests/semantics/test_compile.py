@@ -126,7 +126,7 @@ def test_the_backend_sends_data_away(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_options_are_checked() -> None:
     graph = torch.fx.symbolic_trace(Tower())
-    with pytest.raises(rkmate.ArgumentError, match="budget is needed"):
+    with pytest.raises(rkmate.ArgumentError, match="needs the option budget"):
         rkmate.compile.backend(graph, [torch.randn(2, 16)])
     with pytest.raises(rkmate.UnknownOption, match="takes no 'speed': it takes budget, calls, comp"):
         rkmate.compile.backend(graph, [torch.randn(2, 16)], options={"budget": 1.0, "speed": 1})

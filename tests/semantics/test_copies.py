@@ -107,7 +107,7 @@ def doubled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return 2 * module._forward_before(x)
 
 
-@pytest.mark.filterwarnings("ignore:a library has put a forward of its own")
+@pytest.mark.filterwarnings("ignore:a library has put its own forward")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_copy_has_the_forward_that_a_library_put_there(wrapper: str) -> None:
     model, x = Tower(depth=2), torch.randn(4, 16)

@@ -181,7 +181,7 @@ def _sharded_by_layers(rank: int, options: dict[str, bool], out: Path) -> None:
     assert all(rkmate.applied(layer) is None for layer in model[1:5])
     with pytest.raises(rkmate.ArgumentError, match="exchanges gradients"):
         rkmate.apply(model, budget=0.5, settings=Settings(gradients="in_place"))
-    with pytest.raises(rkmate.ArgumentError, match="leave the sample inputs out"):
+    with pytest.raises(rkmate.ArgumentError, match="leave out the sample inputs"):
         rkmate.apply(model, (torch.zeros(1, 2, dtype=torch.long),), budget=0.5)
     with pytest.raises(rkmate.ArgumentError, match="layers times calls"):
         rkmate.apply(model, budget=0.5, calls=2)

@@ -58,7 +58,7 @@ def same(model: nn.Module, module: nn.Module, step: Step, x: torch.Tensor, withi
     """Up to rounding: what comes along both derivatives is added up in another order."""
     expected = gradients(model, step, x)
     with warnings.catch_warnings():
-        for said in ("a backward with create_graph", "2 calls of this module", "the loss leads to output"):
+        for said in ("a backward with create_graph", "2 calls of this module", "the loss depends on output"):
             warnings.filterwarnings("ignore", said, rkmate.RkmateWarning)
         actual = gradients(module, step, x)
     assert expected.keys() == actual.keys()

@@ -122,5 +122,5 @@ def test_a_graph_that_does_not_fit_its_costs_is_no_plan(tmp_path: Path) -> None:
     content["graph"]["computations"].pop()
     content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     (tmp_path / "plan.json").write_text(json.dumps(content))
-    with pytest.raises(rkmate.PlanError, match="not a whole plan"):
+    with pytest.raises(rkmate.PlanError, match="not a complete plan"):
         rkmate.Plan.load(tmp_path / "plan.json")

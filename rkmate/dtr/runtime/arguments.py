@@ -11,7 +11,7 @@ from rkmate.torch_seam.tensors import storage_id
 
 
 class Arguments:
-    """What the runtime must know about the arguments of one call."""
+    """Data that the runtime needs about the arguments of one call."""
 
     __slots__ = ("args", "kwargs", "inputs", "constants", "key", "_live")
 

@@ -13,7 +13,7 @@ from rkmate.torch_seam.schema import OpOverload
 
 
 class Buffer(Node):
-    """One version of the contents of a storage.
+    """A version of the contents of a storage.
 
     The program's tensors keep their storage object for ever; evicting it empties that object, and
     rematerializing fills it again, so that views, tensors saved by autograd and the program's own
@@ -25,7 +25,7 @@ class Buffer(Node):
     def __init__(self, index: int, size: int, device: torch.device) -> None:
         super().__init__(index, size)
         self.operation: Operation | None = None
-        """What computes it; None when nothing can."""
+        """The operation that computes the buffer; None if nothing can."""
         self.place = 0
         """Position in the operation's ``outputs``."""
         self.program: weakref.ref[torch.UntypedStorage] | None = None
@@ -36,13 +36,13 @@ class Buffer(Node):
         """The program's storage, while nothing can compute it and something not in memory is made
         from it: what the program lets go of then stays until it is not needed."""
         self.counted = True
-        """Its bytes count against the budget; a parameter's gradient's do not."""
+        """Whether the buffer's bytes count against the budget; those of a parameter's gradient do not."""
         self.name = ""
-        """Its name in the log."""
+        """Name in the log."""
         self.device = device
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Where the contents are, or will be; None for an evicted one that the program dropped."""
+        """The storage of the contents, now or later; None for an evicted buffer that the program dropped."""
         if self.program is not None:
             return self.program()
         return self.private
@@ -59,7 +59,7 @@ class Buffer(Node):
             self.guard = self.program() if needed and self.program is not None else None
 
     def made(self) -> list[Buffer]:
-        """The children."""
+        """Return the children."""
         return [child for child in self.children if isinstance(child, Buffer)]
 
 
@@ -75,14 +75,14 @@ class Place:
         self.offset = tensor.storage_offset()
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this geometry on ``storage``, outside autograd."""
+        """Return a tensor of this geometry on ``storage``, outside autograd."""
         size, stride, dtype = self.shape
         blank = torch.empty(0, dtype=dtype, device=storage.device)
         return blank.set_(storage, self.offset, size, stride)
 
 
 class Operation:
-    """One call, kept so that it can run again: its function, its arguments as places, and what it made."""
+    """A call, kept so that it can run again: its function, its arguments as places, and its results."""
 
     __slots__ = (
         "function",
@@ -111,7 +111,7 @@ class Operation:
         self.outputs: list[tuple[int, Place]] = []
         """Position among the results, and geometry, of each result with a buffer of its own."""
         self.written: list[tuple[Buffer, Buffer]] = []
-        """Per argument written in place: the buffer before and the buffer after."""
+        """For each argument written in place: the buffer before and the buffer after."""
         self.random_state: bytes | None = None
         """The generator's state before the call."""
         self.cost = 0
@@ -119,11 +119,11 @@ class Operation:
         self.extra_bytes = 0
         """Temporary memory beyond inputs and outputs, as measured."""
         self.hoped_bytes = 0
-        """The same where it could only be estimated."""
+        """Temporary memory beyond inputs and outputs, if it could only be estimated."""
         self.gradients = torch.is_grad_enabled()
         """The program's gradient mode, which some kernels read."""
         self.alive = 0
-        """How many of the buffers that it made are still in the graph."""
+        """Number of its result buffers that are still in the graph."""
 
     @property
     def name(self) -> str:
@@ -132,7 +132,7 @@ class Operation:
 
 
 def map_places(value: Any, change: Callable[[Place], torch.Tensor]) -> Any:
-    """``value`` with ``change`` applied to its places; lists and tuples are entered."""
+    """Return ``value`` with ``change`` applied to its places; lists and tuples are entered."""
     if isinstance(value, Place):
         return change(value)
     if isinstance(value, (list, tuple)):

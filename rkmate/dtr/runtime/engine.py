@@ -1,4 +1,4 @@
-"""What happens at each operation of the program."""
+"""Handle each operation of the program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STATE_BYTES = 3 * 5056
 
 
 class _Call(NamedTuple):
-    """One operation that the program asks for."""
+    """An operation that the program calls."""
 
     function: OpOverload
     args: tuple[Any, ...]
@@ -44,17 +44,17 @@ class _Call(NamedTuple):
 
 
 class _Demand(NamedTuple):
-    """What a call needs before it can run."""
+    """Memory that a call needs before it can run."""
 
     key: Any
-    """By which its need is remembered."""
+    """Key under which the call's need is remembered."""
     need: Need
     sure: int
     """Bytes that it will allocate."""
     hoped: int
     """Bytes that it may allocate too: an estimate."""
     state: bytes | None
-    """Its generator's, where it draws numbers."""
+    """State of the generator that the call draws from; None if it draws nothing."""
 
 
 class Engine:
@@ -125,7 +125,7 @@ class Engine:
         return ran.result
 
     def _fill_viewed(self, args: tuple[Any, ...]) -> None:
-        """A view needs the contents of what it looks at, and no memory of its own."""
+        """Bring the contents that views look at into memory. The views themselves need no memory."""
         for value in args:
             if isinstance(value, torch.Tensor):
                 viewed = self.memory.live.get(storage_id(value))
@@ -133,7 +133,7 @@ class Engine:
                     self.rematerializer.materialize(viewed)
 
     def _note_leaves(self, seen: Arguments) -> None:
-        """Parameters without a gradient: the one that the backward leaves them does not count."""
+        """Prepare parameters without a gradient: the gradient that the backward gives them does not count."""
         for constant in seen.constants.values():
             # A product reads a view of its weight.
             leaf = constant if base_of(constant) is None else base_of(constant)
@@ -175,7 +175,7 @@ class Engine:
     def _written(
         self, traits: Traits, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
-        """The tensors whose contents the call changes."""
+        """Return the tensors whose contents the call changes."""
         found: list[torch.Tensor] = []
         for place, name in traits.mutated:
             value = args[place] if place < len(args) else kwargs.get(name)
@@ -292,7 +292,7 @@ class Engine:
             raise failure
 
     def lift_limits(self) -> None:
-        """No budget and no limit on recomputation from here on."""
+        """Remove the budget and the limit on recomputation from here on."""
         self.memory.budget = self.rematerializer.overhead_limit = float("inf")
 
     def close(self) -> None:
@@ -301,14 +301,14 @@ class Engine:
         self.settled.close()
 
     def take_report(self) -> Report:
-        """The numbers since the last call."""
+        """Return the numbers since the last call."""
         report = self.memory.report
         self.memory.report = Report(peak_bytes=self.memory.held)
         return report
 
 
 def _recorded(call: _Call, demand: _Demand, ran: Ran) -> Operation:
-    """The call, as it can be repeated."""
+    """Record the call in a form that can be repeated."""
     args = call.seen.args
     if call.traits.keeps_statistics:
         args = without_statistics(call.function, args)

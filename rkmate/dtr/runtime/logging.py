@@ -11,7 +11,7 @@ from rkmate.dtr.runtime.buffer import Buffer, Operation
 
 
 class LogWriter:
-    """One log. Views are left out: they are part of the storage that they look at."""
+    """Writer of a log. Views are left out: they are part of the storage that they look at."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -21,7 +21,7 @@ class LogWriter:
         self._write(INSTRUCTION="ANNOTATE", ANNOTATION="START")
 
     def begin(self, operation: Operation, constants: dict[int, torch.Tensor]) -> None:
-        """Before an operation's results are known: name its arguments."""
+        """Name an operation's arguments, before its results are known."""
         names = [buffer.name for buffer in operation.inputs]
         for address, tensor in constants.items():
             if address not in self._constants:
@@ -62,7 +62,7 @@ class LogWriter:
             self._write(INSTRUCTION="ALIAS", NAME=buffer.name, ALIAS="-1")
 
     def release(self, buffer: Buffer) -> None:
-        """The program dropped a storage."""
+        """Log that the program dropped a storage."""
         if buffer.name:
             self._write(INSTRUCTION="RELEASE", NAME=buffer.name)
 

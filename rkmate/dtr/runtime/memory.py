@@ -28,11 +28,11 @@ class Memory:
         self.heuristic = heuristic
         self.columns = Columns()
         self.pool = Pool()
-        """What may be evicted."""
+        """Buffers that may be evicted."""
         self.reluctant = Pool()
-        """What may be evicted when the pool is empty: operations that wait will read it."""
+        """Buffers that may be evicted when the pool is empty: waiting operations will read them."""
         self.wanted: dict[Buffer, int] = {}
-        """How many of the operations that wait read each buffer."""
+        """Number of waiting operations that read each buffer."""
         self.around = heuristic.tracker(self.columns)
         self.held = 0
         """Bytes of the resident buffers that count."""
@@ -66,7 +66,7 @@ class Memory:
         return buffer
 
     def succeed(self, old: Buffer, parents: Iterable[Buffer], cost: int) -> Buffer:
-        """The version after an in-place operation on ``old``: it takes over storage and memory."""
+        """Return the version after an in-place operation on ``old``: it takes over storage and memory."""
         buffer = Buffer(self.columns.claim(), old.size, old.device)
         storage = old.storage()
         assert storage is not None
@@ -124,14 +124,14 @@ class Memory:
             self._guard_parents(buffer)
 
     def _guard_parents(self, buffer: Buffer) -> None:
-        """``buffer`` is not in memory any more: what it is made from and nothing can compute stays."""
+        """Keep the parents of a buffer that has left memory, if nothing can compute them."""
         for parent in buffer.parents:
             assert isinstance(parent, Buffer)
             if parent.operation is None and parent.program is not None:
                 parent.guard = parent.program()
 
     def watch_parents(self, buffer: Buffer) -> None:
-        """``buffer`` is in memory again: what was kept for it may go."""
+        """Stop keeping the parents of a buffer that is in memory again."""
         for parent in buffer.parents:
             assert isinstance(parent, Buffer)
             if parent.guard is not None:
@@ -147,7 +147,8 @@ class Memory:
         self.reluctant.remove(buffer)
 
     def want(self, uses: dict[Buffer, int]) -> None:
-        """Operations are about to run that read these buffers, each so many times."""
+        """Note that operations are about to run that read these buffers. `uses`: the number of reads of each
+        buffer."""
         self.wanted = uses
         for buffer in uses:
             if buffer in self.pool:
@@ -155,7 +156,7 @@ class Memory:
                 self.reluctant.append(buffer)
 
     def used(self, buffer: Buffer) -> None:
-        """One of the operations that waited has read ``buffer``."""
+        """Note that one of the waiting operations has read ``buffer``."""
         left = self.wanted.get(buffer, 0)
         if left > 1:
             self.wanted[buffer] = left - 1
@@ -187,15 +188,16 @@ class Memory:
                 self.around.evict(buffer)
 
     def take_drops(self) -> list[Buffer]:
-        """What the program dropped and the graph still has, since neighbourhoods were told."""
+        """Return buffers that the program dropped and that are still in the graph, since neighbourhoods were
+        told."""
         return [buffer for buffer in self._untold if buffer.index >= 0]
 
     def fits(self, need: int) -> bool:
-        """Whether ``need`` bytes more fit as things are."""
+        """Return whether ``need`` bytes more fit as things are."""
         return self.held + need <= self.budget
 
     def count(self, need: int) -> None:
-        """An operation took ``need`` bytes beside what is held."""
+        """Count ``need`` bytes that an operation took in addition to the bytes held."""
         if self.held + need > self.report.peak_bytes:
             self.report.peak_bytes = self.held + need
 
@@ -278,7 +280,7 @@ class Memory:
         buffer.private = None
 
     def hand_over(self, buffer: Buffer) -> None:
-        """An in-place repetition takes a locked buffer's private memory: it is evicted."""
+        """Evict a locked buffer whose private memory an in-place repetition takes."""
         buffer.resident = False
         buffer.private = None
         if buffer.counted:
@@ -330,7 +332,7 @@ class Memory:
                 node.operation = None
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """A parameter's gradient stays after the step and does not count against the budget."""
+        """Stop counting a parameter's gradient, which stays after the step."""
         buffer = self.live.get(storage_id(tensor))
         if buffer is not None and buffer.counted and buffer.resident:
             buffer.counted = False
@@ -338,7 +340,7 @@ class Memory:
             self.pin(buffer)
 
     def expect_gradient(self, leaf: torch.Tensor) -> None:
-        """A parameter has no gradient: leave those that a backward gives it out, at once."""
+        """Stop counting the gradients of a parameter without a gradient, as soon as a backward sets them."""
         known = self.leaves.get(id(leaf))
         if known is None or known[0]() is not leaf:
             hook = leaf.register_post_accumulate_grad_hook(self._leave_gradient_out)
@@ -349,7 +351,7 @@ class Memory:
             self.leave_out(leaf.grad)
 
     def _leave_gradients_out(self) -> None:
-        """Those that the program has set by itself, too."""
+        """Stop counting all parameters' gradients, including those that the program has set itself."""
         for reference, _ in self.leaves.values():
             leaf = reference()
             if leaf is not None:

@@ -15,7 +15,7 @@ __all__ = ["generator_of", "replayed", "state_of"]
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    """The generator that a random operation draws from."""
+    """Return the generator that a random operation draws from."""
     given = kwargs.get("generator")
     if isinstance(given, torch.Generator):
         return given

@@ -1,4 +1,5 @@
-"""What an operation takes on a device that works while the host goes on, without asking it.
+"""Estimate the time of an operation on a device that works while the host continues, without asking the
+device.
 
 The host's clock says there how long the call took, not the operation; to wait for the device at each
 operation would leave it idle. So the time is that of the bytes and the arithmetic at the rates of a GPU.
@@ -17,11 +18,11 @@ from rkmate.dtr.runtime.schema import map_tensors
 from rkmate.torch_seam.schema import OpOverload
 
 _RATES = Rates(2e12, 5e13, MappingProxyType({}), 4e-6)
-"""Of any GPU: one of the middle."""
+"""Rates of a typical GPU."""
 
 
 def expected_nanoseconds(function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """The greater of arithmetic and memory traffic, plus a call."""
+    """Return the greater of arithmetic and memory traffic, plus a call."""
     moved: list[int] = []
     map_tensors([*args, *kwargs.values(), result], lambda t: moved.append(t.numel() * t.element_size()))
     count = flop_registry.get(function.overloadpacket)

@@ -264,7 +264,7 @@ class Rematerializer:
 
 
 def _uses(buffer: Buffer) -> dict[Buffer, int]:
-    """How often each buffer is read on the way to an evicted one, each operation run once.
+    """Return how often each buffer is read on the way to an evicted one, if each operation runs once.
 
     Keeping these in memory while they are wanted, where that is possible, is what keeps a
     rematerialization from running shared parts of its way again and again.
@@ -285,7 +285,7 @@ def _uses(buffer: Buffer) -> dict[Buffer, int]:
 
 
 def _can_steal(memory: Memory, before: Buffer, after: Buffer) -> bool:
-    """The old version's memory may become the new one's: nobody else will want it soon."""
+    """Return whether the old version's memory may become the new one's: nothing else will need it soon."""
     return (
         before.private is not None
         and before.locks == 1

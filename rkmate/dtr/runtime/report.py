@@ -1,4 +1,4 @@
-"""What happened between two points of a run."""
+"""Figures of a run between two points."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Report:
     rematerializations: int = 0
     """Operations that ran again."""
     operation_seconds: float = 0.0
-    """In the program's own operations."""
+    """Seconds in the program's own operations."""
     recompute_seconds: float = 0.0
-    """In operations that ran again."""
+    """Seconds in operations that ran again."""
     bookkeeping_seconds: float = 0.0
-    """In the runtime's own work around the operations."""
+    """Seconds of the runtime's own work around the operations."""
     peak_bytes: int = 0
     """Greatest number of bytes held for the program at one time, temporary memory included."""
 
     def copy(self) -> Report:
-        """The same numbers in a new object."""
+        """Return a copy of the report."""
         return Report(**{field.name: getattr(self, field.name) for field in fields(self)})

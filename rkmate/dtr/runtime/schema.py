@@ -1,4 +1,4 @@
-"""What an operation's schema says about it."""
+"""Read the traits of an operation from its schema."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rkmate.torch_seam.schema import OpOverload, schema_of
 
 @dataclass(frozen=True)
 class Traits:
-    """What an operation's schema says about it."""
+    """Traits of an operation, from its schema."""
 
     mutated: tuple[tuple[int, str], ...]
     """Arguments that it writes to, by position and name."""
     view: bool
-    """Its results look at its arguments' storages."""
+    """Whether its results share its arguments' storages."""
     random: bool
-    """It draws from a generator."""
+    """Whether it draws from a generator."""
     keeps_statistics: bool
     """A batch norm that updates running statistics its schema does not mention."""
     into: OpOverload | None
@@ -38,7 +38,7 @@ _STATISTICS = {
 
 @cache
 def traits_of(operation: OpOverload) -> Traits:
-    """The traits of ``operation``, read from its schema once."""
+    """Return the traits of ``operation``, read from its schema once."""
     schema = schema_of(operation)
     mutated = tuple(
         (place, argument.name)
@@ -59,7 +59,7 @@ def traits_of(operation: OpOverload) -> Traits:
 
 
 def _variant_into(operation: OpOverload) -> tuple[OpOverload | None, str]:
-    """The overload with the same inputs and one ``out`` argument, where it saves a copy.
+    """Return the overload with the same inputs and one ``out`` argument, where it saves a copy.
 
     Generated variants compute a fresh result and copy it, which saves nothing.
     """
@@ -75,7 +75,7 @@ def _variant_into(operation: OpOverload) -> tuple[OpOverload | None, str]:
 
 
 def without_statistics(operation: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for a repetition of a batch norm: a training run's results do not read the
+    """Return the arguments for a repetition of a batch norm. The results of a training run do not read the
     running statistics, and a repetition must not update them a second time."""
     mean, variance, training = _STATISTICS[schema_of(operation).name]
     if not args[training]:
@@ -86,7 +86,7 @@ def without_statistics(operation: OpOverload, args: tuple[Any, ...]) -> tuple[An
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with ``change`` applied to its tensors; lists and tuples are entered."""
+    """Return ``value`` with ``change`` applied to its tensors; lists and tuples are entered."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):

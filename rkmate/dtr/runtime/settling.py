@@ -1,4 +1,4 @@
-"""What can no longer be computed again is brought in, and stays."""
+"""Bring tensors that can no longer be recomputed into memory, and keep them there."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Settling:
         self._waiting: list[Buffer] = []
         """Dropped by the program, and still needed to compute an evicted buffer."""
         self._readers: dict[int, set[Operation]] = {}
-        """By the address of an untracked storage: the operations that read it."""
+        """Operations that read each untracked storage, by the storage's address."""
 
     def reads(self, operation: Operation, address: int) -> None:
-        """A recorded operation reads the untracked storage at an address."""
+        """Note that a recorded operation reads the untracked storage at an address."""
         self._readers.setdefault(address, set()).add(operation)
 
     def close(self) -> None:
-        """Nothing will be computed again."""
+        """Forget all readers: nothing will be recomputed any more."""
         self._readers.clear()
 
     def before_writing(self, written: list[torch.Tensor]) -> None:
-        """What is computed from the contents that are about to change no longer can be."""
+        """Settle the tensors that are computed from contents that are about to change."""
         if not written:
             return
         for tensor in written:
@@ -59,7 +59,7 @@ class Settling:
                 self.cut(child)
 
     def _freeze(self, address: int) -> None:
-        """A constant is about to change: settle whatever was computed from it."""
+        """Settle the tensors that were computed from a constant that is about to change."""
         first: list[Buffer] = []
         for operation in self._readers.get(address, ()):
             first += [spot.owner for _, spot in operation.outputs if isinstance(spot.owner, Buffer)]
@@ -67,8 +67,8 @@ class Settling:
         self._settle(first)
 
     def readers_of(self, written: list[torch.Tensor]) -> bool:
-        """Settle what is computed from contents that are about to be written over, and that nothing
-        can compute again. Returns whether there was any."""
+        """Settle the tensors that are computed from contents that are about to be overwritten and that
+        nothing can recompute. Returns whether there were any."""
         memory = self.memory
         if memory.dropped:
             memory.tidy()
@@ -81,7 +81,7 @@ class Settling:
         return bool(found)
 
     def lose(self, buffer: Buffer) -> None:
-        """``buffer`` is gone, and nothing can compute it: what was made from it stays in memory."""
+        """Note that ``buffer`` is gone and nothing can recompute it: tensors made from it stay in memory."""
         for child in buffer.made():
             if child.in_memory:
                 self.cut(child)
@@ -111,7 +111,7 @@ class Settling:
             self.cut(buffer)
 
     def cut(self, buffer: Buffer) -> None:
-        """Nothing computes ``buffer`` from here on: it stays, and needs no parents."""
+        """Remove the operation that computes ``buffer``: the buffer stays, and needs no parents."""
         operation, buffer.operation = buffer.operation, None
         self.memory.pin(buffer)
         buffer.watch()
@@ -129,7 +129,7 @@ class Settling:
                 self.forget(operation)
 
     def forget(self, operation: Operation) -> None:
-        """Nothing that an operation made is in the graph any more."""
+        """Forget an operation none of whose results is in the graph any more."""
         for address in operation.constants:
             readers = self._readers.get(address)
             if readers is not None:

@@ -1,4 +1,4 @@
-"""How many bytes an operation will allocate, before it runs."""
+"""Predict how many bytes an operation will allocate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rkmate.torch_seam.tensors import storage_id
 
 
 class Need(NamedTuple):
-    """What an operation allocates."""
+    """Memory that an operation allocates."""
 
     outputs: int
     """Bytes of its fresh results."""
@@ -31,17 +31,17 @@ class Need(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """One call."""
+    """A call that has run."""
 
     result: Any
     extra: int
     """Bytes of temporary memory."""
     measured: bool
-    """They were measured, in this call or an earlier one."""
+    """Whether the bytes were measured, in this call or an earlier one."""
     nanoseconds: int
-    """What it took."""
+    """Time of the call."""
     cost: int
-    """What to expect of a repetition, in nanoseconds."""
+    """Expected nanoseconds of a repetition."""
 
 
 _LEARNED = 50_000
@@ -64,7 +64,7 @@ class Sizes:
     _known: ClassVar[dict[Any, Need]] = {}
 
     def need(self, key: Any, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Need:
-        """What the call will allocate. `key`: all that it depends on, the device too.
+        """Return what the call will allocate. `key`: everything that this depends on, including the device.
 
         Raises `ArgumentError` for tensors on a device without an implementation.
         """
@@ -114,7 +114,8 @@ class Sizes:
     def _run_on(
         self, device: Device, key: Any, need: Need, function: OpOverload, args: Any, kwargs: dict[str, Any]
     ) -> Ran:
-        """The first call on a device that works while the host goes on. Its allocator counts on the host."""
+        """Run the first call on a device that works while the host continues. The device's allocator counts
+        on the host."""
         statistics = device.statistics
         before = None if statistics is None else statistics.handed_out()
         began = time.perf_counter_ns()
@@ -142,8 +143,8 @@ class Sizes:
 
 
 def _device(args: Any, kwargs: dict[str, Any]) -> Device | None:
-    """Where a call computes: the CPU, when it has to do with no other device; else the one device that its
-    tensors are on, beside the CPU. None for several, and where nothing computes."""
+    """Return the device that a call computes on: the CPU if no other device is involved, else the one other
+    device that its tensors are on. None for several devices, and if nothing computes."""
     places: set[torch.device] = set()
     map_tensors([*args, *kwargs.values()], lambda t: places.add(t.device))
     device = kwargs.get("device")

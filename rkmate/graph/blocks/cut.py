@@ -1,8 +1,8 @@
 """Cut a CD graph into a chain of blocks (Rockmate, appendix A.4).
 
-1-separators first: places in the forward order where one storage alone is alive. Where a stretch
-between them is too long for an integer program, *frontier cuts*: places where the storages alive
-across the cut are few bytes. Backward nodes then join the block whose data they need.
+First at 1-separators: places in the forward order where only one storage is alive. If a stretch between them
+is too long for an integer program, then at *frontier cuts*: places where the storages alive across the cut
+take few bytes. Backward nodes then join the block whose data they need.
 
 No torch: indices, sizes and edges only.
 """
@@ -18,7 +18,7 @@ from rkmate.ir.cd import HOISTED, CDGraph
 
 @dataclass(frozen=True)
 class CutSettings:
-    """How long a block may be, in forward computations."""
+    """Limits of a block's length, in forward computations."""
 
     least: int = 4
     """Shorter blocks join their neighbour."""
@@ -36,12 +36,12 @@ class CutSettings:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which block each C node belongs to."""
+    """The block of each C node."""
 
     of: tuple[int, ...]
     count: int
     separators: int
-    """How many of the cuts are 1-separators."""
+    """Number of cuts that are 1-separators."""
 
 
 def cut(cd: CDGraph, constant: frozenset[int], origin: Sequence[int | None], pinned: Sequence[int],
@@ -77,7 +77,7 @@ def cut(cd: CDGraph, constant: frozenset[int], origin: Sequence[int | None], pin
 
 
 def _frontier(cd: CDGraph, chain: list[int], pinned: set[int]) -> list[tuple[int, int]]:
-    """Per gap after ``chain[p]``: how many storages are alive across it, and their bytes."""
+    """Return, for each gap after ``chain[p]``, how many storages are alive across it, and their bytes."""
     place = {i: p for p, i in enumerate(chain)}
     events: list[list[tuple[int, int]]] = [[] for _ in range(len(chain) + 1)]
     for p, i in enumerate(chain):
@@ -97,7 +97,8 @@ def _frontier(cd: CDGraph, chain: list[int], pinned: set[int]) -> list[tuple[int
 
 
 def _choose(widths: list[tuple[int, int]], n: int, settings: CutSettings) -> tuple[list[int], set[int]]:
-    """Positions p (a cut stands after the p-th forward node), and which are 1-separators."""
+    """Return the positions p of cuts (a cut is after the p-th forward node), and those of them that are
+    1-separators."""
     separators = [p for p in range(n - 1) if widths[p][0] <= 1]
     cuts: list[int] = []
     start = 0
@@ -115,7 +116,7 @@ def _choose(widths: list[tuple[int, int]], n: int, settings: CutSettings) -> tup
 
 
 def _split(widths: list[tuple[int, int]], first: int, last: int, settings: CutSettings) -> list[int]:
-    """Frontier cuts inside ``first..last``: narrow places, until no piece is too long."""
+    """Return frontier cuts inside ``first..last``: narrow places, until no piece is too long."""
     result: list[int] = []
     pieces = [(first, last)]
     while pieces:
@@ -136,7 +137,7 @@ def _split(widths: list[tuple[int, int]], first: int, last: int, settings: CutSe
 
 
 def _between(widths: list[tuple[int, int]], stages: Sequence[str | None]) -> list[int]:
-    """Positions before which one stage ends, and after which another begins, with one storage alive.
+    """Return the positions after which one stage ends and another begins, with one storage alive.
 
     What belongs to no stage joins the one before.
     """
@@ -152,7 +153,7 @@ def _between(widths: list[tuple[int, int]], stages: Sequence[str | None]) -> lis
 
 
 def _out_of_order(cd: CDGraph, of: Sequence[int]) -> tuple[int, int] | None:
-    """A range of cuts to drop when a backward node of an earlier block comes before one of a later
+    """Return a range of cuts to drop when a backward node of an earlier block comes before one of a later
     block in the graph's order."""
     least: int | None = None
     for i in cd.backward:
@@ -209,7 +210,7 @@ def _assign_backward(cd: CDGraph, of: list[int], origin: Sequence[int | None], p
 
 
 def _assign_constants(cd: CDGraph, of: list[int], constant: frozenset[int], pinned: set[int]) -> None:
-    """A constant that one block alone reads is computed there; the others are hoisted."""
+    """Assign a constant that one block alone reads to that block; hoist the others."""
     leaving = pinned | set(cd.outputs)
     for i in sorted(constant, reverse=True):
         readers = {of[r] for j in cd.c[i].outputs for r in cd.readers[j]}

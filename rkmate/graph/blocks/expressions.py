@@ -1,4 +1,4 @@
-"""Operations as expressions of Python, under names that are free."""
+"""Operations as Python expressions, under free names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rkmate.torch_seam.schema import OpOverload, operator_name, overload_name
 
 
 class NameTable:
-    """Names of values that are seen together: each is given once, and none is a reserved word."""
+    """Names of values that are visible together: each name is given once, and none is a reserved word."""
 
     def __init__(self, reserved: Iterable[str] = ()) -> None:
         self._reserved = frozenset(reserved)
@@ -30,13 +30,13 @@ class NameTable:
         self._counts: dict[str, int] = {}
 
     def copied(self) -> NameTable:
-        """The same names given, to go on from apart."""
+        """Return an independent copy with the names given so far."""
         made = NameTable()
         made._reserved, made._taken, made._counts = self._reserved, {*self._taken}, {**self._counts}
         return made
 
     def fresh(self, base: str) -> str:
-        """`base` for the first one of this name, then ``base_2``, ``base_3``; a reserved word gets an
+        """Return `base` for the first use of this name, then ``base_2``, ``base_3``; a reserved word gets an
         underscore."""
         if base in self._reserved:
             return self.fresh(f"{base}_")
@@ -50,7 +50,7 @@ class NameTable:
 
 
 def letters(n: int) -> str:
-    """``a`` to ``z``, then ``aa``, ``ab`` ...: the letters of number `n`, counted from 0."""
+    """Return the letters of number `n`, counted from 0: ``a`` to ``z``, then ``aa``, ``ab`` ..."""
     text = string.ascii_lowercase[n % 26]
     return letters(n // 26 - 1) + text if n >= 26 else text
 
@@ -61,28 +61,29 @@ def letters(n: int) -> str:
 
 
 class Naming(Protocol):
-    """How expressions call what they read."""
+    """Names that expressions use for their inputs."""
 
     def value(self, j: int) -> str:
-        """A D node's tensor."""
+        """Return a D node's tensor."""
 
     def source(self, source: Source) -> str:
-        """A parameter, a buffer, a constant or an input."""
+        """Return a parameter, a buffer, a constant or an input."""
 
     def namespace(self, name: str) -> str:
-        """A namespace of operators."""
+        """Return a namespace of operators."""
 
     def function(self, tiled: OwnFunction) -> str:
-        """The function of a tiled computation."""
+        """Return the function of a tiled computation."""
 
 
 def source_key(source: Source) -> str:
-    """The key under which the run time finds what the caller holds."""
+    """Return the key under which the run time finds what the caller holds."""
     return f"{source.kind}:{source.key}"
 
 
 def operator_namespaces(node: fx.Node) -> set[str]:
-    """``aten`` for ``aten.mm.default``; none for what is no operation."""
+    """Return the operator namespaces of a node: ``aten`` for ``aten.mm.default``; none if the node is not an
+    operation."""
     target = node.target
     if isinstance(target, OwnFunction):
         return target.namespaces()
@@ -91,8 +92,8 @@ def operator_namespaces(node: fx.Node) -> set[str]:
 
 def local_names(program: Program, block: Block | None, c: tuple[int, ...],
                 table: NameTable) -> dict[int, str]:
-    """Names of one block's values, by what they are and not by where they stand: the same for identical
-    blocks, so that their functions are the same.
+    """Return names of one block's values, by what they are and not by where they stand: the same for
+    identical blocks, so that their functions are the same.
 
     `c`: the block's C nodes.
     """
@@ -123,7 +124,7 @@ class Expressions:
         self.naming = naming
 
     def value(self, node: fx.Node) -> str:
-        """The expression of a tensor: what holds its storage, or views of that."""
+        """Return the expression of a tensor: what holds its storage, or views of that."""
         where = self.program.storage[node]
         if node not in self.program.views:
             return self.naming.value(where) if isinstance(where, int) else self.naming.source(where)
@@ -132,7 +133,7 @@ class Expressions:
         return self.call(node)
 
     def call(self, node: fx.Node) -> str:
-        """The call of an operation; the everyday views as methods of their tensor."""
+        """Return the call of an operation; the everyday views as methods of their tensor."""
         method = view_method(node)
         if method is not None and not node.kwargs and isinstance(node.args[0], fx.Node):
             rest = ", ".join(self._argument(a) for a in node.args[1:])
@@ -140,12 +141,12 @@ class Expressions:
         return self._call(node.target, node.args, node.kwargs)
 
     def call_alternative(self, node: fx.Node, which: int) -> str:
-        """The call of another kernel of an operation."""
+        """Return the call of another kernel of an operation."""
         other = self.program.alternatives[node][which]
         return self._call(other.target, other.args, {})
 
     def call_in_place(self, node: fx.Node, donor: int) -> str:
-        """The call of an operation that writes its result over the D node `donor`."""
+        """Return the call of an operation that writes its result over the D node `donor`."""
         way = self.program.in_place[node][donor]
         arguments = list(node.args)
         if way.swapped:
@@ -161,7 +162,7 @@ class Expressions:
         return f"{self._operator(target)}({', '.join(parts)})"
 
     def _operator(self, target: OpOverload | OwnFunction) -> str:
-        """``aten.mm.default``."""
+        """Return the text of an operator: ``aten.mm.default``."""
         if isinstance(target, OwnFunction):
             return self.naming.function(target)
         return f"{self.naming.namespace(target.namespace)}.{operator_name(target)}.{overload_name(target)}"

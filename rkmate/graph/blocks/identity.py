@@ -1,4 +1,4 @@
-"""When two blocks are the same: a text of each, and classes of equal texts."""
+"""Find identical blocks: a text of each block, and classes of equal texts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rkmate.graph.passes.functions import OwnFunction
 from rkmate.torch_seam.nodes import VALUE
 
 _INDEX = re.compile(r'((?:torch\.device\(|device=)"[a-z]+):\d+(?=")')
-"""Where an operation, or a tile, names the device that it makes a tensor on."""
+"""The device that an operation, or a tile, names for a new tensor."""
 
 
 def block_text(program: Program, block: Block) -> str:
-    """A block in a stable text form: equal for identical blocks.
+    """Return a block in a stable text form: equal for identical blocks.
 
     Operations with their arguments, shapes, dtypes, strides and wiring, under local names; the
     names of the model's own modules are left out. So is which of several devices of a kind they are on: a
@@ -53,7 +53,7 @@ def block_text(program: Program, block: Block) -> str:
 
 
 def classes_of(texts: Sequence[str]) -> tuple[int, ...]:
-    """Class number of each block: identical blocks have the same (Rockmate, appendix A.5)."""
+    """Return the class number of each block: identical blocks have equal numbers (Rockmate, appendix A.5)."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(t, len(numbers)) for t in texts)
 

@@ -1,4 +1,4 @@
-"""What a plan tells about each block: its class, and the module that it comes from."""
+"""Describe each block for a plan: its class, and the module that it comes from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rkmate.torch_seam.nodes import module_stack
 
 
 def block_infos(parts: Partition, classes: Sequence[int]) -> tuple[BlockInfo, ...]:
-    """One for each block; `classes`: equal numbers for identical ones."""
+    """Return a description of each block. `classes`: equal numbers for identical blocks."""
     infos = []
     of = Modules()
     for block, k in zip(parts.blocks, classes, strict=True):
@@ -33,7 +33,7 @@ def block_infos(parts: Partition, classes: Sequence[int]) -> tuple[BlockInfo, ..
 
 
 def _label(number: int) -> str:
-    """A, B, ..., Z, AA, AB, ..."""
+    """Return the label with this number: A, B, ..., Z, AA, AB, ..."""
     text = ""
     number += 1
     while number:
@@ -58,7 +58,7 @@ class Modules:
 
 
 def module_of(node: torch.fx.Node) -> str:
-    """The path of the module of the user's model that an operation comes from; of a backward
+    """Return the path of the module of the user's model that an operation comes from; of a backward
     operation, that of the forward operation that it was derived from."""
     stack = module_stack(node) or {}
     path = next((str(p) for p, _ in reversed(list(stack.values())) if p), "")

@@ -1,4 +1,4 @@
-"""From the simplified joint graph to the CD graph and the statements that its nodes stand for.
+"""Lower the simplified joint graph to the CD graph and the statements of its nodes.
 
 Views join their owner's storage (Rockmate, appendix A.3); what an operation saves for its backward
 is an output of its own (the paper's phantoms, appendix A.6).
@@ -37,9 +37,9 @@ class Program:
     """The value that holds each D node's storage (a `getitem` where the operation has several
     outputs, a placeholder for the gradient of an output)."""
     position: tuple[int | None, ...]
-    """Which output of its operation each D node is; None for the only one."""
+    """The index of each D node among the outputs of its operation; None for a single output."""
     storage: dict[fx.Node, int | Source]
-    """Where each value lives: in a D node, or in what the caller holds."""
+    """The place of each value: a D node, or a tensor of the caller."""
     param_grads: tuple[tuple[Source, fx.Node], ...]
     """Gradients handed to autograd, in the order in which they are made; a parameter used in
     several places has several."""
@@ -53,24 +53,24 @@ class Program:
     """D nodes that stay: the module's outputs live in them, or they are copies and choices that are made
     once."""
     in_place: Mapping[fx.Node, Mapping[int, InPlace]]
-    """Per operation with donors, how its result is written over each of them."""
+    """For each operation with donors, how its result is written over each of them."""
     alternatives: Mapping[fx.Node, tuple[Alternative, ...]]
     """The other kernels of operations, where there are any."""
     views: frozenset[fx.Node] = frozenset()
     """The operations whose value shares its input's storage."""
 
     def d_of(self, node: fx.Node) -> int | None:
-        """The D node that a value lives in; None for what the caller holds."""
+        """Return the D node that a value lives in; None for what the caller holds."""
         where = self.storage[node]
         return where if isinstance(where, int) else None
 
     def reads(self, c: int) -> Iterator[fx.Node]:
-        """The values that a C node's operation takes."""
+        """Return the values that a C node's operation takes."""
         return iter(self.operation[c].all_input_nodes)
 
 
 def storage_bytes(value: Any) -> int:
-    """Bytes that the allocator hands out for the storage behind a (fake) tensor."""
+    """Return bytes that the allocator hands out for the storage behind a (fake) tensor."""
     if not isinstance(value, torch.Tensor):
         return 0
     size = int(value.untyped_storage().nbytes())
@@ -78,8 +78,8 @@ def storage_bytes(value: Any) -> int:
 
 
 def _storage_of_result(node: fx.Node) -> int:
-    """Bytes behind an operation's result. A functional copy over a part of a tensor has the whole storage of
-    that tensor, which another may have taken the place of since the trace."""
+    """Return the bytes behind an operation's result. A functional copy over a part of a tensor has the whole
+    storage of that tensor, which another tensor may have replaced since the trace."""
     size = storage_bytes(node.meta[VALUE])
     if node.target is torch.ops.aten.copy.default and isinstance(node.args[0], fx.Node):
         return max(size, storage_bytes(node.args[0].meta[VALUE]))

@@ -30,7 +30,7 @@ _RULES: tuple[Rule, ...] = (
 
 
 def reordered(parts: Partition, stages: Sequence[Block] = ()) -> Partition:
-    """The partition with each block in the best order found; as it is where the step gains nothing.
+    """Return the partition with each block in the best order found; as it is where the step gains nothing.
 
     `stages`: the same C nodes, cut otherwise; what is of one stage stays together.
     """
@@ -53,7 +53,8 @@ def reordered(parts: Partition, stages: Sequence[Block] = ()) -> Partition:
 
 
 def _shared_gradients(parts: Partition) -> list[list[int]]:
-    """C nodes that make, or add, the gradients of one parameter: they are added up in this order."""
+    """Return lists of C nodes that make, or add, the gradients of one parameter: they are added up in this
+    order."""
     program = parts.program
     made: dict[object, list[int]] = {}
     for source, node in program.param_grads:
@@ -70,7 +71,7 @@ def _shared_gradients(parts: Partition) -> list[list[int]]:
 
 
 def _runs(stages: Sequence[int | None], graph: CDGraph) -> list[tuple[int, ...]]:
-    """C nodes in a row that are of one stage."""
+    """Return runs of consecutive C nodes of one stage."""
     runs: list[list[int]] = []
     for i, stage in enumerate(stages):
         if not runs or i == graph.loss or stage != stages[i - 1]:
@@ -80,7 +81,7 @@ def _runs(stages: Sequence[int | None], graph: CDGraph) -> list[tuple[int, ...]]
 
 
 def _shape(block: Block, chains: object) -> object:
-    """What decides on a block's order: the same for identical blocks."""
+    """Return everything that a block's order depends on: equal for identical blocks."""
     graph = block.graph
     return (tuple(d.size for d in graph.d),
             tuple((c.inputs, c.outputs, c.donors, c.random) for c in graph.c), graph.loss,
@@ -93,7 +94,7 @@ def _step_peak(parts: Partition) -> int:
 
 def better_order(graph: CDGraph, chained: Sequence[Sequence[int]] = (),
                  groups: Sequence[Sequence[int]] = ()) -> list[int]:
-    """An order of a block's C nodes in which training, and the forward alone, need less memory.
+    """Return an order of a block's C nodes in which training, and the forward alone, need less memory.
 
     The graph's own where no other was found to be better. `chained`: C nodes that stay in their order
     among themselves; `groups`: C nodes of which none runs before all of the group before.
@@ -125,7 +126,7 @@ def _made(graph: CDGraph, j: int, end: int) -> int:
 
 
 def _pairs(chains: Sequence[Sequence[int]]) -> dict[int, set[int]]:
-    """C node -> those that come before it, although it reads nothing of theirs."""
+    """Return, for a C node, the nodes that come before it although it reads nothing of theirs."""
     result: dict[int, set[int]] = {}
     for chain in chains:
         for first, then in zip(chain, chain[1:], strict=False):
@@ -139,7 +140,8 @@ def _peak(graph: CDGraph, order: Sequence[int]) -> int:
 
 def _peaks(graph: CDGraph, order: Sequence[int],
            most: tuple[int, int, int] | None = None) -> tuple[int, int, int] | None:
-    """Of the forward alone, of training with all kept, and of training with nothing kept.
+    """Return the peaks of the forward alone, of training with everything kept, and of training with nothing
+    kept.
 
     Without memory for more, each backward node has what it reads computed again, from the block's input.
     None where that is long to simulate, or where one of them is more than `most`.

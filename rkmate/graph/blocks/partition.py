@@ -14,15 +14,15 @@ from rkmate.torch_seam.nodes import sequence_number
 SHARE = 128
 LEAST = 1 << 16
 """Bytes of gradients that may wait for others wherever they are made, so that a step is not cut into too many
-functions: one of so many parts of all gradients, or this."""
+functions: this number, or all gradients' bytes divided by `SHARE`."""
 WORKING_SHARE = 32
-"""They may also take one of so many parts of what the largest operation of their block reads and makes, where
-the next one is smaller by as much."""
+"""Gradients may also take the bytes of the largest operation of their block (inputs and results) divided by
+this number, if the next largest operation is smaller by as much."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the chain."""
+    """A block of the chain."""
 
     index: int
     c: tuple[int, ...]
@@ -30,7 +30,7 @@ class Block:
     d: tuple[int, ...]
     """The D nodes of the whole graph behind the local ones."""
     graph: CDGraph
-    """Its own CD graph, without costs."""
+    """The block's own CD graph, without costs."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Partition:
     segments: tuple[int, ...]
     """C nodes after which an autograd function ends and hands over what it made."""
     separators: int
-    """How many cuts are 1-separators."""
+    """Number of cuts that are 1-separators."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The same program cut otherwise: its nodes keep their numbers and their order."""
+    """The program cut in another way: its nodes keep their numbers and their order."""
 
     blocks: tuple[Block, ...]
     cuts: tuple[frozenset[int], ...]
     grads: tuple[frozenset[int], ...]
-    """As of a `Partition`."""
+    """`cuts` and `grads`: as in `Partition`."""
 
 
 def partition(program: Program, settings: CutSettings = CutSettings()) -> Partition:
@@ -73,7 +73,7 @@ def partition(program: Program, settings: CutSettings = CutSettings()) -> Partit
 
 
 def rearranged(parts: Partition, orders: Sequence[Sequence[int]]) -> Partition:
-    """The same partition, each block's C nodes in another order: forward first, then backward."""
+    """Return the partition with each block's C nodes in another order: forward first, then backward."""
     order = list(range(len(parts.program.cd.c)))
     for block, local in zip(parts.blocks, orders, strict=True):
         for place, k in zip(block.c, local, strict=True):
@@ -82,7 +82,7 @@ def rearranged(parts: Partition, orders: Sequence[Sequence[int]]) -> Partition:
 
 
 def _in_order(program: Program, order: Sequence[int], of: tuple[int, ...], separators: int) -> Partition:
-    """`of`: block of each C node, in the new order."""
+    """`of`: the block of each C node, in the new order."""
     cd, count = program.cd, max(of, default=HOISTED) + 1
     new_cd = replace(cd, c=tuple(cd.c[i] for i in order))
     place = {old: new for new, old in enumerate(order)}
@@ -107,7 +107,7 @@ def cut_stages(program: Program, names: Sequence[str | None]) -> Stages:
 
 
 def _origins(program: Program) -> list[int | None]:
-    """The forward node that each backward node was derived from: autograd's sequence numbers."""
+    """Return the forward node that each backward node was derived from: autograd's sequence numbers."""
     made: dict[int, int] = {}
     for i in program.cd.forward:
         number = sequence_number(program.operation[i])
@@ -123,7 +123,7 @@ def _origins(program: Program) -> list[int | None]:
 
 
 def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], Mapping[int, int]]:
-    """Where autograd functions end, and after which C node each parameter gradient leaves.
+    """Return where autograd functions end, and after which C node each parameter gradient leaves.
 
     A function ends with its block, and earlier when the gradients that it still holds weigh more than
     those that may wait (`SHARE`, `LEAST`, `WORKING_SHARE`): they leave before they could matter.

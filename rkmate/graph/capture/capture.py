@@ -1,8 +1,8 @@
 """Capture: the joint forward and backward graph of a module, as ATen operations.
 
-`torch.export` first (it tells libraries that they are being compiled, so that data-dependent mask
-checks take the traceable path), then AOTAutograd's joint graph with descriptors. What has to be repaired
-on the way is in the table of `repairs`.
+`torch.export` runs first: it tells libraries that they are being compiled, so that mask checks that depend on
+data take the path that can be traced. AOTAutograd then makes the joint graph with descriptors. The table of
+`repairs` lists the corrections on the way.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a placeholder's value comes from when the graph runs."""
+    """Origin of a placeholder's value when the graph runs."""
 
     kind: SourceKind
     key: str | int
@@ -93,23 +93,23 @@ class Capture:
     constants: dict[str, torch.Tensor]
     """Tensors that the forward creates from Python values (lifted by the tracer)."""
     differentiable: tuple[bool, ...]
-    """Which outputs carry a gradient."""
+    """Whether each output carries a gradient."""
     assigned: tuple[Assigned, ...] = ()
     """Attributes of objects (not of modules) that a first forward has left changed, and later ones do not
     assign; a trace from either value is the same."""
     effects: Effects = Effects()
     """What the forward leaves changed. Its tensors are among the outputs, after those of the result."""
     recipe: Recipe | None = None
-    """How to compute what the graph takes beside the arguments' tensors, as inputs with the numbers after
-    theirs; None where the forward asks for no values."""
+    """Computes the graph's further inputs, which follow the arguments' tensors in number; None if the forward
+    needs no values."""
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the graph takes as inputs, in order. `tensors`: those among the arguments."""
+        """Return the graph's inputs, in order. `tensors`: those among the arguments."""
         return [*tensors, *(() if self.recipe is None else self.recipe.run(tensors))]
 
 
 class _Found:
-    """What the traced forward returned; opaque to the tracer, which restores module attributes."""
+    """Result of the traced forward. Opaque to the tracer, which restores module attributes."""
 
     structure: Structure | None = None
     assigned: Sequence[Assigned] = ()
@@ -155,8 +155,8 @@ class _Flat(nn.Module):
 
 
 def flat_module(model: nn.Module, inputs: Structure, before: PythonState) -> _Flat:
-    """The module with a flat list of tensors in and out; non-tensors are baked in. `found.structure`, once
-    it has run: what is around its outputs."""
+    """Return a module with a flat list of tensors in and out; non-tensors are baked in. After it has run,
+    `found.structure` is the structure around its outputs."""
     flat = _Flat(model, inputs, before)
     flat.training = model.training
     return flat
@@ -164,7 +164,7 @@ def flat_module(model: nn.Module, inputs: Structure, before: PythonState) -> _Fl
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             opaque: Opaque = ()) -> Capture:
-    """The joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
+    """Return the joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
 
     `opaque`: submodules that run as they are, each call as one operation. The model is left as it was:
     parameters, buffers, gradients, train flags, random state and Python attributes. Only what a first forward
@@ -284,8 +284,8 @@ def _text(found: Capture) -> str:
 
 
 def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | None) -> Any:
-    """The exported program, in the first way in which that succeeds; the module itself where none does and
-    its forward differentiates, and asks for no values."""
+    """Return the exported program, in the first way in which that succeeds; the module itself where none does
+    and its forward differentiates, and asks for no values."""
     *ways, last = ways_to_export(flat.model)
     failed: list[Exception] = []
     for way in ways:
@@ -314,8 +314,8 @@ def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
 
 def _capture(model: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
-    """The capture of a forward that asks for no values; else, where it asks for those of its inputs, buffers
-    and constants alone, the capture for such that answer as these do."""
+    """Return the capture of a forward that asks for no values; else, where it asks for those of its inputs,
+    buffers and constants alone, the capture for such that answer as these do."""
     before = PythonState(model)
     try:
         return _once(model, args, kwargs, None)
@@ -459,7 +459,7 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
 
 
 def as_there(captured: Capture, device: torch.device) -> Capture:
-    """A captured graph whose values are on another device. Changes the graph in place."""
+    """Move the values of a captured graph to another device, in place, and return the capture."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def moved(value: Any) -> Any:

@@ -32,10 +32,10 @@ from rkmate.torch_seam.trace import fake_operations_seen, process_group, several
 
 NAMESPACES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd",
                         "_dtensor", "symm_mem"))
-"""Of torch's operations that communicate."""
+"""Namespaces of torch's operations that communicate."""
 _FILES = tuple(str(Path(torch.__file__).parent / "distributed" / name) for name in (
     "distributed_c10d.py", "_functional_collectives.py", "nn/functional.py"))
-"""Where `torch.distributed` has its functions that communicate."""
+"""Files with the functions of `torch.distributed` that communicate."""
 _GROUPS = ("group_name", "process_group", "group_size")
 """Arguments of operations that say which ranks take part. An operation without one (`wait_tensor`) only waits
 for another."""
@@ -59,7 +59,8 @@ def communicates(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] 
 
 
 def _size_of(group: Any) -> int | None:
-    """Ranks of a process group, which operations take by name or as an object; None if they are unknown."""
+    """Return the number of ranks of a process group, which operations take by name or as an object; None if
+    it is unknown."""
     if isinstance(group, str):
         group = process_group(group)
     elif isinstance(group, torch.ScriptObject):
@@ -68,7 +69,7 @@ def _size_of(group: Any) -> int | None:
 
 
 def _caller(model: nn.Module, error: Exception) -> str:
-    """The submodule that has called the custom function whose backward an error came through."""
+    """Return the submodule that has called the custom function whose backward an error came through."""
     trace, found = error.__traceback__, ""
     while trace is not None:
         for context in trace.tb_frame.f_locals.values():
@@ -97,8 +98,8 @@ class _Refusing(TorchDispatchMode):
 
 @contextmanager
 def without_collectives() -> Iterator[None]:
-    """While a submodule runs on real tensors: an operation that communicates raises a `CollectiveError`
-    instead, which the submodule cannot swallow."""
+    """Let operations that communicate raise a `CollectiveError` while a submodule runs on real tensors. The
+    submodule cannot swallow the error."""
     if not several_ranks():
         yield
         return
@@ -110,8 +111,8 @@ def without_collectives() -> Iterator[None]:
 
 @contextmanager
 def collectives_refused(model: nn.Module) -> Iterator[None]:
-    """While a model is captured: its collectives are refused, with the line, the module and the remedy.
-    Torch's own errors about a collective are replaced."""
+    """Refuse a model's collectives while it is captured, with the line, the module and the remedy. Torch's
+    own errors about a collective are replaced."""
     if not several_ranks():
         yield
         return
@@ -155,13 +156,13 @@ def refuse_in_joint(graph: fx.Graph) -> None:
 
 
 def _function_reached(error: Exception) -> str:
-    """The function of `torch.distributed` that an error came through; empty if there is none."""
+    """Return the function of `torch.distributed` that an error came through; empty if there is none."""
     return next((f"torch.distributed.{f.name}" for f in traceback.extract_tb(error.__traceback__)
                  if f.filename.startswith(_FILES)), "")
 
 
 def _explained(model: nn.Module, operation: str, error: Exception) -> CollectiveError:
-    """The refusal of an operation that a trace has stopped at."""
+    """Return the refusal of an operation that a trace has stopped at."""
     name = at_fault(model, error) or _caller(model, error)
     return CollectiveError(_text(type(model).__name__, _outside(model, name), place_of(error, None),
                                  operation, _parts(model, name)))
@@ -176,7 +177,7 @@ def _text(model: str, name: str, place: str, operation: str, parts: str) -> str:
 
 
 def _parts(model: nn.Module, name: str) -> str:
-    """The largest submodules that hold nothing like the one that communicates, by name."""
+    """Return the largest submodules that hold nothing like the one that communicates, by name."""
     kind = type(model.get_submodule(name))
     names = list(_silent(model, "", kind))
     if hasattr(model, "loss_fn") and "model" in names:
@@ -190,7 +191,8 @@ def _parts(model: nn.Module, name: str) -> str:
 
 
 def _outside(model: nn.Module, name: str) -> str:
-    """The name of a submodule as the user knows it: a model with its loss has the model as a submodule."""
+    """Return the name of a submodule as the user knows it: a model with its loss has the model as a
+    submodule."""
     return name.removeprefix("model.") if hasattr(model, "loss_fn") else name
 
 

@@ -1,9 +1,9 @@
-"""Submodules that run as they are inside of a plan: each call is one operation.
+"""Submodules that run unchanged inside of a plan: each call is one operation.
 
-A submodule whose inner shapes depend on values (experts that pick their rows) has no static graph. What
-goes into it and what comes out often has static shapes all the same. Then the whole call stands in the graph
-as one operation. It keeps nothing but what goes in; its backward runs the forward again and differentiates
-that, as `torch.utils.checkpoint` does: the kernels are eager mode's, on the rows that were picked.
+A submodule whose inner shapes depend on values (experts that pick their rows) has no static graph. If its
+inputs and outputs have static shapes, the whole call is one operation of the graph. The operation keeps only
+its inputs. Its backward runs the forward again and differentiates it, as `torch.utils.checkpoint` does, with
+eager mode's kernels on the rows that were picked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DEPEND = "depend on values; the submodule around it can be named instead"
 
 
 class OpaqueError(CaptureError):
-    """A submodule cannot run as it is inside of a plan; the one around it perhaps can."""
+    """A submodule cannot run as it is inside of a plan; the module around it may be able to."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name} cannot run as it is inside of a plan: {why}")
@@ -58,15 +58,15 @@ class OpaqueError(CaptureError):
 
 Forms = tuple[TensorForm, ...]
 _calls: dict[str, OpaqueCall] = {}
-"""By the key that stands in graphs and in generated source."""
+"""Calls by the key in graphs and in generated source."""
 
 
 class OpaqueCall:
-    """What one submodule is called with, but for the tensors."""
+    """Everything except tensors that one submodule is called with."""
 
     def __init__(self, module: nn.Module, name: str, inputs: Structure, names: tuple[tuple[str, int], ...],
                  autocast: tuple[tuple[str, torch.dtype], ...]) -> None:
-        """`names`: of parameters and buffers, each with its place among the tensors."""
+        """`names`: names of parameters and buffers, each with its position among the tensors."""
         self.module = weakref.ref(module)
         self.name = name
         self.inputs = inputs
@@ -74,12 +74,12 @@ class OpaqueCall:
         self.autocast = autocast
         self.result: Structure | None = None
         self.state_bytes = 0
-        """Of the generators."""
+        """Bytes of the generators' state."""
         self.forms: dict[Any, Forms] = {}
-        """Of the results, by shapes and types of the tensors that go in."""
+        """Forms of the results, by shapes and types of the inputs."""
 
     def is_of(self, module: nn.Module, *others: Any) -> bool:
-        """Whether it is a call of this module, with these."""
+        """Return whether it is a call of this module, with these."""
         inputs, names, autocast = others
         return self.module() is module and (
             self.inputs.spec, self.inputs.constants(), self.names, self.autocast) == (
@@ -94,7 +94,7 @@ class OpaqueCall:
         return module
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The forward on these tensors, its results in order."""
+        """Return the forward on these tensors, its results in order."""
         args, kwargs = self.inputs.fill(list(tensors[:self.inputs.count]))
         state = {f"module.{name}": tensors[k] for name, k in self.names}
         versions = [version_of(t) for t in tensors]
@@ -146,7 +146,7 @@ class OpaqueCall:
                                     allow_unused=True)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The operation: the results, and the state of the generators before."""
+        """Run the operation. Returns the results, and the state of the generators before."""
         forms = self.forms[_shapes(tensors)]
         states = RandomState.of(devices.common(tensors)).states
         with torch.no_grad():
@@ -163,7 +163,7 @@ class OpaqueCall:
 
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], given: Sequence[int],
                  wanted: Sequence[int], state: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of the tensors `wanted`, by a second forward; of one that was not used, zeros."""
+        """Return gradients of the tensors `wanted`, by a second forward; of one that was not used, zeros."""
         with ExitStack() as stack, torch.enable_grad():
             device = devices.common(tensors)
             stack.enter_context(unchanged_random_state(device))
@@ -194,13 +194,13 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def _made(like: torch.Tensor, make: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Indices are zeros: these are always there."""
+    """Make a tensor like another one. Indices are zeros, which are always valid."""
     make = make if like.is_floating_point() or like.is_complex() or like.dtype is torch.bool else torch.zeros
     return make(tuple(like.shape), dtype=like.dtype, device=like.device)
 
 
 def _like(t: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A gradient of its own memory, with the strides of its tensor."""
+    """Return a gradient of its own memory, with the strides of its tensor."""
     own = grad.stride() == t.stride() and grad.untyped_storage().nbytes() == grad.nbytes
     return grad if own else torch.empty_like(t).copy_(grad)
 
@@ -217,7 +217,7 @@ def _restore(kept: torch.Tensor, now: RandomState) -> None:
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """What the operation keeps of the generators, as it would be now."""
+    """Return the state of the generators, as the operation would keep it now."""
     return _as_tensor(RandomState.of(devices.of(device)).states, device)
 
 
@@ -254,11 +254,11 @@ FORWARD, BACKWARD = own_operator("opaque"), own_operator("opaque_backward")
 
 
 class _OpaqueFunction(torch.autograd.Function):
-    """One call, as autograd sees it while the joint graph is traced."""
+    """A call, as autograd sees it while the joint graph is traced."""
 
     @staticmethod
     def forward(ctx: Any, key: str, *tensors: torch.Tensor) -> Any:
-        """The results; the state of the generators is kept beside the tensors."""
+        """Run the operation, and save its tensors together with the state of the generators."""
         *results, state = FORWARD(key, list(tensors))
         ctx.key = key
         ctx.save_for_backward(*tensors, state)
@@ -268,7 +268,7 @@ class _OpaqueFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """By the operation of the backward."""
+        """Run the operation of the backward."""
         *tensors, state = ctx.saved_tensors
         given = [i for i, g in enumerate(grads) if g is not None]
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
@@ -280,7 +280,7 @@ class _OpaqueFunction(torch.autograd.Function):
 
 
 def traced_as_one(module: nn.Module, name: str) -> Callable[..., Any]:
-    """What stands in the place of a module's forward while a model is captured."""
+    """Return the function that replaces a module's forward while a model is captured."""
     real = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
     registered = [n for n, _ in _state_of(module)]
     own = module.__dict__.get("forward", MISSING)
@@ -322,7 +322,7 @@ def _state_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _own_forward(module: nn.Module, own: Any) -> Iterator[None]:
-    """Inside, a module has its own forward: the one that stood in its dictionary, or its class's."""
+    """Give a module its own forward inside the context: the one in its dictionary, or its class's."""
     instead = module.__dict__.pop("forward")
     if own is not MISSING:
         module.__dict__["forward"] = own
@@ -333,7 +333,7 @@ def _own_forward(module: nn.Module, own: Any) -> Iterator[None]:
 
 
 def _key_of(module: nn.Module, name: str, *others: Any) -> str:
-    """The key of a call: its module's name, with a number where another call has it."""
+    """Return the key of a call: its module's name, with a number where another call has it."""
     for key in (name if not k else f"{name}#{k}" for k in itertools.count()):
         known = _calls.get(key)
         if known is not None and known.is_of(module, *others):
@@ -345,7 +345,7 @@ def _key_of(module: nn.Module, name: str, *others: Any) -> str:
 
 
 def kind_of(key: str) -> str:
-    """What calls with equal costs have in common: the code of the module and of what it holds."""
+    """Return a key that calls with equal costs share: the code of the module and of its submodules."""
     module = _calls[key].living
     digest = hashlib.sha256(repr((module, _calls[key].inputs, _calls[key].autocast)).encode())
     for m in module.modules():
@@ -368,7 +368,7 @@ _here = threading.local()
 
 @contextmanager
 def opaque_parts(model: nn.Module) -> Iterator[None]:
-    """While a module is captured: a call of each submodule that was chosen is one operation."""
+    """Capture a call of each chosen submodule as one operation, inside the context."""
     with ExitStack() as stack:
         for name in getattr(_here, "names", ()):
             module = model.get_submodule(name)
@@ -390,7 +390,7 @@ def _forward_is(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 def with_opaque(model: nn.Module, opaque: Opaque, capture: Callable[[], T]) -> T:
-    """What `capture` returns, with those submodules chosen. Raises `CaptureError`, `ArgumentError`."""
+    """Return the result of `capture` with these submodules chosen. Raises `CaptureError`, `ArgumentError`."""
     if opaque != "auto":
         with _chosen(_matching(model, opaque)):
             return capture()
@@ -446,7 +446,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _around(model: nn.Module, name: str) -> str:
-    """The nearest submodule around one that has a forward; empty where only the model has."""
+    """Return the nearest submodule around one that has a forward; empty where only the model has."""
     while name := name.rpartition(".")[0]:
         if type(model.get_submodule(name)).forward is not nn.Module.forward:
             break

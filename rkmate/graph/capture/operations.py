@@ -1,4 +1,5 @@
-"""What torch knows of an operation and of a value's memory, for all who read captured graphs."""
+"""Properties of operations, and of the memory of values, by torch's schemas, for all readers of captured
+graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.un
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's value shares its input's storage."""
+    """Return whether the node's value shares its input's storage."""
     target = node.target
     if target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
@@ -39,8 +40,8 @@ def is_view(node: fx.Node) -> bool:
 
 
 _view_operations: dict[int, tuple[OpOverload, bool]] = {}
-"""By the identity of an operation, which it keeps: torch computes the hash of one in Python, and every pass
-asks of every node."""
+"""Answers by the id of an operation, together with the operation, which stays alive. (Torch computes an
+operation's hash in Python, and every pass asks about every node.)"""
 
 
 def _is_view_operation(target: OpOverload) -> bool:
@@ -49,14 +50,14 @@ def _is_view_operation(target: OpOverload) -> bool:
 
 
 _random_operations: dict[int, tuple[OpOverload, bool]] = {}
-"""As `_view_operations`."""
+"""Answers by the id of an operation, like `_view_operations`."""
 _DRAWN_BEFORE = {aten._scaled_dot_product_efficient_attention_backward.default,
                  aten._scaled_dot_product_cudnn_attention_backward.default}
-"""They are said to draw, and read the state that their forward has left."""
+"""Operations that torch declares as random, although they only read the state that their forward has left."""
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operation draws from a generator. Attention does where it has dropout."""
+    """Return whether the operation draws from a generator. Attention does where it has dropout."""
     target = node.target
     known = _random_operations.get(id(target))
     if known is None:
@@ -76,7 +77,7 @@ def is_random(node: fx.Node) -> bool:
 
 @functools.cache
 def _place_of(target: OpOverload, name: str) -> int | None:
-    """The position of an argument; None where there is none of this name."""
+    """Return the position of an argument; None where there is none of this name."""
     return next((k for k, a in enumerate(schema_of(target).arguments) if a.name == name), None)
 
 

@@ -1,8 +1,9 @@
-"""What a forward computes from values of its inputs, to be computed anew before each planned step.
+"""Recipes of values that a forward computes from its inputs' values, and that are computed again before each
+planned step.
 
-A `Recipe` is the straight line of calls that lead from inputs to what a trace has not: tensors whose shapes
-depend on values, and values that Python reads. Each of these is an *observation*: a call of other inputs
-follows the same recipe as long as it observes the same, and so does the same as the forward did.
+A `Recipe` is a straight line of calls from inputs to the values that a trace lacks: tensors whose shapes
+depend on values, and values that Python reads. Each of these is an *observation*. A call with other inputs
+follows the same recipe, and computes what the forward does, if its observations are equal.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _SCALARS = (int, float, complex, bool, str, type(None), torch.dtype, torch.devic
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor: those of the arguments come first, then what steps return."""
+    """Stands for a tensor: first the arguments, then the results of steps."""
 
     number: int
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call."""
+    """A call of a recipe."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -37,7 +38,7 @@ class Step:
     """Slots of the tensors that it returns, in order; empty where the result is a value that Python reads."""
 
     def run(self, slots: dict[int, torch.Tensor]) -> Any:
-        """What it returns; tensors are put into their slots."""
+        """Run the call and return its result; tensors are put into their slots."""
         args, kwargs = filled((self.args, self.kwargs), slots)
         out = self.function(*args, **kwargs)
         if self.results:
@@ -48,16 +49,16 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """The steps that lead to one observation: it is of the last one."""
+    """The steps that lead to one observation, which is made of the last step."""
 
     steps: tuple[Step, ...]
     given: tuple[tuple[int, bool], ...]
-    """Of what the last step returns, the slots that the plan gets, each with whether it gets a copy."""
+    """Slots of the last step's results that the plan gets, each with whether it gets a copy."""
     held: tuple[tuple[int, Callable[[], torch.Tensor]], ...] = ()
     """Slots of tensors that are none of the arguments (buffers), each with what looks one up."""
 
     def run(self, slots: dict[int, torch.Tensor], given: list[torch.Tensor]) -> str:
-        """What is observed."""
+        """Run the segment and return what is observed."""
         slots.update((n, get()) for n, get in self.held)
         for step in self.steps:
             out = step.run(slots)
@@ -67,16 +68,17 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How to compute, from the arguments of a call, what its plan takes beside them."""
+    """The computation of a plan's inputs that are not arguments of the call."""
 
     segments: tuple[Segment, ...]
     observed: tuple[str, ...]
-    """After each segment."""
+    """Observations after each segment."""
     bytes: int
-    """Of what it computes for the plan: they stand beside it, through the whole step."""
+    """Bytes of the computed inputs, which are in memory during the whole step."""
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the plan takes beside the arguments, for the arguments that it was recorded with."""
+        """Return the plan's inputs that are not arguments, for the arguments that the recipe was recorded
+        with."""
         slots, given = dict(enumerate(tensors)), list[torch.Tensor]()
         with torch.no_grad():
             for segment in self.segments:
@@ -85,20 +87,20 @@ class Recipe:
 
 
 class Recipes:
-    """The recipes of one signature: what is observed on the way decides how it goes on."""
+    """The recipes of one signature: the observations on the way decide which recipe continues."""
 
     def __init__(self) -> None:
         self._next: dict[tuple[str, ...], Segment | None] = {}
 
     def add(self, recipe: Recipe) -> None:
-        """One more."""
+        """Register the recipe of one capture."""
         for k, segment in enumerate(recipe.segments):
             self._next.setdefault(recipe.observed[:k], segment)
         self._next.setdefault(recipe.observed, None)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, ...], list[torch.Tensor]] | None:
-        """What is observed of a call, and what its plan takes beside the arguments; None where it observes
-        what no recipe has."""
+        """Return what is observed of a call, and the plan's inputs that are not arguments; None if no recipe
+        has these observations."""
         slots, given = dict(enumerate(tensors)), list[torch.Tensor]()
         path: tuple[str, ...] = ()
         with torch.no_grad():
@@ -111,7 +113,7 @@ class Recipes:
 
 
 def filled(value: Any, slots: dict[int, torch.Tensor]) -> Any:
-    """The arguments of a step with tensors in their places."""
+    """Return the arguments of a step with tensors in their places."""
     if isinstance(value, Slot):
         return slots[value.number]
     if isinstance(value, (tuple, list)):
@@ -122,7 +124,7 @@ def filled(value: Any, slots: dict[int, torch.Tensor]) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a call can be repeated with the same arguments, but for tensors."""
+    """Return whether a call can be repeated with the same arguments, except tensors."""
     if isinstance(value, slice):
         return is_plain((value.start, value.stop, value.step)) and not tensors_of(
             (value.start, value.stop, value.step))
@@ -134,7 +136,7 @@ def is_plain(value: Any) -> bool:
 
 
 def mapped(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Containers again, as tuples, lists and dictionaries."""
+    """Return a value with its tensors replaced; containers become tuples, lists and dictionaries."""
     if isinstance(value, torch.Tensor):
         return of(value)
     if isinstance(value, list):
@@ -147,18 +149,18 @@ def mapped(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in what a call returns."""
+    """Return the tensors in what a call returns."""
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def observed(out: Any, tensors: Iterable[torch.Tensor]) -> str:
-    """What decides how a forward goes on after a call, as text."""
+    """Return everything that decides how a forward continues after a call, as text."""
     forms = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for t in tensors]
     return repr(forms) if forms else repr(out)
 
 
 class Builder:
-    """Collects steps while a forward is recorded, and leaves out those that nothing is observed of."""
+    """Collects steps while a forward is recorded, without those that no observation depends on."""
 
     def __init__(self, arguments: int) -> None:
         self._slots = arguments
@@ -166,17 +168,17 @@ class Builder:
         self._of: dict[int, int] = {}
         """The step that a slot comes from."""
         self._observations: list[tuple[int, str, tuple[int, ...]]] = []
-        """Of each: its step, what was observed, and the slots that the plan may get."""
+        """For each observation: its step, its text, and the slots that the plan may get."""
         self._held: dict[int, Callable[[], torch.Tensor]] = {}
 
     def hold(self, get: Callable[[], torch.Tensor]) -> int:
-        """A number for a tensor that is none of the arguments, and is looked up at each call."""
+        """Return a number for a tensor that is none of the arguments, and is looked up at each call."""
         slot = self.new_slot()
         self._held[slot] = get
         return slot
 
     def new_slot(self) -> int:
-        """A number for a tensor."""
+        """Return a number for a tensor."""
         self._slots += 1
         return self._slots - 1
 
@@ -188,16 +190,16 @@ class Builder:
         return len(self._steps) - 1
 
     def observe(self, number: int, what: str, given: Sequence[int] = ()) -> None:
-        """How the forward goes on depends on a step; the plan may get these slots."""
+        """Note that the rest of the forward depends on a step; the plan may get the slots in `given`."""
         self._observations.append((number, what, tuple(given)))
 
     def is_written_after(self, number: int, storage: int) -> bool:
-        """Whether a later step writes to it."""
+        """Return whether a later step writes to it."""
         return any(storage in s.writes for s in self._steps[number + 1:])
 
     def recipe(self, copied: dict[int, bool], size: int) -> Recipe:
-        """All that was observed. `copied`: the slots that the plan gets, and whether as copies; `size`: their
-        bytes."""
+        """Return all that was observed. `copied`: the slots that the plan gets, and whether as copies;
+        `size`: their bytes."""
         done: set[int] = set()
         segments: list[Segment] = []
         for number, _, given in self._observations:
@@ -211,8 +213,8 @@ class Builder:
         return Recipe(tuple(segments), tuple(what for _, what, _ in self._observations), size)
 
     def _needed(self, number: int) -> set[int]:
-        """A step, and those before it that it depends on. Where one writes, what reads there before it comes
-        before it, too, needed or not: it may be needed later."""
+        """Return a step and the steps before it that it depends on. If a step writes to a storage, earlier
+        steps that read that storage come before it, too, needed or not, because they may be needed later."""
         found: set[int] = set()
         todo = [number]
         while todo:

@@ -1,6 +1,5 @@
-"""Models that cannot be captured: what is refused before a trace, what a failed trace means for the user, and
-the way out.
-"""
+"""Models that cannot be captured: refusals before a trace, the meaning of a failed trace for the user, and
+workarounds."""
 
 from __future__ import annotations
 
@@ -42,13 +41,13 @@ from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
 
 
 _DRAWN = re.compile(r"rand|bernoulli|layer_?drop|drop_?path|dropout_probability|skip_the_layer")
-"""In lines that branch on a drawn number."""
+"""Words in lines that branch on a drawn number."""
 _DROPS = re.compile(r"layer_?drop$")
 _FUSED = "FusedMovingAvgObsFakeQuantize"
 
 
 def way_out(model: nn.Module, place: str, text: str) -> str:
-    """A sentence that names what to change, with a blank before it.
+    """Return a sentence that names what to change, with a blank before it.
 
     `place`: where the trace has stopped, with the source line. `text`: of the error.
     """
@@ -72,7 +71,7 @@ def _layers_dropped(model: nn.Module, place: str, text: str) -> str:
 
 
 def _dropping(holder: object) -> list[str]:
-    """Names of the probabilities above 0 with which an object leaves layers out."""
+    """Return names of the probabilities above 0 with which an object leaves layers out."""
     values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
     return [k for k, v in values.items() if _DROPS.search(k) and isinstance(v, (int, float)) and v > 0]
 
@@ -111,7 +110,7 @@ def _value_decides(model: nn.Module, place: str, text: str) -> str:
 
 RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
     _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _value_decides)
-"""In the order in which they are asked; the first that applies is told."""
+"""Explanations, in the order in which they are tried; the first that applies is used."""
 
 
 # -- Before a trace, and after one that failed -----------------------------------------------------
@@ -138,8 +137,8 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                            "(register_module_full_backward_hook), which a planned step cannot run: "
                            "remove them, or hook the parameters or the module's outputs")
     if global_forward_hooks():
-        warn("there are forward hooks around every module (register_module_forward_hook): what they compute "
-             "is part of the plan, what else they do happens only while it is traced")
+        warn("there are forward hooks around every module (register_module_forward_hook): their computations "
+             "are part of the plan, and other effects happen only while the model is traced")
     for name, m in model.named_modules():
         if hooks_outside and m is model:
             continue
@@ -150,15 +149,15 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         hooks = [h for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())
                  if weight_made_by(h) is None and not is_observer(h)]
         if hooks:
-            warn(f"{where} has forward hooks: what they compute is part of the plan, what "
-                 "else they do happens only while it is traced")
+            warn(f"{where} has forward hooks: their computations are part of the plan, and other "
+                 "effects happen only while the model is traced")
         if type(m).__name__ == _FUSED and m.is_per_channel and not m.activation_post_process.min_val.numel():
             raise CaptureError(f"{where} is a {_FUSED} that makes a scale for each channel in its first "
                                "call, which a captured step would not repeat: call the model once before it "
                                "is wrapped")
         if isinstance(m, torch.jit.ScriptModule):
-            raise ArgumentError(f"{where} is a TorchScript module, which cannot be captured: put the module "
-                                "that it was made from in its place")
+            raise ArgumentError(f"{where} is a TorchScript module, which cannot be captured: use the module "
+                                "that it was made from instead")
         if _is_compiled(m):
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')
@@ -197,7 +196,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
+    """Return whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
     was compiled."""
     dynamo = sys.modules.get("torch._dynamo")
     call = compiled_call(module)
@@ -206,12 +205,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def has_generator(model: nn.Module) -> bool:
-    """Whether some submodule keeps a generator of its own."""
+    """Return whether some submodule keeps a generator of its own."""
     return any(isinstance(v, torch.Generator) for m in model.modules() for v in vars(m).values())
 
 
 def is_data_dependent(error: Exception) -> bool:
-    """Whether a trace has failed because a tensor's value decides how it goes on."""
+    """Return whether a trace has failed because a tensor's value decides how it goes on."""
     text = str(error)
     return any(sign in text for sign in (
         "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
@@ -221,7 +220,7 @@ def is_data_dependent(error: Exception) -> bool:
 
 def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
               error: Exception, program: nn.Module | None = None) -> Exception:
-    """The error for a failed trace: it names the operation and the line of the model's source.
+    """Return the error for a failed trace: it names the operation and the line of the model's source.
 
     `program`: what was exported, where that went well; it knows the lines that read a value.
     """
@@ -254,7 +253,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _static_form(model: nn.Module, error: Exception) -> str:
-    """What to do about a value that decides, where the library has a flag or there is a known form."""
+    """Return what to do about a value that decides, if the library has a flag or a form is known."""
     if routed := routed_by_loops(model):
         return f'{routed}.set_experts_implementation("grouped_mm") routes without it; else, '
     if "_ctc_loss" in str(error) or hasattr(getattr(model, "config", None), "ctc_loss_reduction"):
@@ -270,7 +269,7 @@ def _static_form(model: nn.Module, error: Exception) -> str:
 
 
 def _opaque(model: nn.Module, place: str) -> str:
-    """The setting, where the line stands in the forward of a submodule."""
+    """Return the setting, where the line stands in the forward of a submodule."""
     found = re.match(r" at (.+?):(\d+): ", place)
     for module in model.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -281,7 +280,7 @@ def _opaque(model: nn.Module, place: str) -> str:
 
 
 def place_of(error: Exception, program: nn.Module | None) -> str:
-    """The innermost line of the user's source that took part."""
+    """Return the innermost line of the user's source that took part."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
     if frames:
         return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
@@ -296,7 +295,8 @@ def place_of(error: Exception, program: nn.Module | None) -> str:
 
 
 def at_fault(model: nn.Module, error: BaseException) -> str:
-    """The innermost submodule whose code took part in an error, or in its cause; empty where none did."""
+    """Return the innermost submodule whose code took part in an error, or in its cause; empty where none
+    did."""
     names = {id(m): n for n, m in model.named_modules()}
     found = ""
     causes: BaseException | None = error
@@ -311,7 +311,7 @@ def at_fault(model: nn.Module, error: BaseException) -> str:
 
 
 def _through(error: Exception, place: str) -> bool:
-    """Whether an error came through a file, or a folder of files."""
+    """Return whether an error came through a file, or a folder of files."""
     return any(f.filename.startswith(place) for f in traceback.extract_tb(error.__traceback__))
 
 
@@ -353,7 +353,8 @@ def refuse_data_parallelism(*modules: nn.Module) -> None:
 
 
 def obstacle(parameter: torch.Tensor) -> str:
-    """Why nobody but autograd may add to a parameter's gradient, after its name; empty where one may."""
+    """Return why only autograd may add to a parameter's gradient, as the end of a sentence about the
+    parameter; empty if others may."""
     if has_gradient_hooks(parameter):
         return "has a gradient hook, which needs the gradient as a tensor"
     if has_accumulation_hooks(parameter):
@@ -376,7 +377,7 @@ def obstacle(parameter: torch.Tensor) -> str:
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Shape, dtype, device, and strides where there is more than one element."""
+    """Return shape, dtype, device, and the strides of dimensions with more than one element."""
     strides = tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
     return tensor.shape, tensor.dtype, tensor.device, strides if tensor.numel() else ()
 
@@ -396,7 +397,7 @@ logger = logging.getLogger("rkmate")
 
 @contextmanager
 def flags_to_plan(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Inside, a model's train flags are those to plan for; afterwards they are what they were.
+    """Give a model the train flags to plan for inside the context; afterwards restore its flags.
 
     ``from_pretrained`` returns models in eval mode, and a Trainer switches to train mode later.
 

@@ -1,4 +1,4 @@
-"""What a traced forward does besides computing: attributes it assigns, host random numbers."""
+"""Side effects of a traced forward: attributes that it assigns, and random numbers of the host."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PythonState:
                 m.__dict__[field].update(registries[field])
 
     def assigned(self) -> list[Assigned]:
-        """The attributes that are other objects now."""
+        """Return the attributes that are other objects now."""
         found = []
         for path, holder, attributes in self._holders:
             if _same(holder.__dict__, attributes):
@@ -98,7 +98,7 @@ class PythonState:
 
 
 def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether these are the same objects under the same names."""
+    """Return whether these are the same objects under the same names."""
     return len(now) == len(before) and all(now.get(k, MISSING) is v for k, v in before.items())
 
 
@@ -109,7 +109,7 @@ def _is_object(value: Any) -> bool:
 
 
 def is_made_by_a_hook(assigned: Assigned) -> bool:
-    """Whether torch's own (old) normalisations and pruning compute it before each forward."""
+    """Return whether torch's own (old) normalisations and pruning compute it before each forward."""
     holder = assigned.holder
     hooks = forward_pre_hooks_of(holder).values() if isinstance(holder, nn.Module) else ()
     return any(weight_made_by(h) == assigned.name for h in hooks)

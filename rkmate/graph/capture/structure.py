@@ -1,6 +1,5 @@
-"""Arguments and results of a module, as flat lists of tensors and what stands around them; forms of tensors;
-and parameters that are made of plain tensors.
-"""
+"""Arguments and results of a module as flat lists of tensors and their structure, forms of tensors, and
+parameters that consist of plain tensors."""
 
 from __future__ import annotations
 
@@ -41,16 +40,16 @@ _FILL = -1   # memo key under which the tensors travel; no object has a negative
 
 @dataclass(frozen=True)
 class Structure:
-    """How to put tensors back where they were found."""
+    """Puts tensors back into the object that they were taken from."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    """Per leaf of the pytree: a `_Slot`, a plain constant, or a skeleton."""
+    """For each leaf of the pytree: a `_Slot`, a plain constant, or a skeleton."""
     count: int
     """Number of tensors."""
 
     def fill(self, tensors: list[Any]) -> Any:
-        """The object again, with these tensors in it."""
+        """Return the object again, with these tensors in it."""
         leaves: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Slot):
@@ -62,27 +61,27 @@ class Structure:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def held_by_objects(self, args: Any, kwargs: Any) -> dict[int, tuple[Any, list[int]]]:
-        """Per object that pytree does not know, by its number among the leaves: itself, and the ids of its
-        tensors."""
+        """Return, for each object that pytree does not know, by its number among the leaves, the object and
+        the ids of its tensors."""
         leaves = pytree.tree_flatten((args, kwargs))[0]
         return {k: (leaf, [id(t) for t in tensors_in(leaf)]) for k, leaf in enumerate(leaves)
                 if not isinstance(leaf, (*PLAIN, torch.Tensor))}
 
     def index_of(self, name: str) -> int | None:
-        """The tensor under a key or attribute of the outermost container; None without one."""
+        """Return the tensor under a key or attribute of the outermost container; None without one."""
         value = pytree.tree_unflatten(list(self.leaves), self.spec)
         found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         return found.index if isinstance(found, _Slot) else None
 
     def under(self, names: Collection[str]) -> set[int]:
-        """The tensors under some keys or attributes of the outermost container."""
+        """Return the tensors under some keys or attributes of the outermost container."""
         value = pytree.tree_unflatten(list(self.leaves), self.spec)
         content = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
         return {s.index for k, v in content.items() if k in names
                 for s in objects_in(v) if isinstance(s, _Slot)}
 
     def names(self) -> dict[str, frozenset[int]]:
-        """The tensors under each key, field or index, with dots between: ``aux.0`` and ``aux``."""
+        """Return the tensors under each key, field or index, with dots between: ``aux.0`` and ``aux``."""
         names: dict[str, frozenset[int]] = {}
 
         def visit(value: Any, path: str, above: frozenset[int]) -> frozenset[int]:
@@ -107,12 +106,12 @@ class Structure:
         return all(isinstance(leaf, (_Slot, *PLAIN)) for leaf in self.leaves)
 
     def constants(self) -> tuple[Any, ...]:
-        """The leaves that are not tensors, in order: what a call is specialised on."""
+        """Return the leaves that are not tensors, in order: what a call is specialised on."""
         return tuple(leaf for leaf in self.leaves if not isinstance(leaf, _Slot))
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """What stands directly in a container or object, after its key, index or name."""
+    """Return the direct members of a container or object, each after its key, index or name."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (list, tuple)):
@@ -123,8 +122,8 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
 
 def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = ()
                ) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors of `value`, in order, and the structure around them. `after`: tensors that come before
-    them, and that a ``result`` may hold, too.
+    """Return the tensors of `value`, in order, and the structure around them. `after`: tensors that come
+    before them, and that a ``result`` may hold, too.
 
     Objects that pytree does not know, and that hold tensors, become skeletons. For a ``result``,
     the same tensor found twice is one slot; in arguments each occurrence has a slot of its own.
@@ -153,7 +152,7 @@ def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = ()
 
 def take_call_apart(args: Sequence[Any], kwargs: Mapping[str, Any]
                     ) -> tuple[list[torch.Tensor], pytree.TreeSpec, tuple[Any, ...]]:
-    """The tensors among the arguments of a call, where they stand, and the other leaves."""
+    """Return the tensors among the arguments of a call, where they stand, and the other leaves."""
     flat = (*args, *kwargs.values())
     if _LEAVES.issuperset(map(type, flat)):
         return ([v for v in flat if isinstance(v, torch.Tensor)], _spec_of_leaves(len(args), tuple(kwargs)),
@@ -164,7 +163,8 @@ def take_call_apart(args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @functools.lru_cache(maxsize=256)
 def _spec_of_leaves(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
-    """Of a call with so many arguments without a name, each of them a leaf, and some with names."""
+    """Return the structure of a call with `count` positional arguments, each of them a leaf, and named
+    ones."""
     return pytree.tree_flatten(((None,) * count, dict.fromkeys(names)))[1]
 
 
@@ -213,28 +213,29 @@ _AT = "@"
 
 
 def is_made_of_pieces(tensor: torch.Tensor) -> bool:
-    """Whether a trace sees the tensors inside of one, and not itself."""
+    """Return whether a trace sees the tensors inside of one, and not itself."""
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def piece_name(name: str, attribute: str) -> str:
-    """The name of a piece of a tensor, or of a piece."""
+    """Return the name of a piece of a tensor, or of a piece."""
     return f"{name}{_AT}{attribute}"
 
 
 def owner_name(name: str) -> str:
-    """The name of the tensor that a piece belongs to; of a whole tensor its own."""
+    """Return the name of the tensor that a piece belongs to; of a whole tensor its own."""
     return name.partition(_AT)[0]
 
 
 def piece_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The piece of a tensor that a name stands for; the tensor itself where it stands for all of it."""
+    """Return the piece of a tensor that a name stands for; the tensor itself where it stands for all of
+    it."""
     for attribute in name.split(_AT)[1:]:
         tensor = getattr(tensor, attribute)
     return tensor
 
 
 def tensor_called(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The tensor, or the piece of one, of this name. Raises `KeyError`."""
+    """Return the tensor, or the piece of one, of this name. Raises `KeyError`."""
     return piece_of(tensors[owner_name(name)], name)
 

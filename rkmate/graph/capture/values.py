@@ -1,10 +1,10 @@
-"""Values that depend on inputs alone, while a forward is traced.
+"""Values that depend on inputs only, while a forward is traced.
 
-A trace knows shapes and no values, so a forward that looks at values stops it. Where these come from integers
-and masks among the arguments alone (labels, lengths, edges), and not from parameters or activations, they are
-known: beside each traced tensor of that kind its *twin* is computed, the same on the real arguments. Where a
-call stops the trace, its twin answers, and how it was computed is a recipe, which runs before each planned
-step (`recipe`).
+A trace knows shapes but no values, so that a forward that looks at values stops it. Values are known if they
+come only from integers and masks among the arguments (labels, lengths, edges), and not from parameters or
+activations. For each such traced tensor, a *twin* is computed from the real arguments. A call that would stop
+the trace returns the value of its twin. The computation of the twin becomes a recipe, which runs before each
+planned step (`recipe`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from rkmate.torch_seam.trace import values_refused
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
              target_lengths: torch.Tensor, blank: int, reduction: str | int, zero_infinity: bool,
              longest: int) -> torch.Tensor:
-    """As torch composes its loss of kernels. `longest`: the largest of `target_lengths`."""
+    """Compute torch's CTC loss from kernels, as torch does. `longest`: the largest of `target_lengths`."""
     batched = log_probs.dim() == 3
     log_probs = log_probs if batched else log_probs.unsqueeze(1)
     targets = targets.to(log_probs.device, torch.long)
@@ -119,35 +119,34 @@ register((
 # Calls of which a part is known: masks, lengths or counts come from the inputs, what they apply to does not.
 #
 # The shapes of their results depend on that part alone, so its values are computed before the step, and the
-# call is written without them: with indices in the place of a mask, with the number of elements in its
-# result.
+# call is written without them: with indices instead of a mask, with the number of elements in its result.
 
 
 _MASKS = (torch.bool, torch.uint8)
 
 
 class Known(Protocol):
-    """What is known of a trace's tensors."""
+    """Known values of a trace's tensors."""
 
     def twin(self, t: Any) -> torch.Tensor | None:
-        """The value; None where it is not known."""
+        """Return the value; None where it is not known."""
         ...
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of the forward."""
+        """Handle a call of the forward."""
         ...
 
     def read(self, func: Callable[..., Any], *args: Any) -> Any:
-        """What a call of known tensors gives Python."""
+        """Return what a call of known tensors gives Python."""
         ...
 
     def compute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a call of known tensors returns, computed before the step."""
+        """Return the result of a call of known tensors, computed before the step."""
         ...
 
 
 def _index(known: Known, index: Any) -> tuple[Any, ...]:
-    """An index with the places of what known masks pick."""
+    """Return an index with the places of what known masks pick."""
     found: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         value = known.twin(part)
@@ -159,8 +158,8 @@ def _index(known: Known, index: Any) -> tuple[Any, ...]:
 
 
 def _given(known: Known, t: Any) -> Any:
-    """A known tensor, computed before the step: calls that hold it against other values never see one that is
-    made up, as where costs are measured."""
+    """Return a known tensor, computed before the step: calls that compare it with other values never see
+    made-up values, such as those used for measuring costs."""
     return t if known.twin(t) is None else known.compute(torch.clone, t)
 
 
@@ -219,7 +218,7 @@ PARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
 }
-"""By the function that is called: what is called in its place, with what is known before its arguments."""
+"""Replacements by function: the function to call instead, with the arguments that come before its own."""
 
 
 FILLED: dict[str, Callable[..., Any]] = {
@@ -237,11 +236,11 @@ FILLED: dict[str, Callable[..., Any]] = {
 #
 # Values that depend on inputs alone, while a forward is traced.
 #
-# A trace knows shapes and no values, so a forward that looks at values stops it. Where these come from
-# integers and masks among the arguments alone (labels, lengths, edges), and not from parameters or
-# activations, they are known: beside each traced tensor of that kind its *twin* is computed, the same on the
-# real arguments. Where a call stops the trace, its twin answers, and how it was computed is a recipe, which
-# runs before each planned step (`recipe`).
+# A trace knows shapes and no values, so a forward that looks at values stops it. Values are known if they
+# come only from integers and masks among the arguments (labels, lengths, edges), and not from parameters or
+# activations: for each traced tensor of that kind, a *twin* is computed from the real arguments. If a call
+# would stop the trace, its twin answers. The computation of the twin becomes a recipe, which runs before each
+# planned step (`recipe`).
 
 
 _READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__",
@@ -260,22 +259,22 @@ _here = threading.local()
 
 
 def is_stopped_by_values(error: Exception) -> bool:
-    """Whether a trace may have failed because it has no values."""
+    """Return whether a trace may have failed because it has no values."""
     text = str(error)
     return is_data_dependent(error) or isinstance(error, NotImplementedError) or "data pointer" in text \
         or "UnsupportedOperator" in type(error).__name__
 
 
 def may_be_asked(t: torch.Tensor) -> bool:
-    """Whether the values of an argument may decide how a forward goes on: those of other types are other ones
-    in each step."""
+    """Return whether the values of an argument may decide how a forward goes on: those of other types are
+    other ones in each step."""
     return not t.is_floating_point() and not t.is_complex() and t.layout is torch.strided
 
 
 @contextmanager
 def from_inputs(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[Values]:
-    """While a model is captured for a call with these tensors: what its forward asks of their values, and of
-    those of buffers and constants, is answered."""
+    """Answer a forward's questions about the values of these tensors, of buffers and of constants, while a
+    model is captured for a call with them."""
     _here.values = values = Values(model, tensors)
     try:
         # What depends on other values stops the trace where it is asked for.
@@ -287,7 +286,7 @@ def from_inputs(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[V
 
 @contextmanager
 def values_of_inputs(model: nn.Module) -> Iterator[None]:
-    """While a forward is traced: twins are computed where they are wanted."""
+    """Compute twins as needed while a forward is traced."""
     values = getattr(_here, "values", None)
     if values is None:
         yield
@@ -297,7 +296,8 @@ def values_of_inputs(model: nn.Module) -> Iterator[None]:
 
 
 def begin(traced: Sequence[torch.Tensor], model: nn.Module) -> None:
-    """Tell what stands in the place of the arguments, and has stand-ins for buffers."""
+    """Note the tensors that replace the arguments in the trace, and the model, which has stand-ins for its
+    buffers."""
     values = getattr(_here, "values", None)
     if values is not None:
         values.begin(traced, model)
@@ -311,7 +311,7 @@ class _Known:
     twin: torch.Tensor
     slot: int
     version: int
-    """Of the traced tensor when both were equal."""
+    """Version of the traced tensor when both were equal."""
 
 
 @dataclass
@@ -322,7 +322,7 @@ class _Given:
     step: int
     twin: torch.Tensor
     value: torch.Tensor
-    """What the trace has."""
+    """The tensor in the trace."""
 
 
 class Values:
@@ -340,7 +340,7 @@ class Values:
         self._known: dict[int, _Known] = {}
         self._given: list[_Given] = []
         self._computed: dict[Any, Any] = {}
-        """What known parts of calls were computed already."""
+        """Known parts of calls that were computed already."""
         self._inputs: frozenset[int] = frozenset()
         """Storages of the twins of arguments and buffers."""
         self._held: dict[int, tuple[torch.Tensor, str, int]] = {}
@@ -355,7 +355,7 @@ class Values:
         self.answered = False
 
     def begin(self, traced: Sequence[torch.Tensor], model: nn.Module) -> None:
-        """A forward begins on these."""
+        """Begin a forward on these tensors."""
         self._start()
         self._held = {id(t): (t, name, version_of(t))
                       for name, t in model.named_buffers(remove_duplicate=False)
@@ -370,12 +370,12 @@ class Values:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, calls are watched."""
+        """Watch calls inside the context."""
         with _Watching(self):
             yield
 
     def twin(self, t: Any) -> torch.Tensor | None:
-        """The real value of a traced tensor; None where it depends on others than inputs."""
+        """Return the real value of a traced tensor; None where it depends on others than inputs."""
         known = self._of(t)
         return None if known is None else known.twin
 
@@ -412,7 +412,7 @@ class Values:
         self._known = {i: k for i, k in self._known.items() if storage_id(k.twin) != storage}
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One call of the forward."""
+        """Handle a call of the forward."""
         tensors = tensors_of((args, kwargs))
         if func.__name__ in ("__getitem__", "__setitem__") and len(args) > 1:
             args = (args[0], self._with_ints(args[1]), *args[2:])
@@ -429,7 +429,7 @@ class Values:
         return func(*args, **kwargs)
 
     def _filled(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A tensor of one number, in the shape of one of which nothing else is known."""
+        """Return a tensor of one number, in the shape of one of which nothing else is known."""
         out = func(*args, **kwargs)
         fill = FILLED[func.__name__](*args, **kwargs)
         if isinstance(out, torch.Tensor) and isinstance(fill, (int, float)):
@@ -438,7 +438,7 @@ class Values:
         return out
 
     def _with_ints(self, index: Any) -> Any:
-        """An index whose slices have numbers, not tensors."""
+        """Return an index whose slices have numbers, not tensors."""
         if isinstance(index, tuple):
             return tuple(map(self._with_ints, index))
         if isinstance(index, slice):
@@ -447,11 +447,11 @@ class Values:
         return index
 
     def read(self, func: Callable[..., Any], *args: Any) -> Any:
-        """What a call of known tensors gives Python."""
+        """Return what a call of known tensors gives Python."""
         return self._of_known(func, args, {}, tensors_of(args))
 
     def compute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a call of known tensors returns, as tensors that the plan gets."""
+        """Return the result of a call of known tensors, as tensors that the plan gets."""
         tensors = tensors_of((args, kwargs))
         at = (func, *((self._known[id(t)].slot, version_of(t)) for t in tensors))
         if at not in self._computed:
@@ -502,7 +502,7 @@ class Values:
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor],
                 error: Exception | None) -> Any:
-        """The twin of a call in its place. `error`: what the trace said."""
+        """Return the twin of a call in its place. `error`: what the trace said."""
         ran = self._run(func, args, kwargs, tensors)
         failed = error or CaptureError(f"{func.__name__} of values of the inputs cannot be repeated")
         if ran is None:
@@ -542,8 +542,8 @@ class Values:
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
              ) -> tuple[Any, frozenset[int]] | None:
-        """The call on twins, and the storages that it has written to. None where it draws, fails, writes to
-        an argument, or where its result is too large."""
+        """Run the call on twins. Returns its result and the storages that it has written to; None if it
+        draws, fails, writes to an argument, or if its result is too large."""
         by_id = {id(t): self._known[id(t)].twin for t in tensors}
         twins = list(by_id.values())
         with outside_trace():
@@ -575,8 +575,8 @@ class Values:
         return self._builder.add(Step(func, taken, given, slots), reads, writes)
 
     def found_in(self, tensors: Iterable[torch.Tensor]) -> tuple[dict[int, int], Recipe | None]:
-        """Which of the tensors that a trace holds are given at each call: of each storage the number among
-        what the recipe computes. The recipe is None where nothing was asked. Raises `CaptureError`."""
+        """Return which of a trace's tensors are given at each call: for each storage, the number among the
+        recipe's results. The recipe is None if no value was needed. Raises `CaptureError`."""
         if not self.asked:
             return {}, None
         held = set(map(storage_id, tensors))
@@ -595,8 +595,8 @@ class Values:
         recipes.add(recipe)
         found = recipes.run(self._tensors)
         if found is None or observed(None, found[1]) != observed(None, [g.value for g in used]):
-            raise CaptureError("what the forward computes from values of its inputs comes out otherwise a "
-                               "second time, so it cannot be computed before each step. rkmate.dtr runs such "
+            raise CaptureError("the forward's computations from values of its inputs give other results a "
+                               "second time, so they cannot run before each step. rkmate.dtr runs such "
                                "models")
 
 
@@ -627,7 +627,7 @@ def _autocast() -> list[Any]:
 
 
 def _attribute(func: Any) -> str:
-    """Of which attribute a function is the getter."""
+    """Return the name of the attribute whose getter a function is."""
     return str(getattr(func.__self__, "__name__", ""))
 
 

@@ -21,7 +21,7 @@ SORTING, PLACES = 48, 16
 
 
 def bytes_of_rows(grad: torch.Tensor, indices: torch.Tensor) -> int:
-    """What the operator takes beside its result, at most: a row for each index."""
+    """Return the most bytes that the operator takes in addition to its result: a row for each index."""
     count = indices.numel()
     rows = (count + 1) * grad.shape[-1] * grad.element_size()
     copied = 0 if grad.is_contiguous() else grad.nbytes
@@ -30,7 +30,7 @@ def bytes_of_rows(grad: torch.Tensor, indices: torch.Tensor) -> int:
 
 def add_embedding_rows_over(total: torch.Tensor, grad: torch.Tensor, indices: torch.Tensor,
                             padding_idx: int, *, out: torch.Tensor) -> torch.Tensor:
-    """``total + embedding_dense_backward(grad, indices)``; `out` may be `total` itself.
+    """Compute ``total + embedding_dense_backward(grad, indices)``; `out` may be `total` itself.
 
     total [V, d], grad [..., d], indices [...]; rows of `padding_idx` are left out. No size depends on
     which indices there are: memory is the same in every step, and an accelerator is not waited for.
@@ -43,8 +43,8 @@ def add_embedding_rows_over(total: torch.Tensor, grad: torch.Tensor, indices: to
 
 
 def _slots(indices: torch.Tensor, padding_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different indices, smallest first, zeros after them; and for each index its place among them,
-    one past the last for `padding_idx`.
+    """Return the different indices, smallest first, zeros after them; and for each index its place among
+    them, one past the last for `padding_idx`.
 
     In the indices' own order, so that kernels that sort add up in the same order.
     """
@@ -58,7 +58,7 @@ def _slots(indices: torch.Tensor, padding_idx: int) -> tuple[torch.Tensor, torch
 
 def add_embedding_rows(total: torch.Tensor, grad: torch.Tensor, indices: torch.Tensor,
                        padding_idx: int) -> torch.Tensor:
-    """``total + embedding_dense_backward(grad, indices)``, in memory of its own."""
+    """Compute ``total + embedding_dense_backward(grad, indices)`` into a new tensor."""
     return add_embedding_rows_over(total, grad, indices, padding_idx, out=torch.empty_like(total))
 
 

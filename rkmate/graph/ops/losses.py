@@ -26,7 +26,7 @@ def cross_entropy_backward_out(
         grad_output: torch.Tensor, log_probs: torch.Tensor, target: torch.Tensor,
         weight: torch.Tensor | None, reduction: int, ignore_index: int, total_weight: torch.Tensor,
         dim: int, *, out: torch.Tensor) -> torch.Tensor:
-    """Gradient of the logits; `out` may be `log_probs` itself.
+    """Compute the gradient of the logits; `out` may be `log_probs` itself.
 
     The first dimension, of `log_probs`, `target` and (without reduction) `grad_output`, is cut.
     """
@@ -45,25 +45,24 @@ def cross_entropy_backward(
         grad_output: torch.Tensor, log_probs: torch.Tensor, target: torch.Tensor,
         weight: torch.Tensor | None, reduction: int, ignore_index: int, total_weight: torch.Tensor,
         dim: int) -> torch.Tensor:
-    """Gradient of the logits, in memory of its own."""
+    """Compute the gradient of the logits into a new tensor."""
     return cross_entropy_backward_out(grad_output, log_probs, target, weight, reduction,
                                       ignore_index, total_weight, dim,
                                       out=torch.empty_like(log_probs))
 
 
 def scale(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """A gradient for an incoming gradient of one, times the one that came."""
+    """Return a gradient for an incoming gradient of one, times the one that came."""
     return x * by
 
 
 def scale_over(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """A gradient times the one that came, over itself. On a CPU a scalar of one is seen without waiting,
-    and nothing is to do then."""
+    """Scale in place. On the CPU, reading `by` needs no synchronisation, so a factor of one is skipped."""
     return x if devices.of(by).host and by.item() == 1 else x.mul_(by)
 
 
 def _in_a_storage_of_its_own(theirs: OpOverload) -> OwnOperator:
-    """An operator of torch's whose result does not hold the storage of what it has summed up."""
+    """Return an operator of torch's whose result does not hold the storage of what it has summed up."""
 
     def alone(*args: Any) -> torch.Tensor:
         result: torch.Tensor = theirs(*args).clone()

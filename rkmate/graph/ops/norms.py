@@ -1,7 +1,7 @@
 """Operators of batch norms: their gradients, channel by channel; their statistics, of groups of pixels.
 
 Torch's kernel adds up a channel's pixels one after the other where channels lie side by side, in the type of
-the image. Over tens of thousands of pixels its statistics are some fifty times less exact than those of its
+the image. Over tens of thousands of pixels its statistics are about fifty times less exact than those of its
 kernel for contiguous images. Here a channel's pixels are dealt out to groups, and the groups' statistics put
 together.
 """
@@ -22,14 +22,14 @@ _update_stats = quickest(aten.batch_norm_update_stats.default)
 _no_training = quickest(aten._native_batch_norm_legit_no_training.default)
 
 _GROUP = 1024
-"""So many pixels are added up one after the other, at most."""
+"""At most this number of pixels is added up one after another."""
 
 
 def batch_norm_backward_over(
         grad_out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None,
         save_mean: torch.Tensor, save_invstd: torch.Tensor, eps: float, *,
         out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of input, weight and bias in training mode; `out`, for the first, may be `grad_out`.
+    """Return gradients of input, weight and bias in training mode; `out`, for the first, may be `grad_out`.
 
     The channels are cut. torch's own kernel allocates the first gradient twice.
     """
@@ -54,7 +54,7 @@ def batch_norm_backward(
         grad_out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None,
         save_mean: torch.Tensor, save_invstd: torch.Tensor,
         eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of input, weight and bias in training mode, in memory of their own."""
+    """Return gradients of input, weight and bias in training mode, in memory of their own."""
     return batch_norm_backward_over(grad_out, input, weight, save_mean, save_invstd, eps,
                                     out=torch.empty_like(input))
 
@@ -69,12 +69,12 @@ def _batch_norm_backward(grad_out: torch.Tensor, input: torch.Tensor, weight: to
 
 @functools.cache
 def groups_of(pixels: int) -> int:
-    """The fewest groups that all have the same number of pixels, and not too many of them."""
+    """Return the fewest groups that all have the same number of pixels, and not too many of them."""
     return next(n for n in range(-(-pixels // _GROUP), pixels + 1) if pixels % n == 0)
 
 
 def statistics(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of each channel of a dense image that has its channels last.
+    """Return the mean and the biased variance of each channel of a dense image with channels last.
 
     A pixel's neighbours are taken for further channels, so that one call of torch's kernel has a mean and a
     variance for each group; the variance of all is the mean of theirs and the variance of their means.
@@ -93,7 +93,7 @@ def batch_norm_by_groups(
         input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
         running_mean: torch.Tensor, running_var: torch.Tensor, training: bool, momentum: float,
         eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What ``aten._native_batch_norm_legit_functional`` returns, in training mode."""
+    """Compute ``aten._native_batch_norm_legit_functional`` in training mode."""
     assert training
     mean, variance = statistics(input)
     out, *_ = _no_training(input, weight, bias, mean, variance, momentum, eps)

@@ -16,28 +16,28 @@ Tensors = Sequence[torch.Tensor]
 
 
 def part_bytes(like: torch.Tensor, total: int) -> int:
-    """About how many bytes of `total` to work on at a time; all of them where nothing is computed."""
+    """Return about how many bytes of `total` to work on at a time; all bytes on the meta device."""
     return total if like.is_meta else devices.of(like).part_bytes(total)
 
 
 def stretches(length: int, total: int, part: int) -> Iterator[slice]:
-    """Stretches of a dimension of so many indices and bytes, of about a part's bytes each."""
+    """Yield slices of a dimension with `length` indices and `total` bytes, about `part` bytes each."""
     step = rows_of(length, total, part)
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
 
 def rows_of(length: int, total: int, part: int) -> int:
-    """How many of so many indices, which have so many bytes, have about a part's bytes."""
+    """Return how many of `length` indices, which take `total` bytes, take about `part` bytes."""
     return max(1, length * part // max(1, total))
 
 
 def bytes_of_part(value: torch.Tensor, dim: int) -> int:
-    """Bytes of what is worked on at a time where a dimension is cut."""
+    """Return bytes of what is worked on at a time where a dimension is cut."""
     step = min(value.shape[dim], rows_of(value.shape[dim], value.nbytes, part_bytes(value, value.nbytes)))
     return step * (value.nbytes // max(1, value.shape[dim]))
 
 
 def bytes_of_copies(inputs: Tensors) -> int:
-    """Bytes of the operands that a kernel copies, as it wants them contiguous."""
+    """Return bytes of the operands that a kernel copies, as it wants them contiguous."""
     return sum(t.nbytes for t in inputs if not t.is_contiguous())

@@ -1,8 +1,8 @@
-"""Operators of products: of matrices by either of two libraries, and convolutions' gradients that are added
-where others stand.
+"""Operators of products: products of matrices by either of two libraries, and gradients of convolutions that
+are added to existing gradients.
 
-A convolution's weight gradient is computed a few channels at a time, so that no tensor of the weight's size
-stands beside the gradient.
+A convolution's weight gradient is computed a few channels at a time, so that no second tensor
+of the weight's size exists next to the gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _mm, _addmm = quickest(aten.mm.default), quickest(aten.addmm.default)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``a @ b + bias``, as torch multiplies: a [n, k], b [k, m], bias [m]."""
+    """Compute ``a @ b + bias`` as torch does: a [n, k], b [k, m], bias [m]."""
     result: torch.Tensor = _mm(a, b) if bias is None else _addmm(bias, a, b)
     return result
 
@@ -62,7 +62,8 @@ def add_convolution_gradient(
 
 
 def weight_parts(weight: torch.Tensor, groups: int) -> list[slice]:
-    """Stretches of a convolution's weight, along its first dimension, whose gradients are made one by one."""
+    """Return stretches of a convolution's weight, along its first dimension, whose gradients are made one by
+    one."""
     rows = weight.shape[0]
     if groups != 1:
         return [slice(0, rows)]
@@ -76,7 +77,7 @@ def _convolution_flops(into: Any, into_bias: Any, grad_output: Any, input: Any, 
 
 
 def _part_of_weight(inputs: Tensors, outputs: Tensors) -> int:
-    """The gradient of a part of a convolution's weight, and the channels that it is computed from."""
+    """Return the gradient of a part of a convolution's weight, and the channels that it is computed from."""
     part, whole = part_bytes(outputs[0], outputs[0].nbytes), outputs[0].nbytes
     read = max(t.nbytes for t in inputs if t.shape != outputs[0].shape)
     return whole if part >= whole else part + -int(-read * part // whole)

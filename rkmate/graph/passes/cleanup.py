@@ -1,6 +1,5 @@
-"""Rewrites that drop what a trace has too much of: dead code, copies, views that undo views, and copies of
-whole buffers for a part.
-"""
+"""Rewrites that remove superfluous nodes of a trace: dead code, copies, views that undo views, and copies of
+whole buffers of which only a part is read."""
 
 from __future__ import annotations
 
@@ -91,7 +90,8 @@ _VIEWS = _RESHAPES | {aten.t.default, aten.transpose.int, aten.permute.default, 
                       aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
 
 _NO_VIEW = (RuntimeError, ValueError)
-"""What views raise where only a copy has that shape; those of fake tensors have an error of their own."""
+"""Errors that views raise if only a copy has the wanted shape; those of fake tensors have an error of their
+own."""
 
 
 def shorten_views(joint: Joint) -> None:
@@ -115,7 +115,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _earlier(node: fx.Node) -> fx.Node | None:
-    """The first value of a view's chain that it is once more: the same elements in the same places."""
+    """Return the first value of a view's chain that equals the view: the same elements in the same places."""
     base = _base(node)
     if base.target not in _VIEWS and _shape(base) != _shape(node):
         return None                 # the only earlier value is another one
@@ -135,7 +135,8 @@ def _shape(node: fx.Node) -> Any:
 
 
 def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
-    """Whether views (the last first) undo each other, whatever the strides of what they look at.
+    """Return whether views (the last first) undo each other, whatever the strides of the value that they look
+    at.
 
     Traced strides do not tell: another gradient may stand where one was dropped.
     """
@@ -149,7 +150,8 @@ def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
 
 
 def _viewed(origin: fx.Node, like: fx.Node) -> tuple[Any, ...] | None:
-    """The layout of one value with another's shape, without a copy. (A fake tensor takes long to say it.)"""
+    """Return the layout of one value with another's shape, without a copy. (A fake tensor takes long to
+    compute it.)"""
     layout = _layout(origin.meta.get(VALUE))
     if layout is None:
         return None
@@ -162,7 +164,7 @@ def _viewed(origin: fx.Node, like: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _layout(value: Any) -> tuple[Any, ...] | None:
-    """What tells views of one storage apart."""
+    """Return everything that distinguishes views of one storage."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return value.shape, value.stride(), value.storage_offset(), value.dtype
@@ -198,7 +200,7 @@ def read_what_was_written(joint: Joint) -> None:
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """What a node's value is, where it is another node's."""
+    """Return the node whose value a node has, if it is another node."""
     if node.target is aten.copy.default:
         return _node(node.args[1])
     if node.target is aten.slice_scatter.default:
@@ -213,7 +215,7 @@ def _written(node: fx.Node) -> fx.Node | None:
 
 
 def _place(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Dimension, begin, end and step of a part."""
+    """Return dimension, begin, end and step of a part."""
     return tuple(given if given is not None else left_out
                  for given, left_out in zip((*args, *[None] * (4 - len(args))), (0, 0, None, 1), strict=True))
 

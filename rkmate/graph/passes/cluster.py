@@ -1,4 +1,4 @@
-"""A group of operations as the target of one node: its text, and how it is called."""
+"""A group of operations as the target of one node: its text, and its calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Cluster(OwnFunction):
         return self.function(self.name)
 
     def function(self, name: str) -> str:
-        """The generated function under another name: a decorator that has it compiled, and its
+        """Return the generated function under another name: a decorator that compiles it, and its
         operations."""
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         forms = ",\n       ".join(repr(form_of(n.meta[VALUE])).replace("'", '"') for n in inputs)

@@ -1,4 +1,4 @@
-"""Functions of our own as the targets of nodes: what the generated source defines, and then calls."""
+"""Generated functions as the targets of nodes: the generated source defines and calls them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class OwnFunction(ABC):
     """Operations as one node with several results. Two of equal text are equal."""
 
     name: str
-    """What the generated function is called, but for its prefix and a number."""
+    """Name of the generated function, without its prefix and its number."""
     prefix: str
     imports: tuple[str, ...] = ()
     """Statements that its text needs before it."""
@@ -31,15 +31,15 @@ class OwnFunction(ABC):
 
     @abstractmethod
     def function(self, name: str) -> str:
-        """The generated function under another name."""
+        """Return the generated function under another name."""
 
     @abstractmethod
     def namespaces(self) -> set[str]:
-        """Namespaces of operators in the text."""
+        """Return the namespaces of operators in the text."""
 
     @abstractmethod
     def values(self) -> tuple[torch.Tensor, ...]:
-        """Tensors like the results."""
+        """Return tensors like the results."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and isinstance(other, OwnFunction) and self.text == other.text

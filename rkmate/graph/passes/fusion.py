@@ -1,6 +1,6 @@
-"""Groups of operations between the heavy ones become one computation each.
+"""Groups of small operations between the expensive ones become one computation each.
 
-Inductor compiles each into as few loops as it can: what is made in between never exists as a tensor.
+Inductor compiles each group into as few loops as it can: intermediate results never exist as tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _POINTWISE = {getattr(aten, name) for name in (
     "hardsigmoid", "hardsigmoid_backward", "softplus", "softplus_backward", "mish", "mish_backward",
     "log_sigmoid_backward",
     "addcmul", "addcdiv", "lerp", "clamp", "pow", "_conj_physical")}
-"""Beside those that torch tags so."""
+"""Further pointwise operators, in addition to those that torch tags."""
 _MOVES = {aten.cat, aten.slice_backward, aten.select_backward, aten.constant_pad_nd, aten.flip, aten.roll,
           aten.repeat, aten.stack}
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten._softmax,
@@ -51,8 +51,8 @@ MOST_DIMENSIONS = 6
 
 
 def fusable(joint: Joint) -> set[fx.Node]:
-    """The operations that may be part of a group. Their results are plain tensors, and they read nothing that
-    the forward overwrites; they draw no numbers and write to nothing."""
+    """Return the operations that may be part of a group. Their results are plain tensors, and they read
+    nothing that the forward overwrites; they draw no numbers and write to nothing."""
     overwritten = joint.overwritten()
     barred = {*joint.constant, *joint.decisions}
     return {n for n in joint.graph.nodes if n.op == "call_function" and n not in barred and _may_be_fused(n)
@@ -72,7 +72,7 @@ def _may_be_fused(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each number of the result depends on one number of each operand."""
+    """Return whether each number of the result depends on one number of each operand."""
     packet = _packet(node)
     target: Any = node.target
     return packet is not None and packet not in _NEVER and (
@@ -80,14 +80,15 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def extent(node: fx.Node) -> int:
-    """Over how many numbers an operation goes: its result's, or, where it reduces, those that it reads."""
+    """Return the number of elements that an operation goes over: those of its result, or, for a reduction,
+    those of its inputs."""
     if _packet(node) in _REDUCTIONS:
         return max(int(n.meta[VALUE].numel()) for n in node.all_input_nodes)
     return int(node.meta[VALUE].numel())
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Of a node's value."""
+    """Return the bytes of a node's value."""
     value = node.meta.get(VALUE)
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
@@ -105,7 +106,7 @@ def _plain(value: Any) -> bool:
 
 
 def _own(value: Any) -> bool:
-    """Whether a value fills its storage."""
+    """Return whether a value fills its storage."""
     return _plain(value) and value.untyped_storage().nbytes() == value.numel() * value.element_size() \
         and value.storage_offset() == 0 and is_dense(value)
 
@@ -121,7 +122,7 @@ class Reads:
         self._found: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def readers(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The operations that read a value."""
+        """Return the operations that read a value."""
         if node not in self._found:
             found: dict[fx.Node, None] = {}
             for user in node.users:
@@ -130,7 +131,7 @@ class Reads:
         return self._found[node]
 
     def seen_as(self, node: fx.Node) -> list[fx.Node]:
-        """A value, and the views of it."""
+        """Return a value and its views."""
         return [node, *(v for user in node.users if is_view(user) for v in self.seen_as(user))]
 
 
@@ -142,7 +143,7 @@ class Reads:
 # kept; what stays for another reason (a product of the backward reads it, the caller holds it) is free.
 
 _MADE_ANYWAY = 0.95
-"""What a byte counts of a value that could be computed again: on a tie it is kept, and what it is made of is
+"""Weight of a byte of a value that could be computed again: on a tie that value is kept, and its inputs are
 not."""
 MOST_AGAIN = 24
 """Operations that one value may take to be computed again: more make groups that
@@ -150,7 +151,7 @@ take long to compile, and a long chain would be computed once for each of the gr
 
 
 def computed_again(joint: Joint, fused: Collection[fx.Node], reads: Reads) -> set[fx.Node]:
-    """Operations of the forward whose values groups of the backward compute for themselves."""
+    """Return the operations of the forward whose values groups of the backward compute themselves."""
     wanted = {o for n in fused if is_backward(n) for o in map(owner_of, n.all_input_nodes)
               if not is_backward(o)}
     cheap = {n for n in fused if not is_backward(n) and is_pointwise(n)}
@@ -163,7 +164,7 @@ def computed_again(joint: Joint, fused: Collection[fx.Node], reads: Reads) -> se
             or any(is_backward(r) and r not in fused for r in reads.readers(value))
 
     below: dict[fx.Node, set[fx.Node]] = {}
-    """What is computed again for a value."""
+    """Operations that are computed again for each value."""
     for node in (n for n in joint.graph.nodes if n in cheap):
         operands = [o for o in map(owner_of, node.all_input_nodes) if o in below and not is_held(o)]
         below[node] = {node}.union(*(below[o] for o in operands))
@@ -202,20 +203,20 @@ def computed_again(joint: Joint, fused: Collection[fx.Node], reads: Reads) -> se
 MOST = 48
 """Operations of a group: a kernel of more takes long to compile, and gains nothing."""
 SMALL = 8
-"""What goes over so many times fewer numbers (a row's mean) joins the groups of what it reads, and of what
-reads it."""
+"""An operation over this many times fewer numbers (such as a row's mean) joins the groups of its inputs, and
+of its readers."""
 
 
 def groups(joint: Joint, fused: Collection[fx.Node], again: Collection[fx.Node],
            reads: Reads) -> list[list[fx.Node]]:
-    """Groups of operations, each in order; those of one operation alone are left out, but where it reads what
-    is computed `again`."""
+    """Return groups of operations, each in order. A single operation is no group, unless it reads values that
+    are computed `again`."""
     return _Grower(joint, fused, again, reads).found()
 
 
 def outside_readers(node: fx.Node, members: Collection[fx.Node], again: Collection[fx.Node],
                     fused: Collection[fx.Node], reads: Reads) -> list[fx.Node]:
-    """Who reads a member's value, and is neither in its group nor computes it again."""
+    """Return the readers of a member's value that are neither in its group nor compute it again."""
     return [r for r in reads.readers(node) if r not in members
             and not (node in again and is_backward(r) and r in fused)]
 
@@ -253,7 +254,7 @@ class _Grower:
         return all(self.place[r] > last for n in members for r in self._readers(n, members))
 
     def _is_kept(self, node: fx.Node) -> bool:
-        """Whether a value of the forward stays for the backward, or leaves."""
+        """Return whether a value of the forward stays for the backward, or leaves."""
         return node in self.leaving or any(map(is_backward, self._readers(node, ())))
 
     def _readers(self, node: fx.Node, members: Collection[fx.Node]) -> list[fx.Node]:
@@ -269,7 +270,7 @@ class _Grower:
 
 
 def _order(graph: fx.Graph, fused: Collection[fx.Node]) -> list[fx.Node]:
-    """The operations in an order in which what may be fused comes as soon as it can."""
+    """Return the operations in an order in which fusable ones come as early as possible."""
     nodes = list(graph.nodes)
     number = {n: k for k, n in enumerate(nodes)}
     missing = {n: len(n.all_input_nodes) for n in nodes}
@@ -339,7 +340,7 @@ def fuse(joint: Joint) -> None:
 
 def _made(members: Sequence[fx.Node], fused: Collection[fx.Node], again: Collection[fx.Node],
           leaving: Collection[fx.Node], reads: Reads) -> _Made | None:
-    """A group as one computation; None where nothing would be won."""
+    """Return a group as one computation; None if nothing would be gained."""
     own = set(members)
     results = tuple(n for n in members if n in leaving or outside_readers(n, own, again, fused, reads))
     builder = _Builder(own, again if is_backward(members[0]) else ())

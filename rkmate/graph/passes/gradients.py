@@ -1,6 +1,5 @@
-"""Rewrites of gradients, as autograd computes and takes them: those that nobody asks for, parameters' own,
-rows of embeddings, and what is added straight to ``.grad``.
-"""
+"""Rewrites of gradients: gradients that nobody asks for, gradients of parameters and of rows of embeddings,
+and gradients that are added directly to ``.grad``."""
 
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ def drop_unwanted_gradients(joint: Joint) -> None:
 
 
 def _lay_out_again(graph: fx.Graph, moved: set[fx.Node]) -> None:
-    """Values that depend on layouts other than the traced ones: a sum has its first summand's, and what is
-    left of it has its own. `moved`: the first that read such a value."""
+    """Recompute the values that depend on layouts other than the traced ones: a sum has the layout of its
+    first summand, and a partial sum its own. `moved`: the first nodes that read such a value."""
     for node in list(graph.nodes):
         if node not in moved or node.op != "call_function":
             continue
@@ -81,7 +80,7 @@ def _lay_out_again(graph: fx.Graph, moved: set[fx.Node]) -> None:
 
 
 def _layout(value: Any) -> Any:
-    """Strides, of each of several results."""
+    """Return the strides of a value, or of each of several results."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_layout, value))
     return value.stride() if isinstance(value, torch.Tensor) else None
@@ -130,7 +129,8 @@ def _is_private_sum(node: fx.Node, total: fx.Node) -> bool:
 
 
 def own_gradients(joint: Joint) -> None:
-    """A parameter's gradient that is handed to autograd shares its storage with nothing else."""
+    """Copy gradients that share their storage with other values: a gradient that autograd receives belongs to
+    the user."""
     count: dict[fx.Node, int] = {}
     for _, node in joint.grads:
         count[owner_of(node)] = count.get(owner_of(node), 0) + 1
@@ -153,7 +153,7 @@ def own_gradients(joint: Joint) -> None:
 
 
 def _is_read_by_operations(node: fx.Node) -> bool:
-    """Whether anything but views reads the node's storage."""
+    """Return whether anything except views reads the node's storage."""
     todo = list(node.users)
     while todo:
         user = todo.pop()
@@ -191,7 +191,7 @@ def add_rows_of_embeddings(joint: Joint) -> None:
 
 
 def _summands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """A gradient, and the embedding's gradient that is added to it; None for any other node."""
+    """Return a gradient and the embedding's gradient that is added to it; None for any other node."""
     if node.target is not aten.add.Tensor or node.kwargs or not is_backward(node):
         return None
     values: list[fx.Node] = [a for a in node.args if isinstance(a, fx.Node)]
@@ -202,7 +202,7 @@ def _summands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _is_sparse(node: fx.Node, reader: fx.Node) -> bool:
-    """Whether a node is the gradient of an embedding, for this reader alone, that has mostly zeros."""
+    """Return whether a node is the gradient of an embedding, for this reader alone, and has mostly zeros."""
     if node.target is not aten.embedding_dense_backward.default or set(node.users) != {reader} \
             or node.args[4]:
         return False
@@ -248,7 +248,7 @@ class _Adder:
         self._of = {s: n for n, s in joint.sources.items()}
 
     def place(self, source: Source) -> fx.Node:
-        """What stands for a parameter's ``.grad``; made when it is first asked for."""
+        """Return the placeholder for a parameter's ``.grad``; made when it is first needed."""
         if source not in self._places:
             like = self._of[source].meta[VALUE]
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
@@ -268,8 +268,8 @@ class _Adder:
             self.insert(_after(self.graph, node), node, aten.add_.Tensor, (place, node))
 
     def insert(self, before: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-        """An operation of the backward that adds to the places among its arguments. `like`: what it takes
-        the place of; `before`: what it stands in front of."""
+        """Insert an operation of the backward that adds to the places among its arguments. `like`: the node
+        that it replaces; `before`: the node that it precedes."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args)
         value = args[0].meta[VALUE]
@@ -278,8 +278,8 @@ class _Adder:
             node.meta[VALUE] = torch.empty_like(value)        # not the place itself: it is no view
 
     def seen_as(self, place: fx.Node, views: Sequence[fx.Node], before: fx.Node) -> fx.Node | None:
-        """A place as what a gradient is before some views (the last first); None where that would be a
-        copy."""
+        """Return a place in the form that a gradient has before some views (the last first); None if that
+        needs a copy."""
         value, steps = place.meta[VALUE], []
         for view in views:
             shape = view.args[0].meta[VALUE].shape  # type: ignore[union-attr]
@@ -306,7 +306,8 @@ class _Adder:
 
 
 def _after(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """What to insert before what reads a gradient: what follows it, or the first node of the backward."""
+    """Return the node before which a reader of a gradient is inserted: the next node, or the first node of
+    the backward."""
     nodes = list(graph.nodes)
     first = next((n for n in nodes if n.op == "call_function" and is_backward(n)), nodes[-1].next)
     following: fx.Node = node.next if node.op == "call_function" and is_backward(node) else first
@@ -318,7 +319,8 @@ def _only_read_by(node: fx.Node, reader: fx.Node) -> bool:
 
 
 def _before_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """What a gradient is views of, and the views (the last first); None where something else reads it."""
+    """Return the value that a gradient is views of, and the views (the last first); None if something else
+    reads it."""
     if node.users:
         return None
     views: list[fx.Node] = []
@@ -332,7 +334,7 @@ def _before_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
 
 
 def _product(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
-    """A product of matrices, or a sum of such, is added by the kernel that makes it."""
+    """Let the kernel of a product of matrices, or of a sum of products, add its result."""
     found = _before_views(node)
     if found is None or not node.meta[VALUE].is_floating_point():
         return False
@@ -357,7 +359,7 @@ def _product(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
 
 
 def _tiles(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
-    """What is summed up over tiles is summed up there."""
+    """Let a tiled computation add its sums in place."""
     found = _before_views(node)
     if found is None or found[0].target is not operator.getitem:
         return False
@@ -378,8 +380,8 @@ def _tiles(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
 
 
 def _convolution(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
-    """A convolution's gradients of weight and bias become an operation of their own, before that of its
-    input: with it the input's values are no longer needed."""
+    """Make the gradients of a convolution's weight and bias a separate operation, before that of its input:
+    afterwards, the input's values are not needed any more."""
     whole = node.args[0] if node.target is operator.getitem else None
     if not isinstance(whole, fx.Node) or whole.target is not aten.convolution_backward.default \
             or node.args[1] != 1 or node.users:
@@ -398,7 +400,7 @@ def _convolution(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
 
 
 def _embedding(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
-    """An embedding's rows are added one by one."""
+    """Add an embedding's rows one by one."""
     if node.target is not aten.embedding_dense_backward.default or node.users or node.kwargs:
         return False
     g, indices, _, padding_idx, by_frequency = node.args

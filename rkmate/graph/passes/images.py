@@ -1,11 +1,12 @@
-"""Rewrites of images: networks of convolutions with the channels last, and what that layout makes faster or
-less exact.
+"""Rewrites of images: networks of convolutions with the channels last, and operations that this layout makes
+faster or less exact.
 
-Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels lie side
-by side in memory. Each operation takes the layout of what it reads, so that one copy where images enter turns
-a network around. A copy is an ordinary computation: a planner keeps it, or makes it again. Weights are not
-copied: convolutions take them in either layout, and rearrange them for themselves. That takes time and
-memory, so that small images of many channels, beside which the weights are large, keep the layout they have.
+Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels are next
+to each other in memory ("channels last"). Each operation takes the layout of its input, so that one copy of
+the images at the start changes the layout of the whole network. A copy is an ordinary computation: a planner
+keeps it, or makes it again. Weights are not copied: convolutions take them in either layout, and rearrange
+them themselves. That takes time and memory. Therefore small images with many channels, whose weights are
+large in comparison, keep their layout.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ _ON_CPU = frozenset((aten.native_group_norm, aten.native_group_norm_backward))
 
 
 def follows(node: fx.Node) -> bool:
-    """Whether an operation of ATen reads images in any layout, and returns them in one of its own choice."""
+    """Return whether an operation of ATen reads images in any layout, and returns them in a layout of its own
+    choice."""
     target: Any = node.target
     if torch.Tag.pointwise in target.tags:
         return bool(target.namespace == "aten")
@@ -69,20 +71,21 @@ def follows(node: fx.Node) -> bool:
 
 
 def last_format(value: Any) -> torch.memory_format | None:
-    """The layout of an image, or of a volume, that has its channels last; None for other values."""
+    """Return the layout of an image, or of a volume, with channels last; None for other values."""
     return _FORMATS.get(value.dim()) if isinstance(value, torch.Tensor) \
         and value.layout is torch.strided else None
 
 
 def is_channels_last(value: Any) -> bool:
-    """Whether an image has its channels last, and is not contiguous as well."""
+    """Return whether an image has its channels last and is not contiguous as well."""
     form = last_format(value)
     return form is not None and value.is_contiguous(memory_format=form) and not value.is_contiguous()
 
 
 def sizes_of_small_images(graph: fx.Graph) -> frozenset[torch.Size]:
-    """Heights and widths at which convolutions read more numbers of their weights than of images: to bring
-    weights into another layout would take longer than the images gain. Those of one pixel have but one."""
+    """Return the heights and widths at which convolutions read more numbers of their weights than of images:
+    bringing weights into another layout would take longer than the images gain. Images of one pixel have only
+    one layout."""
     balance: dict[torch.Size, int] = {}
     for node in graph.nodes:
         if node.target is aten.convolution.default:
@@ -94,13 +97,13 @@ def sizes_of_small_images(graph: fx.Graph) -> frozenset[torch.Size]:
 
 
 def like_in_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have their elements in the same places: strides along dimensions of
-    size one say nothing."""
+    """Return whether two tensors of one shape have their elements in the same places. Strides along
+    dimensions of size one do not matter."""
     return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), other.stride(), strict=True))
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Whether a tensor fills its memory, and no two elements share a place."""
+    """Return whether a tensor fills its memory, and no two elements share a place."""
     size = 1
     for stride, n in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
         if stride != size:
@@ -113,7 +116,8 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def channels_last(joint: Joint) -> None:
-    """Name the convolutions that could have their channels last; where it is wanted, let them."""
+    """List the convolutions that could have their channels last, and change them if the choices ask for
+    it."""
     small = sizes_of_small_images(joint.graph)
     found = joint.concerned["channels-last"] = tuple(dict.fromkeys(
         joint.name(n.args[1]) for n in joint.graph.nodes
@@ -124,7 +128,8 @@ def channels_last(joint: Joint) -> None:
 
 
 def layouts_of_gradients(joint: Joint) -> None:
-    """Gradients of parameters have the parameters' layout: autograd would copy them to it, out of sight."""
+    """Give gradients of parameters the parameters' layout: autograd would copy them to it, outside of the
+    plan."""
     place = {source: node for node, source in joint.sources.items()}
     grads = list(joint.grads)
     with torch.no_grad():
@@ -182,18 +187,18 @@ class _Turning:
             node.meta[VALUE] = _value(node)
 
     def _is_turned(self, node: fx.Node) -> bool:
-        """Whether a value has another layout than before."""
+        """Return whether a value has another layout than before."""
         return _strides(node.meta.get(VALUE)) != _strides(self.before.get(node))
 
     def _may_follow(self, node: fx.Node) -> bool:
-        """Whether an operation works with any layout, and gives the same values."""
+        """Return whether an operation works with any layout, and gives the same values."""
         if not isinstance(node.target, OpOverload) or is_random(node):
             return False
         return is_view(node) or (follows(node) and all(map(is_dense, _tensors(self.before[node]))))
 
     def _convolution(self, node: fx.Node) -> None:
-        """Convolutions take images with the channels last, if that is how they return them. (In that layout
-        already: a weight may see to it.)"""
+        """Give a convolution its image with channels last, if that is how it returns its result. (An image
+        may have that layout already, because of a weight.)"""
         image: fx.Node = node.args[0]  # type: ignore[assignment]
         form = self._format(image, node.meta[VALUE])
         if form is None or _value(node).is_contiguous(memory_format=form):
@@ -203,7 +208,7 @@ class _Turning:
             node.replace_input_with(image, self._laid_out(image, turned, node, node))
 
     def _take_copies(self, node: fx.Node) -> None:
-        """A convolution's gradients read the copy that it has read itself."""
+        """Let a convolution's gradients read the copy that the convolution has read."""
         image: fx.Node = node.args[1]  # type: ignore[assignment]
         form = self._format(image, node.args[0].meta[VALUE])  # type: ignore[union-attr]
         if form is not None:
@@ -212,12 +217,12 @@ class _Turning:
                 node.replace_input_with(image, copy)
 
     def _format(self, image: fx.Node, out: torch.Tensor) -> torch.memory_format | None:
-        """The layout that a convolution of an image should have, by its result."""
+        """Return the layout that a convolution of an image should have, by its result."""
         form = last_format(image.meta[VALUE])
         return form if form is None or out.shape[2:] not in self.small else torch.contiguous_format
 
     def _even(self, node: fx.Node) -> None:
-        """Images that an operation reads together have one layout: mixed ones are slow, and would go on."""
+        """Give all images that an operation reads one layout: mixed layouts are slow, and would continue."""
         last = next((n for n in node.all_input_nodes if is_channels_last(n.meta.get(VALUE))), None)
         if last is None or is_view(node):
             return
@@ -238,7 +243,7 @@ class _Turning:
                 node.replace_input_with(n, restored)
 
     def _as_before(self, node: fx.Node, like: fx.Node, point: fx.Node) -> fx.Node:
-        """A value in the layout that it had; a view, of the value that it is a view of."""
+        """Return a value in its former layout; for a view, the view of the value in its former layout."""
         if node not in self.before or not self._is_turned(node):
             return node
         if is_view(node):
@@ -248,8 +253,8 @@ class _Turning:
         return self._laid_out(node, self.before[node], like, point)
 
     def _laid_out(self, node: fx.Node, wanted: torch.Tensor, like: fx.Node, point: fx.Node) -> fx.Node:
-        """A value with the strides of another tensor, before `point` if it is not there yet. `like`: the
-        operation that needs it."""
+        """Return a value with the strides of another tensor, made before `point` if it does not exist yet.
+        `like`: the operation that needs it."""
         key = node, tuple(wanted.stride())
         if key not in self.copies:
             insert = functools.partial(inserted, self.graph, point, like)
@@ -270,7 +275,8 @@ class _Turning:
 
 
 def _is_image_beside(value: Any, like: torch.Tensor) -> bool:
-    """Whether a tensor is an image in one of the two layouts, as many and as large as another."""
+    """Return whether a tensor is an image in one of the two layouts, with as many images of the same size as
+    another one."""
     form = last_format(value)
     return form is not None and value.is_contiguous() != value.is_contiguous(memory_format=form) \
         and bool((value.shape[0], value.shape[2:]) == (like.shape[0], like.shape[2:]))
@@ -278,7 +284,7 @@ def _is_image_beside(value: Any, like: torch.Tensor) -> bool:
 
 def inserted(graph: fx.Graph, point: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...],
               **kwargs: Any) -> fx.Node:
-    """A new operation before `point`, of the module and the phase of `like`."""
+    """Insert an operation before `point`, in the module and the phase of `like`, and return it."""
     with graph.inserting_before(point):
         node = graph.call_function(target, args, kwargs)
     node.meta = without_descriptor(like.meta)
@@ -287,7 +293,8 @@ def inserted(graph: fx.Graph, point: fx.Node, like: fx.Node, target: Any, args: 
 
 
 def _value(node: fx.Node, instead: dict[fx.Node, Any] | None = None) -> Any:
-    """What an operation returns for the values of its inputs. `instead`: other values of some."""
+    """Return the result of an operation for the values of its inputs. `instead`: other values of some
+    inputs."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs),
                                    lambda n: (instead or {}).get(n, n.meta[VALUE]))
     mode: Any = next(v.fake_mode for n in node.all_input_nodes for v in _tensors(n.meta[VALUE]))  # type: ignore[attr-defined]
@@ -333,9 +340,9 @@ def multiply_pixels(joint: Joint) -> None:
 
 
 def _is_product(nodes: tuple[fx.Node, ...], how: tuple[Any, ...]) -> bool:
-    """Whether a convolution reads each pixel once, in place. `nodes`: its result or that one's gradient, the
-    image, the weight; `how`: stride, padding, dilation, whether it is transposed, padding of the result,
-    groups."""
+    """Return whether a convolution reads each pixel once, in place. `nodes`: its result or the result's
+    gradient, the image, the weight; `how`: stride, padding, dilation, whether it is transposed, padding of
+    the result, groups."""
     stride, padding, _, transposed, _, groups = how
     values = [n.meta[VALUE] for n in nodes]
     form = last_format(values[1])
@@ -345,7 +352,7 @@ def _is_product(nodes: tuple[fx.Node, ...], how: tuple[Any, ...]) -> bool:
 
 
 class _Writer:
-    """What takes the place of one node."""
+    """Writes the operations that replace one node."""
 
     def __init__(self, joint: Joint, node: fx.Node) -> None:
         self.joint, self.node = joint, node
@@ -359,7 +366,8 @@ class _Writer:
         self.joint.graph.erase_node(self.node)
 
     def backward(self) -> None:
-        """The weight's gradient first: with it the image is no longer needed."""
+        """Replace a backward. The weight's gradient comes first: afterwards the image is not needed any
+        more."""
         grad, image, weight = self.node.args[:3]
         rows = self._pixels(grad)
         for item in sorted(self.node.users, key=lambda n: n.args[1] == 0):
@@ -379,13 +387,13 @@ class _Writer:
         return inserted(self.joint.graph, self.node, self.node, target, args)
 
     def _pixels(self, image: Any) -> fx.Node:
-        """An image as a matrix [pixels, channels]."""
+        """Return an image as a matrix [pixels, channels]."""
         value = image.meta[VALUE]
         last = self._call(aten.permute.default, image, [0, *range(2, value.dim()), 1])
         return self._call(aten.view.default, last, [value.numel() // value.shape[1], value.shape[1]])
 
     def _matrix(self, weight: Any) -> fx.Node:
-        """A weight as a matrix [channels of the result, channels of the image]."""
+        """Return a weight as a matrix [channels of the result, channels of the image]."""
         return self._call(aten.view.default, weight, list(weight.meta[VALUE].shape[:2]))
 
     def _image(self, pixels: fx.Node, like: torch.Tensor) -> fx.Node:
@@ -395,10 +403,10 @@ class _Writer:
 
 # -- Sums over many pixels -------------------------------------------------------------------------
 #
-# Torch's kernel of a batch norm adds up a channel's pixels one after the other on a CPU, where channels lie
-# side by side, in the type of the image. Over tens of thousands of pixels its statistics are some fifty
-# times less exact than those of its kernel for contiguous images, and what is near zero before a ReLU comes
-# out on the other side more often. The operator that takes its place adds up groups of pixels.
+# On a CPU, for channels last, torch's kernel of a batch norm adds up a channel's pixels one after the other,
+# in the type of the image. Over tens of thousands of pixels, its statistics are about fifty times less exact
+# than those of its kernel for contiguous images, and values near zero before a ReLU get the wrong sign more
+# often. The operator that replaces it adds up groups of pixels.
 
 LEAST_PIXELS = 4096
 """Of a channel: fewer are added up exactly enough."""

@@ -1,9 +1,9 @@
-"""Operations that may write their result over an input that dies with them.
+"""Operations that can write their result over an input that is not read afterwards.
 
-Pointwise operations, and those that write to some places of a tensor, have in-place variants with the same
-arithmetic; some kernels, and the operators that work part by part, take their result's place as an argument.
-Which of the inputs dies is the schedule's business; here it only stands which could be overwritten, and how
-the call is then written.
+Pointwise operations, and operations that write to a part of a tensor, have in-place variants with the same
+arithmetic. Some kernels, and operators that work part by part, take the memory of their result as an
+argument. This module says which inputs can be overwritten, and how the call is written then. The schedule
+decides whether an input is overwritten.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class InPlace:
 
 
 def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[InPlace]:
-    """The ways in which an operation could overwrite an argument.
+    """Return the ways in which an operation could overwrite an argument.
 
     `storage` names where a value lives. An argument qualifies when it has the result's shape,
     strides and dtype, fills its storage, and no other argument lives there. Its strides must be what
@@ -133,7 +133,7 @@ def _fits(node: fx.Node, way: InPlace, result: torch.Tensor,
 
 
 def _plain(value: torch.Tensor) -> bool:
-    """Whether a contiguous tensor has the strides of a new one.
+    """Return whether a contiguous tensor has the strides of a new one.
 
     Along dimensions of size one, any stride is contiguous: a pixel of many channels may have those of
     channels-last, and a trace says that a pointwise operation keeps them. Kernels return plain ones,

@@ -18,11 +18,11 @@ class Deferred:
     what is kept and its values."""
 
     output: int
-    """Its number."""
+    """Number of the output."""
     graph: fx.Graph
     sources: dict[fx.Node, Source]
-    """What the placeholders of the graph are: what the caller holds, and of the kind ``kept`` what the
-    forward leaves for it."""
+    """The caller's tensor behind each placeholder of the graph; the kind ``kept`` is a value that the forward
+    leaves for it."""
     kept: dict[fx.Node, fx.Node]
     """Of these: the value of the joint graph."""
     result: fx.Node
@@ -40,11 +40,11 @@ class Joint:
 
     graph: fx.Graph
     sources: dict[fx.Node, Source]
-    """What each placeholder stands for."""
+    """The caller's tensor behind each placeholder."""
     outputs: tuple[fx.Node | None, ...]
     """None stands for an output that is no tensor of the graph, or is deferred."""
     mutations: tuple[tuple[Source, fx.Node], ...] = ()
-    """What the forward overwrites, with the new values."""
+    """Tensors that the forward overwrites, with the new values."""
     grads: tuple[tuple[Source, fx.Node], ...] = ()
     """Gradients, in the order in which they are handed on."""
     wanted: tuple[bool, ...] = ()
@@ -61,7 +61,7 @@ class Joint:
     deferred: tuple[Deferred, ...] = ()
     """Outputs that are computed when they are read."""
     counters: tuple[tuple[Source, int], ...] = ()
-    """What else the forward overwrites: integers, each with the number that is added to it."""
+    """Integers that the forward also overwrites, each with the number that is added to it."""
     concerned: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Per choice that a pass knows, the names of the weights that it concerns, chosen or not."""
 
@@ -104,38 +104,39 @@ class Joint:
             deferred.kept.update({mine: new for mine, n in deferred.kept.items() if n is node})
 
     def name(self, node: fx.Node) -> str:
-        """The caller's name of a value, where it has one."""
+        """Return the caller's name of a value, if it has one."""
         return str(self.sources[node].key) if node in self.sources else node.name
 
     @property
     def kept(self) -> tuple[fx.Node, ...]:
-        """What deferred outputs are computed from: the forward leaves it."""
+        """Values that deferred outputs are computed from: the forward leaves them."""
         return tuple(dict.fromkeys(n for d in self.deferred for n in d.kept.values()))
 
     def handed(self) -> set[fx.Node]:
-        """Nodes whose value is handed to the caller."""
+        """Return the nodes whose value the caller receives."""
         return {n for n in self.outputs if n is not None} | {n for _, n in self.mutations} \
             | {n for _, n in self.grads} | set(self.kept)
 
     def results(self) -> set[fx.Node]:
-        """Nodes whose value leaves the graph: handed to the caller, or added to what the caller holds."""
+        """Return the nodes whose value leaves the graph: the caller receives it, or it is added to a tensor
+        of the caller."""
         return self.handed() | self.additions()
 
     def additions(self) -> set[fx.Node]:
-        """Operations that add to what the caller holds: their result is there."""
+        """Return the operations that add to a tensor of the caller: their result is there."""
         return {n for n in self.graph.nodes if adds(n)}
 
     def written(self) -> set[Source]:
-        """What the forward writes to."""
+        """Return the sources that the forward writes to."""
         return {s for s, _ in self.mutations} | {s for s, _ in self.counters}
 
     def overwritten(self) -> set[fx.Node]:
-        """The placeholders of buffers and inputs that the forward writes to, counters left out."""
+        """Return the placeholders of buffers and inputs that the forward writes to, without counters."""
         targets = {s for s, _ in self.mutations}
         return {n for n, s in self.sources.items() if s in targets}
 
     def leaves(self, node: fx.Node) -> bool:
-        """Whether the caller gets the node's value, or a view of it."""
+        """Return whether the caller gets the node's value, or a view of it."""
         todo = [node]
         while todo:
             n = todo.pop()
@@ -146,18 +147,18 @@ class Joint:
 
 
 def joint_of(capture: Capture, wanted: tuple[bool, ...], choices: frozenset[str] = frozenset()) -> Joint:
-    """A copy of a captured graph, to be rewritten."""
+    """Return a copy of a captured graph, for rewriting."""
     return Joint(capture.graph, capture.sources, capture.outputs, capture.mutations, capture.grads, wanted,
                  choices, sum(n.op == "call_function" for n in capture.graph.nodes)).copy()
 
 
 def adds(node: fx.Node) -> bool:
-    """Whether the operation has a side effect: it adds to a gradient that the caller holds."""
+    """Return whether the operation has a side effect: it adds to a gradient of the caller."""
     return bool(node.meta.get("adds"))
 
 
 def owner_of(node: fx.Node) -> fx.Node:
-    """The value whose storage a view looks at."""
+    """Return the value whose storage a view looks at."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node

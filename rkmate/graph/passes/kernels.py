@@ -1,8 +1,8 @@
-"""Other kernels of an operation: of one that works part by part, larger parts; of a product, another
-library's.
+"""Other kernels of an operation: larger parts of an operation that works part by part, and products by
+another library.
 
-The operation in the graph is the leanest. Which kernel runs is chosen at each step of a schedule, where it is
-known how much room there is (`rkmate.ir.kernels`).
+The graph contains the variant that needs the least memory. The kernel is chosen at each step of a schedule,
+where the free memory is known (`rkmate.ir.kernels`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another kernel of an operation: of one that works part by part, fewer and larger parts, more memory; of
-    a product, another library's."""
+    """A further kernel of an operation. For an operation that works part by part: fewer and larger parts,
+    more memory. For a product: another library's kernel."""
 
     target: Any
     """The operator."""
@@ -39,8 +39,8 @@ class Alternative:
 
 
 def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
-    """Torch's call for the gradients of a batch norm, with the same bits: it allocates the first of them
-    twice, and overwrites nothing."""
+    """Return torch's call for the gradients of a batch norm, with the same bits: it allocates the first of
+    them twice, and overwrites nothing."""
     grad, input, weight, mean, invstd, eps = node.args
     value = input.meta[VALUE]  # type: ignore[union-attr]
     return (Alternative(aten.native_batch_norm_backward.default,
@@ -82,7 +82,8 @@ def _name(node: fx.Node) -> None:
 
 
 def _named_in_tiles(tiled: Tiled) -> Tiled:
-    """The same; products that are added where their sum stands stay what they are."""
+    """Return the tiled computation with its products named; products that are added to their sum in place
+    stay unchanged."""
     made = tiled.with_parts(tiled.parts)
     added = set(products(made).values())
     for node in made.graph.nodes:
@@ -98,13 +99,13 @@ def _is_large(node: fx.Node, a: fx.Node, b: fx.Node) -> bool:
 
 
 def by_onednn(node: fx.Node) -> tuple[Alternative, ...]:
-    """A product by the other library."""
+    """Return a product by the other library."""
     a: torch.Tensor = node.args[0].meta[VALUE]  # type: ignore[union-attr]
     return (Alternative(BY_ONEDNN, node.args, onednn.temporary_bytes(a)),)
 
 
 def by_onednn_in_tiles(tiled: Tiled) -> Tiled | None:
-    """A tiled computation whose products run by the other library; None where it has none."""
+    """Return a tiled computation whose products run by the other library; None if it has none."""
     if all(n.target is not PRODUCT for n in tiled.graph.nodes):
         return None
     made = tiled.with_parts(tiled.parts)
@@ -120,13 +121,14 @@ KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
     BATCH_NORM_BACKWARD: whole_batch_norm,
     PRODUCT: by_onednn,
 }
-"""What names them, by operator. The parts of a plain cross entropy are as fast as torch's kernel."""
+"""Functions that return the alternatives, by operator. The parts of a plain cross entropy are as fast as
+torch's kernel."""
 FEWER = 4
-"""An alternative has so many times fewer parts than the one before, which is a useful difference."""
+"""Factor between the parts of one alternative and the next: a useful difference."""
 
 
 def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
-    """The other kernels of an operation, the leanest first; none where it has one alone."""
+    """Return the other kernels of an operation, the smallest memory first; none if it has only one."""
     if isinstance(node.target, Tiled):
         return _of_tiles(node, node.target)
     find = KERNELS.get(node.target)
@@ -134,7 +136,8 @@ def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
 
 
 def _of_tiles(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
-    """The same in fewer tiles, two at least; and each with products by another library."""
+    """Return the tiled computation in fewer tiles, at least two; and each of these with products by another
+    library."""
     found: list[Tiled | None] = []
     with node.all_input_nodes[0].meta[VALUE].fake_mode:
         found.append(by_onednn_in_tiles(tiled))

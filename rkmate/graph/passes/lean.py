@@ -1,6 +1,6 @@
 """Rewrites of operations whose kernels hold or allocate more memory than their result needs.
 
-Where an operator of the package takes the place of torch's, it has the same bits.
+An operator of the package that replaces torch's returns the same bits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def split_wide(joint: Joint) -> None:
 
 
 def is_wide(value: Any, dim: int) -> bool:
-    """Whether a tensor is large enough to be worked on part by part along a dimension."""
+    """Return whether a tensor is large enough to be worked on part by part along a dimension."""
     if not isinstance(value, torch.Tensor) or value.dim() <= dim:
         return False
     total = value.numel() * value.element_size()
@@ -55,7 +55,7 @@ def is_wide(value: Any, dim: int) -> bool:
 
 
 def _cross_entropy(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """The gradients of a log-softmax and of the loss that reads it, as one."""
+    """Return the gradients of a log-softmax and of the loss that reads it, as one operation."""
     grad, log_probs, dim, dtype = node.args
     if not isinstance(grad, fx.Node) or grad.target not in _LOSSES or set(grad.users) != {node} \
             or grad.args[1] is not log_probs or not isinstance(log_probs, fx.Node):
@@ -68,7 +68,8 @@ def _cross_entropy(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """The gradient of a batch norm in training mode, on a CPU: elsewhere, torch's has no waste."""
+    """Return the gradient of a batch norm in training mode, on a CPU: on other devices, torch's has no
+    waste."""
     grad, input, weight, _, _, mean, invstd, train, eps, mask = node.args
     values = [n.meta[VALUE] for n in (grad, input)]  # type: ignore[union-attr]
     if train is not True or mask != [True] * 3 or mean is None or invstd is None \

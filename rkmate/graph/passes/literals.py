@@ -9,7 +9,7 @@ from torch import fx
 
 
 def literal(value: Any) -> str:
-    """A Python expression for a constant argument."""
+    """Return a Python expression for a constant argument."""
     if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
         return repr(value)
     if isinstance(value, float):
@@ -24,7 +24,7 @@ def literal(value: Any) -> str:
 
 
 def argument(value: Any) -> str:
-    """The same of an argument that may be a node, by its name, or a list of them."""
+    """Return a Python expression for an argument that may be a node (by its name), or a list of nodes."""
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,5 @@
-"""Rewrites for what a step computes once, however often a schedule runs its operations: constants,
-decisions, and what the forward overwrites.
-"""
+"""Rewrites for values that a step computes once, even if a schedule runs their operations several times:
+constants, decisions, and values that the forward overwrites."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def find_constants(joint: Joint) -> None:
 
 
 def _key(node: fx.Node) -> Any:
-    """What equal calls have in common."""
+    """Return a key that equal calls share."""
     def freeze(a: Any) -> Any:
         if isinstance(a, fx.Node):
             return ("node", a)
@@ -77,7 +76,7 @@ _SIGN_TESTS = (aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar)
 _DRAWS = ("uniform", "normal_functional", "exponential", "geometric", "cauchy", "log_normal", "random")
 """Draws that read no value of the tensor whose shape they take."""
 _ORDERS = (aten.sort.default, aten.topk.default)
-"""They may put equal numbers, integers too, in any order."""
+"""Operators that may put equal numbers, also integers, in any order."""
 _CHANCES = (aten.bernoulli.default,)
 """Floats that are decisions: draws whose chances are the numbers of a tensor."""
 
@@ -144,14 +143,15 @@ def _is_integer(node: fx.Node) -> bool:
 
 
 def _takes_shape_alone(node: fx.Node) -> bool:
-    """Whether an operation reads no value of its input: `zeros_like`, `new_empty`, a draw of that shape."""
+    """Return whether an operation reads no value of its input: `zeros_like`, `new_empty`, a draw of that
+    shape."""
     name = operator_name(node.target, "")
     return name.endswith("_like") or name.startswith("new_") or (
         is_random(node) and (name in _DRAWS or (name == "bernoulli" and len(node.args) > 1)))
 
 
 def _forward_readers(node: fx.Node) -> list[fx.Node]:
-    """The operations of the forward that read a value, or a view of it."""
+    """Return the operations of the forward that read a value, or a view of it."""
     readers: list[fx.Node] = []
     todo = list(node.users)
     while todo:
@@ -170,7 +170,7 @@ def _is_relu(mask: fx.Node, reader: fx.Node) -> bool:
 
 
 def _needed_after_the_loss(joint: Joint) -> set[fx.Node]:
-    """The nodes of the forward that some node of the backward depends on."""
+    """Return the nodes of the forward that some node of the backward depends on."""
     found: set[fx.Node] = set()
     todo = [n for b in joint.graph.nodes if is_backward(b) for n in b.all_input_nodes]
     while todo:
@@ -204,13 +204,15 @@ def protect_overwritten(joint: Joint) -> None:
 
 
 def _makes_new_value(joint: Joint, user: fx.Node) -> bool:
-    """Whether the result is what the forward writes, and nothing else: it is needed once, and before that."""
+    """Return whether the result is a new value of a tensor that the forward overwrites, and nothing else: it
+    is needed once, and before that."""
     return not user.users and not is_view(user) and user not in joint.outputs \
         and any(n is user for _, n in joint.mutations) and not any(n is user for _, n in joint.grads)
 
 
 def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
-    """In training mode these arguments do not enter the result: a second run is harmless."""
+    """Return whether an argument does not affect the result in training mode: a second run is then
+    harmless."""
     args: tuple[Any, ...] = user.args
     if user.target is torch.ops.rkmate.cudnn_batch_norm.default:
         return node in args[3:5] and node not in args[:3]
@@ -233,7 +235,7 @@ def take_counters_off(joint: Joint) -> None:
 
 
 def _counts_up(node: fx.Node, old: fx.Node) -> bool:
-    """Whether a value is `old` and a number, and nothing else reads either."""
+    """Return whether a value is `old` plus a number, and nothing else reads either."""
     return node.target is aten.add.Tensor and node.args[0] is old and len(node.args) == 2 \
         and type(node.args[1]) is int and not node.kwargs and not node.users and set(old.users) == {node} \
         and not old.meta[VALUE].is_floating_point() and not old.meta[VALUE].is_complex()

@@ -1,12 +1,11 @@
 """Rewrites of wide outputs that no loss is computed from: they are left out of the step.
 
-The logits that a language model returns beside its loss are as large as those that the loss is computed
-from, and the caller holds them: where the loss takes them a few rows at a time, they are all that is left
-of their size. What they are computed from is small: it is kept, and they are computed from it when somebody
-reads them.
+A language model returns logits next to its loss, and the caller holds them. If the loss takes its logits a
+few rows at a time, the returned logits are the only tensor of their size. The tensors that they are computed
+from are small: these are kept, and the logits are computed when somebody reads them.
 
-One pass takes such outputs off before losses are rewritten, which then see that nobody else reads the
-logits; a second one puts back what the step computes all the same.
+One pass removes such outputs before losses are rewritten, so that the rewrites of losses see no other reader
+of the logits. A second pass puts back the outputs that the step computes anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 _CASTS = {aten._to_copy.default, aten.clone.default}
 SMALLER = 2
-"""What is kept is smaller than the output by this factor at least."""
+"""The kept values are smaller than the output by at least this factor."""
 
 
 def take_outputs_off(joint: Joint) -> None:
@@ -54,7 +53,8 @@ def put_outputs_back(joint: Joint) -> None:
 
 
 def _copied_back(joint: Joint, deferred: Deferred, there: set[fx.Node]) -> fx.Node:
-    """The output in the joint graph; what is gone from there is made again at the end of the forward."""
+    """Return the output in the joint graph; values that are gone from there are made again at the end of the
+    forward."""
     first = next(n for n in joint.graph.nodes if n.op == "call_function" and is_backward(n))
     values = dict(deferred.kept)
     with joint.graph.inserting_before(first):
@@ -67,14 +67,14 @@ def _copied_back(joint: Joint, deferred: Deferred, there: set[fx.Node]) -> fx.No
 
 
 class _Recipe:
-    """What an output is computed from, as far as it has to be computed when it is read."""
+    """The operations that compute an output when it is read."""
 
     def __init__(self, joint: Joint, output: fx.Node) -> None:
         self._overwritten = joint.overwritten()
         self._sources = joint.sources
         self._output = output
         self._nodes: dict[fx.Node, None] = {}
-        """Those of the recipe, each after what it reads."""
+        """Nodes of the recipe, each after its inputs."""
         self._kept: dict[fx.Node, None] = {}
         self._products = 0
         self.found = output.op == "call_function" and self._grow(output) and self._products > 0 \
@@ -120,7 +120,7 @@ class _Recipe:
         return True
 
     def written(self, number: int) -> Deferred:
-        """The recipe as a graph of its own."""
+        """Return the recipe as a separate graph."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         sources: dict[fx.Node, Source] = {}
@@ -138,7 +138,7 @@ class _Recipe:
 
 
 def _is_wide(value: Any) -> bool:
-    """Whether it has several wide rows: a batch may be of one sequence."""
+    """Return whether a value has several wide rows: a batch may have only one sequence."""
     return isinstance(value, torch.Tensor) and any(is_wide(value, dim) for dim in range(value.dim()))
 
 

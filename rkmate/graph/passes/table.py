@@ -1,7 +1,7 @@
-"""The rewrites of the joint graph that is planned, in the order of their work, and the simplification
-(Rockmate, appendix A.3) that runs them on a copy of the captured graph.
+"""The table of the rewrites of the joint graph, in the order of their work, and the simplification (Rockmate,
+appendix A.3), which runs them on a copy of the captured graph.
 
-`graph.capture.repairs` has the passes that come before, and the types of all.
+`graph.capture.repairs` has the earlier passes, and the types of all passes.
 """
 
 from __future__ import annotations
@@ -37,117 +37,118 @@ from rkmate.graph.passes.verify import Verifier
 REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("dead code",
             "A trace keeps assertions on metadata, which hold for every call of the same signature, and "
-            "values that only they read.",
+            "values that only these assertions read.",
             drop_dead),
     Rewrite("unwanted gradients",
             "The trace has a gradient for every output. Autograd computes none for an output that the loss "
-            "leaves out.",
+            "does not depend on.",
             drop_unwanted_gradients, ()),
     Rewrite("copies of outputs",
-            "Capture copies each output, so that none is an alias of an input or of another one. The "
-            "planned step returns the value itself.",
+            "The capture copies each output, so that no output is an alias of an input or of another "
+            "output. The planned step returns the value itself.",
             drop_copies_of_outputs, ()),
     Rewrite("copies",
-            "Aliases, and copies with their input's layout, would each be a tensor and a call more.",
+            "Aliases, and copies with their input's layout, would each cost a tensor and a call.",
             drop_copies),
     Rewrite("channels last",
-            "Kernels of convolutions, batch norms and poolings may be faster on images whose channels lie "
-            "side by side. Where it is asked for, networks of convolutions get them so; last bits differ, as "
-            "other kernels do the work.",
+            "Convolutions, batch norms and poolings may have faster kernels for images with channels last. "
+            "On request, networks of convolutions use this layout. Last bits differ, because other kernels "
+            "compute.",
             channels_last, ()),
     Rewrite("products of pixels",
-            "An image that has its channels last is a matrix of pixels by channels, and a convolution of 1 x "
-            "1 a product with it: kernels for windows copy such images, or fill gradients with zeros first.",
+            "An image with channels last is a matrix of pixels by channels, and a convolution of 1 x 1 is a "
+            "product with it. Kernels for windows copy such images, or fill gradients with zeros first.",
             multiply_pixels, (), when=("channels-last",)),
     Rewrite("sums over pixels",
-            "On a CPU, torch's batch norm adds up a channel's pixels one after the other where channels lie "
-            "side by side: of thousands, the statistics are some fifty times less exact than in the other "
-            "layout. There it adds up groups of pixels, which are put together.",
+            "On a CPU, torch's batch norm adds up a channel's pixels one after another if the channels are "
+            "last: over thousands of pixels, the statistics are about fifty times less exact than in the "
+            "other layout. The replacement adds up groups of pixels, and then the groups.",
             add_up_by_groups, when=("channels-last",)),
     Rewrite("written parts",
-            "Kernels that work tile by tile write and read a part of one buffer; in a trace each write would "
-            "copy the whole buffer.",
+            "Kernels that work tile by tile write and read parts of one buffer. In a trace, each write "
+            "would copy the whole buffer.",
             read_what_was_written),
     Rewrite("unread statistics",
-            "A batch norm's gradient in training mode takes the updated running statistics and reads none: "
-            "held until the backward, they are memory that eager mode does not need.",
+            "In training mode, a batch norm's gradient takes the updated running statistics but does not "
+            "read them. Held until the backward, they would be memory that eager mode does not need.",
             drop_unread_statistics),
     Rewrite("overwritten values",
-            "The forward writes to a buffer or an input when it is over; who needs the value from before, a "
-            "second run in the backward above all, reads a copy.",
+            "The forward overwrites a buffer or an input at its end. Operations that need the old value "
+            "later, above all a second run in the backward, read a copy.",
             protect_overwritten, ()),
     Rewrite("counters",
-            "Each batch norm counts its batches in a buffer of its own: an operation, and a kernel, for "
-            "each. What nobody reads is counted up after the forward, all in one call.",
+            "Each batch norm counts its batches in a buffer of its own: an operation and a kernel for each. "
+            "Counters that nothing reads are increased after the forward, in one call.",
             take_counters_off, ()),
     Rewrite("reduced losses",
             "Torch's kernels of some losses (`mse_loss`, `smooth_l1_loss`, `binary_cross_entropy`, "
-            "`soft_margin_loss`) return a number in a storage as large as what it sums up, and `F.fold` "
-            "images in one as large as its columns: memory that no plan has.",
+            "`soft_margin_loss`) return a number in a storage as large as their input, and `F.fold` "
+            "images in one as large as its columns: memory that no plan counts.",
             storages_of_their_own),
     Rewrite("chunked kernels",
             "Torch's gradients of a wide cross entropy and of a wide batch norm allocate two or three "
-            "tensors of that size. Our operators have the same bits, and overwrite one.",
+            "tensors of that size. The package's operators have the same bits, and overwrite one.",
             split_wide),
     Rewrite("deferred outputs",
-            "Logits that are returned beside the loss are held by the caller, and most callers never read "
-            "them. Where the loss needs no whole logits, what they are computed from is kept in their place.",
+            "A caller holds the logits that are returned together with the loss, and most callers never "
+            "read them. If the loss does not need the whole logits, the step keeps the values that they are "
+            "computed from instead.",
             take_outputs_off, (), when=("deferred-outputs",)),
     Rewrite("chunked loss",
-            "The logits of a language model are often its largest tensors. Where a budget needs it, a wide "
-            "product, its losses and their gradients are computed a few rows at a time; the last bits of the "
-            "weight's gradient differ.",
+            "The logits of a language model are often its largest tensors. If a budget needs it, a wide "
+            "product, its losses and their gradients are computed a few rows at a time; the last bits of "
+            "the weight's gradient differ.",
             tile_heads),
     Rewrite("tiled MLPs",
-            "Between the two products of a transformer's MLP a token takes some four times what it takes "
-            "elsewhere. Where a budget needs it, MLPs run a few rows at a time; the last bits of their "
-            "weights' gradients differ.",
+            "Between the two products of a transformer's MLP, a token takes about four times the memory "
+            "that it takes elsewhere. If a budget needs it, MLPs run a few rows at a time; the last bits of "
+            "their weights' gradients differ.",
             tile_mlps),
     Rewrite("rows of embeddings",
-            "Torch makes an embedding's gradient as large as its table, mostly zeros. Where the table has "
-            "another gradient, of a head that it is tied to, that would be a second matrix of this size "
-            "beside it: the rows are added to the first one where it stands.",
+            "Torch makes an embedding's gradient as large as its table, mostly zeros. If the table has "
+            "another gradient (of a head that it is tied to), this would be a second matrix of that size: "
+            "instead, the rows are added to the first one in place.",
             add_rows_of_embeddings, unless=("in-place",)),
     Rewrite("outputs that stay",
-            "An output that was taken off, and whose values the step computes all the same, is an ordinary "
-            "one.",
+            "An output that was removed, but whose values the step computes anyway, becomes an ordinary "
+            "output again.",
             put_outputs_back, (), when=("deferred-outputs",)),
     Rewrite("sums of gradients",
-            "A parameter used in several places has a gradient from each. Autograd adds them itself, in the "
-            "same order, and each leaves as soon as it is made.",
+            "A parameter that is used in several places has a gradient from each. Autograd adds them "
+            "itself, in the same order, and each gradient leaves as soon as it is made.",
             take_sums_apart),
     Rewrite("layouts of gradients",
-            "Autograd copies a gradient whose layout is not its parameter's, which no plan would count.",
+            "Autograd copies a gradient whose layout differs from its parameter's, and no plan would count "
+            "this copy.",
             layouts_of_gradients, (), when=("channels-last",), unless=("in-place",)),
     Rewrite("gradients in place",
-            "Where the caller asks for it, products, convolutions and embeddings add to what stands in "
-            "`.grad`, and no gradient of a weight is a tensor of its own.",
+            "On request, products, convolutions and embeddings add to the existing `.grad`, and no gradient "
+            "of a weight is a separate tensor.",
             add_gradients_in_place, (), when=("in-place",)),
     Rewrite("shared gradients",
-            "A gradient that is handed to autograd becomes the user's, who may write to it: it shares its "
-            "storage with nothing else.",
+            "A gradient that autograd receives belongs to the user, who may write to it. It therefore "
+            "shares its storage with no other value.",
             own_gradients),
     Rewrite("chains of views",
-            "A traced backward looks at values through chains of reshapes and transposes, each a call at "
+            "A traced backward looks at values through chains of reshapes and transposes. Each is a call in "
             "every step, and many undo one another.",
             shorten_views),
     Rewrite("constants",
             "Masks and position ids depend on no trained value. They are computed once in a step, and never "
-            "again in the backward; every layer of a transformer asks for the same.",
+            "again in the backward; all layers of a transformer need the same ones.",
             find_constants, ()),
     Rewrite("decisions",
-            "What a forward chooses by computed numbers (a top-k, an argmax, a mask) may come out otherwise "
-            "when an accelerator computes the numbers again: it is computed once and kept.",
+            "What a forward chooses by computed numbers (a top-k, an argmax, a mask) may change when an "
+            "accelerator computes the numbers again. Therefore the choice is computed once and kept.",
             find_decisions, ()),
     Rewrite("fused groups",
             "Between products, convolutions and attention, eager mode reads and writes a tensor for every "
-            "operation. Where the caller asks for compiled kernels, neighbouring ones become one "
-            "computation.",
+            "operation. If compiled kernels are requested, neighbouring operations become one computation.",
             fuse, (), when=("compiled",)),
     Rewrite("products",
-            "On a CPU, two libraries multiply matrices of single precision, and which is faster depends on "
-            "processor and shapes. Where the caller asks for compiled kernels, each product runs by the "
-            "faster one; last bits differ.",
+            "On a CPU, two libraries multiply matrices of single precision, and the faster one depends on "
+            "processor and shapes. If compiled kernels are requested, each product runs by the faster "
+            "library; last bits differ.",
             name_products, (), when=("compiled",)),
 )
 """In the order in which they work."""
@@ -162,7 +163,7 @@ graph that breaks an invariant is a bug of a pass, and nothing that a user could
 
 def simplify(capture: Capture, wanted: tuple[bool, ...], choices: frozenset[str] = frozenset(), *,
              verify: bool | None = None) -> Joint:
-    """The graph that is planned.
+    """Return the graph that is planned.
 
     `wanted`: per output, whether its gradient will come. `choices`: as of `Joint`. `verify`: whether to check
     the graph after each pass (None: as `VERIFY` says); raises `GraphError` that names the pass.

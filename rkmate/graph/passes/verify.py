@@ -1,4 +1,4 @@
-"""What must hold of the joint graph between any two passes; checked in tests."""
+"""Check the invariants of the joint graph between two passes. Used in tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 Form = tuple[torch.Size, torch.dtype] | None
-"""What of a value no rewriting may change; None for what is no tensor."""
+"""The properties of a value that no rewrite may change; None if it is not a tensor."""
 
 
 def verify(joint: Joint) -> Joint:
-    """The graph itself. Raises `GraphError`, which names the node.
+    """Check the graph, and return it. Raises `GraphError`, which names the node.
 
     Every input of a node stands before it. The forward reads nothing of the backward. Each placeholder has
     a source, and what leaves the graph (outputs, new values of what is overwritten, gradients) is a node
@@ -72,14 +72,15 @@ def _verify_additions(joint: Joint) -> None:
 
 
 def _added_to(node: fx.Node) -> set[Any]:
-    """The arguments that an operation adds to: the first one, or those that a tiled one sums up in."""
+    """Return the arguments that an operation adds to: the first one, or those that a tiled operation sums
+    into."""
     if isinstance(node.target, Tiled):
         return set(node.args[len(node.args) - len(node.target.into):])
     return {node.args[0]}
 
 
 def _verify_call(node: fx.Node, before: set[fx.Node], late: set[fx.Node], results: set[fx.Node]) -> None:
-    """An operation, after those `before`; `late` are the nodes of the backward so far."""
+    """Check an operation that comes after the nodes in `before`. `late`: the nodes of the backward so far."""
     if is_backward(node):
         late.add(node)
     for n in node.all_input_nodes:
@@ -94,12 +95,12 @@ def _verify_call(node: fx.Node, before: set[fx.Node], late: set[fx.Node], result
 
 
 def form_of(node: fx.Node) -> Form:
-    """Shape and dtype of a node's value."""
+    """Return shape and dtype of a node's value."""
     return _form(node.meta.get(VALUE))
 
 
 def _output_forms(joint: Joint) -> list[Form]:
-    """Of the outputs, those that are computed later included."""
+    """Return the forms of the outputs, including those that are computed later."""
     later = {d.output: d.result for d in joint.deferred}
     return [None if node is None else form_of(node)
             for node in (later.get(i, n) for i, n in enumerate(joint.outputs))]
@@ -123,7 +124,7 @@ class _Call:
         return _Call(node.target, node.args, node.kwargs, node.meta.get(VALUE))
 
     def inputs(self) -> list[Any]:
-        """The arguments, in order, without what holds them."""
+        """Return the arguments, in order, without their containers."""
         found: list[Any] = []
         fx.node.map_aggregate((self.args, self.kwargs), found.append)
         return found

@@ -16,5 +16,5 @@ _METHODS: dict[object, str] = {
 
 
 def view_method(node: fx.Node) -> str | None:
-    """The tensor method that an everyday view is written as; None for every other operation."""
+    """Return the tensor method that a common view is written as; None for every other operation."""
     return _METHODS.get(node.target)

@@ -39,7 +39,7 @@ from rkmate.torch_seam.tensors import (
     without_modes,
     wrapper_tensor,
 )
-from rkmate.torch_seam.trace import quiet
+from rkmate.torch_seam.trace import quiet, said_to_export
 
 _SMALL = 1 << 16
 """Elements of a closed-over tensor that are compared; a larger one is not taken."""
@@ -47,7 +47,7 @@ _SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class Recording:
-    """One dry run."""
+    """A dry run."""
 
     text: bytes
     """Digest of the operations, of what each reads, and of all arguments that are no numbers."""
@@ -90,12 +90,13 @@ def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm]) ->
 
 def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
             way: Callable[[], AbstractContextManager[None]], state: PythonState) -> Recording:
-    """`state`: of the model; it has it again afterwards."""
+    """Record a dry run. `state`: of the model; it is restored afterwards."""
     with ExitStack() as stack:
         stack.enter_context(unchanged_random_state(*devices.in_use()))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         for context in (torch.inference_mode(False), torch.enable_grad(), quiet(), repaired("trace", model),
+                        said_to_export(),
                         torch.autograd.set_multithreading_enabled(False), way()):
             stack.enter_context(context)
         recorder = _Recorder()
@@ -144,9 +145,10 @@ class _Sized(torch.Tensor):
 
     form: TensorForm
     kind: int
-    """Of its form, as the recording numbers them."""
+    """Number of the tensor's form in the recording."""
     number: int = -1
-    """In the order in which the recording made them; -1 for what it has not made."""
+    """Number of the tensor in the recording, in the order of creation; -1 if the recording has not made
+    it."""
 
     @staticmethod
     def __new__(cls, form: TensorForm) -> _Sized:
@@ -173,13 +175,13 @@ class _Recorder(TorchDispatchMode):
         self.numbers: list[int | float] = []
         self._notes: list[Any] = []
         self._made: list[tuple[_Sized, _Origin | None]] = []
-        """Every tensor, and of which call it is a result, and its place among the results."""
+        """All tensors, each with the call that returned it and its position among the results."""
         self.real: frozenset[int] = frozenset()
-        """Ids of the tensors that stand-ins were put in the place of."""
+        """Ids of the tensors that were replaced by stand-ins."""
         self._kept: list[Any] = []       # as long as they live, no other object has their ids
         self._kinds: dict[TensorForm, int] = {}
         self._names: dict[int, tuple[Any, tuple[str, bool]]] = {}
-        """By an operation's identity: itself, and what is asked of it at every call."""
+        """Answers about an operation by its id, together with the operation, which stays alive."""
         self._answers: dict[Any, Any] = {}
         self._wrote = False
         """Whether something was written in place: values from before may be other ones."""
@@ -191,15 +193,15 @@ class _Recorder(TorchDispatchMode):
         return False            # nothing is compiled in here, and to say so at every call takes long
 
     def note(self, what: Any) -> None:
-        """Something that two recordings have to have in common: plain values, and lists of them."""
+        """Note a value that two recordings must have in common: plain values, and lists of them."""
         self._notes.append(what)
 
     def digest(self) -> bytes:
-        """Of all that was noted."""
+        """Return the digest of everything that was noted."""
         return hashlib.sha256(marshal.dumps(self._notes, 2)).digest()       # as of 3, equal values may differ
 
     def enter(self, form: TensorForm) -> torch.Tensor:
-        """A new tensor."""
+        """Return a new tensor of a form."""
         made = self._new(form, None)
         self.note((str(form.dtype), str(form.device), form.requires_grad, len(form.shape)))
         return made
@@ -221,13 +223,13 @@ class _Recorder(TorchDispatchMode):
         return t.form if self._owns(t) else form_of(t)
 
     def number_of(self, t: torch.Tensor) -> int:
-        """The number of a tensor that was made here."""
+        """Return the number of a tensor that was made here."""
         if not self._owns(t):
             raise _Refused("a tensor of its own")
         return t.number
 
     def _known(self, func: Any) -> tuple[str, bool]:
-        """An operation's name, and whether it returns what it has written to."""
+        """Return an operation's name, and whether it returns what it has written to."""
         found = self._names.get(id(func))
         if found is None:
             writes = schema_of(func).is_mutable and any(
@@ -263,7 +265,7 @@ class _Recorder(TorchDispatchMode):
         return results[0] if spec.is_leaf() else pytree.tree_unflatten(results, spec)
 
     def _value(self, of: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor that depends on no input, which libraries ask for (position ids)."""
+        """Return the value of a tensor that depends on no input, which libraries ask for (position ids)."""
         values: dict[torch.Tensor, Any] = _ByIdentity()
         todo = [of]
         if self._wrote:
@@ -327,7 +329,7 @@ class _Recorder(TorchDispatchMode):
             key.append(value if isinstance(value, str) else repr(value))
 
     def _constant(self, t: torch.Tensor) -> Any:
-        """A closed-over tensor, by what it holds."""
+        """Return a closed-over tensor, identified by its content."""
         if isinstance(t, _Sized) or id(t) in self.real or t.requires_grad or t.numel() > _SMALL \
                 or t.layout is not torch.strided:
             raise _Refused("computes with a tensor that is not its own")
@@ -338,7 +340,7 @@ class _Recorder(TorchDispatchMode):
 
     def _of_real(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor],
                  words: list[Any]) -> Any:
-        """An operation on closed-over tensors alone: their values are known."""
+        """Run an operation on closed-over tensors alone: their values are known."""
         self.note(words)
         if schema_of(func).is_mutable:
             raise _Refused(f"{func} writes to a closed-over tensor")
@@ -348,7 +350,7 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Operations in place return what they have written to."""
+        """Return the tensors that an operation in place has written to."""
         names = {a.name: (args[k] if k < len(args) else kwargs.get(a.name))
                  for k, a in enumerate(schema_of(func).arguments)
                  if a.alias_info is not None and a.alias_info.is_write}
@@ -359,7 +361,7 @@ class _Recorder(TorchDispatchMode):
         return found[0] if len(found) == 1 else tuple(found)
 
     def _ask(self, func: Any, args: Any, kwargs: Any) -> Answer:
-        """The forms of an operation's results, by torch's own rules."""
+        """Return the forms of an operation's results, by torch's own rules."""
         def fake(t: Any) -> Any:
             if not isinstance(t, torch.Tensor):
                 return t
@@ -378,7 +380,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _ByIdentity(dict[torch.Tensor, Any]):
-    """By the very tensor, which it keeps."""
+    """A tensor by its identity; keeps it alive."""
 
     def __init__(self) -> None:
         super().__init__()

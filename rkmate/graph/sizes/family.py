@@ -1,4 +1,4 @@
-"""Captures of one call at several sizes, and that of a further size from theirs.
+"""Captures of one call at several sizes, from which the capture at a further size is derived.
 
 Two full captures of a call at different sizes, and dry runs of both, give the graph of a third (`resized`).
 """
@@ -24,25 +24,25 @@ class KnownCall:
 
     capture: Capture
     forms: tuple[TensorForm, ...]
-    """Of the arguments' tensors."""
+    """Forms of the arguments' tensors."""
     recording: Recording | None = None
-    """Made when it is first asked for."""
+    """The dry run; made when it is first needed."""
     recorded: bool = False
     common: SideBySide | None = None
-    """What its capture has in common with others, from the latest time that it was asked for."""
+    """Structure that its capture has in common with others, from the last time that it was needed."""
 
 
 def known_call(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
                recording: Recording | None = None) -> KnownCall:
-    """A call, its capture and, where it was made, its dry run."""
+    """Return a call, its capture and, where it was made, its dry run."""
     tensors, structure = take_apart((args, kwargs), result=False)
     return KnownCall(replace(capture, inputs=structure), tuple(map(form_of, tensors)), recording,
                      recording is not None)
 
 
 def possible(shapes: Sequence[Sequence[int]], known: Sequence[Sequence[Sequence[int]]]) -> bool:
-    """Whether known calls' shapes, each of the same tensors, may tell the sizes of a new one: what is the
-    same in all of them is the same in it."""
+    """Return whether known calls' shapes, each of the same tensors, may tell the sizes of a new one: what is
+    the same in all of them is the same in it."""
     if len(known) < 2:
         return False
     for places in zip(shapes, *known, strict=True):
@@ -53,8 +53,8 @@ def possible(shapes: Sequence[Sequence[int]], known: Sequence[Sequence[Sequence[
 
 
 def one_family(known: KnownCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of contiguous tensors differs from a known one in their lengths at most, and in none
-    that is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
+    """Return whether a call of contiguous tensors differs from a known one in their lengths at most, and in
+    none that is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
     tensors, structure = take_apart((args, kwargs), result=False)
     if not structure.is_plain or structure != known.capture.inputs:
         return False
@@ -72,7 +72,7 @@ def _is_contiguous(form: TensorForm) -> bool:
 
 def derived(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             known: Sequence[KnownCall]) -> tuple[Capture | None, Recording | None]:
-    """The capture of a call from known ones, if that is certain; and the dry run of the call.
+    """Return the capture of a call from known ones, if that is certain; and the dry run of the call.
 
     The calls differ in the sizes of their tensors alone; one thread at a time.
     """
@@ -101,9 +101,11 @@ def _record(model: nn.Module, known: Sequence[KnownCall]) -> None:
 
 
 def _alike(known: Sequence[KnownCall], new: Recording) -> tuple[list[Known], SideBySide | None]:
-    """The known calls that do the operations of another one, and what they have in common, if it is at
+    """Return the known calls that do the operations of another one, and what they have in common, if it is at
     hand in whatever order they came; None where they are too few, or have nothing in common."""
-    same = [k for k in known if k.recording is not None and k.recording.text == new.text]
+    # A first call may set an attribute that later ones find set (transformers' `problem_type`).
+    same = [k for k in known if k.recording is not None and k.recording.text == new.text
+            and [a.path for a in k.capture.assigned] == [a.path for a in known[-1].capture.assigned]]
     pairs = {id(k.capture): Known(k.capture, k.recording) for k in same if k.recording is not None}
     if len(pairs) < 2:
         return [], None

@@ -23,7 +23,7 @@ Number = int | float
 
 
 class _Unknown(Exception):
-    """There is no answer."""
+    """The answer is not certain."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Known:
 
 @read_directly()
 def resized(known: Sequence[Known], new: Recording, common: SideBySide | None = None) -> Capture | None:
-    """What a capture of the new call would be; None where that is not certain.
+    """Return the capture of a new call; None if it is not certain.
 
     Two captures at least, in which the sizes that differ now were different ones. `common`: of the same
     captures, where it is at hand.
@@ -52,7 +52,8 @@ def resized(known: Sequence[Known], new: Recording, common: SideBySide | None = 
 
 @read_directly()
 def side_by_side(known: Sequence[Known]) -> SideBySide | None:
-    """What captures have in common, for `resized` to take several times; None where they are not alike."""
+    """Return the common structure of captures, for `resized` to use several times; None if they are not
+    alike."""
     try:
         return SideBySide([k.capture for k in known])
     except _Unknown:
@@ -60,7 +61,7 @@ def side_by_side(known: Sequence[Known]) -> SideBySide | None:
 
 
 def _numbers(known: Sequence[Sequence[Number]], new: Sequence[Number]) -> dict[tuple[Any, ...], Number]:
-    """What each row of numbers at the known sizes is at the new one."""
+    """Return, for each row of numbers at the known sizes, the number at the new size."""
     found: dict[tuple[Any, ...], Number] = {}
     for row, now in zip(zip(*known, strict=True), new, strict=True):
         if isinstance(row[0], float):
@@ -92,7 +93,7 @@ class SideBySide:
     """Captures gone through side by side: one graph, with places for the numbers in which they differ."""
 
     def __init__(self, captures: Sequence[Capture]) -> None:
-        """Raises an error that `resized` knows where they are not alike."""
+        """Compare captures. Raises an error that `resized` handles if they are not alike."""
         self.captures = tuple(captures)
         self._rows: list[tuple[Any, ...]] = []
         self._row_of: dict[str, int] = {}
@@ -105,12 +106,13 @@ class SideBySide:
         """Form, storage, and whether it is the first in its storage."""
         self._place: dict[fx.Node, _Place] = {}
         self._nodes: list[tuple[fx.Node, Any, Any, dict[str, Any], Any]] = []
-        """Of the first capture; the new one's arguments, keywords, notes and value, with places."""
+        """Nodes of the first capture, with the new one's arguments, keywords, notes and value, which have
+        places."""
         self._read()
         self._check()
         modes = {id(m): m for t in self._first for m in [getattr(t, "fake_mode", None)]}
         self._mode: FakeTensorMode | None = modes.popitem()[1] if len(modes) == 1 else None
-        """That all tensors of the first capture are of."""
+        """The fake mode of all tensors of the first capture."""
 
     # -- reading --------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class SideBySide:
         return _Place("number", self._row(tuple(row)))
 
     def _row(self, row: tuple[Any, ...]) -> int:
-        """The place of a number's row; those of floats are apart from those of integers."""
+        """Return the place of a number's row; those of floats are apart from those of integers."""
         written = repr(row)                 # 1.0 is no 1, and 0.0 not -0.0
         if written not in self._row_of:
             self._row_of[written] = len(self._rows)
@@ -208,7 +210,8 @@ class SideBySide:
     # -- at another size ------------------------------------------------------------------
 
     def at(self, numbers: Mapping[tuple[Any, ...], Number], new: Recording) -> Capture:
-        """The capture in which each row is the number that `numbers` says. Raises as `__init__` does."""
+        """Return the capture in which each row is the number that `numbers` says. Raises as `__init__`
+        does."""
         first = self.captures[0]
         if new.result.count != first.result.count:
             raise _Unknown("other results")
@@ -230,8 +233,8 @@ class SideBySide:
             grads=tuple((s, at[n]) for s, n in first.grads), result=new.result)
 
     def _same_as_first(self, values: Sequence[Any]) -> list[bool]:
-        """Of each tensor, whether it is the first capture's: what is of one size alone, as parameters and
-        their gradients are, and stands in a storage of such."""
+        """Return, for each tensor, whether it can be the first capture's: it has one size in all captures, as
+        parameters and their gradients have, and its storage holds only such tensors."""
         if self._mode is None:
             return [False] * len(self._tensors)
         fixed = [type(row[0]) is int and row[0] == now for row, now in zip(self._rows, values, strict=True)]
@@ -276,11 +279,11 @@ class SideBySide:
 
 
 _NONE = object()
-"""Of a node without a value."""
+"""Stands for the value of a node without one."""
 
 
 def _now(row: tuple[Any, ...], numbers: Mapping[tuple[Any, ...], Number]) -> Number:
-    """What a row is at the new size."""
+    """Return the number of a row at the new size."""
     found = numbers.get(row)
     if found is not None:
         return found
@@ -293,7 +296,7 @@ def _now(row: tuple[Any, ...], numbers: Mapping[tuple[Any, ...], Number]) -> Num
 
 
 def _filled(value: Any, lists: Mapping[str, Sequence[Any]]) -> Any:
-    """With what stands at its places."""
+    """Return a value with its places filled."""
     kind = type(value)
     if kind is _Place:
         return lists[value.list][value.at]

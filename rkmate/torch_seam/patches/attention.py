@@ -1,4 +1,4 @@
-"""Attention as a GPU that is not here would compute it.
+"""Attention as a GPU of another machine would compute it.
 
 Torch asks the device that is there which kernel attention takes, and a trace on the CPU finds the CPU's. For
 a plan that is made for another device, the rules of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`
@@ -30,7 +30,7 @@ _ALLOWED: dict[Kernel, Callable[[], bool]] = {
 
 def kernel_of(gpu: GPU, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               mask: torch.Tensor | None, dropout_p: float) -> Kernel:
-    """The kernel that torch takes on a GPU, among those that the process allows."""
+    """Return the kernel that torch takes on a GPU, among those that the process allows."""
     order: tuple[Kernel, ...] = ("flash", "efficient", "math")
     if gpu.capability[0] in (9, 10):
         order = ("cudnn", *order)
@@ -74,7 +74,7 @@ _FITS: dict[Kernel, Callable[..., bool]] = {
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
                scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
-    """As torch's own `scaled_dot_product_attention`, with the kernel of the GPU that is planned for."""
+    """Compute `scaled_dot_product_attention` with the kernel of the GPU that is planned for."""
     gpu = devices.of(query).elsewhere
     kernel = "math" if gpu is None else kernel_of(gpu, query, key, value, attn_mask, dropout_p)
     if kernel == "math":
@@ -101,7 +101,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask as the kernels take it: added, its rows aligned, for each head."""
+    """Return a mask as the kernels take it: added, its rows aligned, for each head."""
     if mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, torch.tensor(-math.inf, dtype=query.dtype, device=mask.device)) \
             .to(query.dtype)
@@ -113,7 +113,8 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 @contextmanager
 def attention_of_the_device() -> Iterator[None]:
-    """While a module is captured for a GPU that is not here; no change for a device that is."""
+    """Capture attention for a GPU of another machine inside the context; no change for a GPU of this
+    machine."""
     if devices.of("cpu").elsewhere is None:
         yield
         return

@@ -41,7 +41,8 @@ from rkmate.torch_seam.trace import is_tangent
 
 @contextmanager
 def backward_without_autocast() -> Iterator[None]:
-    """While a module is captured: what the forward has in float32 stays so in its gradients."""
+    """Trace the backward outside of autocast: values that the forward has in float32 keep that type in their
+    gradients."""
     with config.patch(backward_pass_autocast="off"):
         yield
 
@@ -144,7 +145,8 @@ def leaves_noted(program: fx.GraphModule) -> None:
 
 
 def tag_what_needs_the_loss(graph: fx.Graph) -> None:
-    """What depends on a gradient is of the backward, also where a nested graph has lost the tag."""
+    """Tag everything that depends on a gradient as part of the backward, even if a nested graph has lost the
+    tag."""
     for node in graph.nodes:
         if node.op == "call_function" and any(
                 is_backward(n) or is_tangent(n)
@@ -165,7 +167,8 @@ _numbers = itertools.count()
 
 @contextmanager
 def region() -> Iterator[None]:
-    """Operations that are traced inside belong to one region, a new one unless there is one around it."""
+    """Let operations that are traced inside the context belong to one region: a new one, unless a region is
+    open."""
     if annotation(torch.fx.traceback.current_meta, _KEY) is not None:
         yield
         return
@@ -192,7 +195,7 @@ def regions_marked() -> Iterator[None]:
 
 
 def region_of(node: fx.Node) -> int | None:
-    """The region that an operation of the forward was called in."""
+    """Return the region that an operation of the forward was called in."""
     number: int | None = annotation(node.meta, _KEY)
     return number
 
@@ -210,14 +213,14 @@ class OwnBackwardError(CaptureError):
 
 @contextmanager
 def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
-    """Inside, `note` is called where a gradient is asked for. One that would be added to ``.grad`` is refused
-    with an `OwnBackwardError`."""
+    """Call `note` when a gradient is requested inside the context. A gradient that would be added to
+    ``.grad`` raises `OwnBackwardError`."""
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def noted(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
         if accumulate_grad:
-            raise OwnBackwardError("the forward calls backward(), which adds to the .grad of parameters, "
-                                   "which a plan cannot repeat: torch.autograd.grad returns a gradient")
+            raise OwnBackwardError("the forward calls backward(), which adds to the .grad of parameters, and "
+                                   "a plan cannot repeat that: use torch.autograd.grad instead")
         note()
         return run(*args, accumulate_grad=accumulate_grad, **kwargs)
 
@@ -286,9 +289,9 @@ _REGIONS = {torch.amp.autocast_mode._enter_autocast: _enter, torch.amp.autocast_
 
 # -- Closed-over tensors ---------------------------------------------------------------------------
 #
-# A forward may compute with tensors that are none of its parameters, buffers or arguments, but plain
-# attributes, members of lists, or globals. The tracer takes them as they are, and the trace of the gradients
-# does not: to the latter they are buffers.
+# A forward may compute with tensors that are not parameters, buffers or arguments, but plain attributes,
+# members of lists, or globals. The tracer takes them as they are. The trace of the gradients does not: there
+# they become buffers.
 
 
 _NORMS = (F.batch_norm, F.instance_norm)
@@ -301,15 +304,15 @@ class ClosedOverError(CaptureError):
 
 
 def lost_tensors_refused() -> AbstractContextManager[Any]:
-    """While a model's forward is traced; raises `ClosedOverError`."""
+    """Raise `ClosedOverError` for lost tensors while a model's forward is traced."""
     return _Guard()
 
 
 class _Guard(TorchFunctionMode):
-    """Raises `ClosedOverError` where an operation takes such a tensor that requires a gradient, which the
-    trace would lose without a word, or writes to one, which tracing alone would do.
+    """Raises `ClosedOverError` if an operation takes a closed-over tensor that requires a gradient, which the
+    trace would lose silently, or writes to a closed-over tensor, which only the trace would do.
 
-    What the tracer puts in the place of parameters, buffers and arguments is of other classes.
+    The tracer replaces parameters, buffers and arguments by objects of other classes.
     """
 
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
@@ -338,7 +341,7 @@ class _Guard(TorchFunctionMode):
 
 
 def _leaves(values: tuple[Any, ...]) -> Iterable[Any]:
-    """What an operation takes; most take tensors and numbers alone."""
+    """Return the inputs of an operation; most operations take only tensors and numbers."""
     return values if all(isinstance(v, _SINGLE) for v in values) else pytree.tree_leaves(values)
 
 
@@ -351,8 +354,8 @@ def _moves_statistics(norm: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _written(t: torch.Tensor) -> ClosedOverError:
-    return ClosedOverError(f"the forward writes to a tensor of shape {tuple(t.shape)} that is none of the "
-                           "module's buffers or arguments: keep it in a buffer (register_buffer)")
+    return ClosedOverError(f"the forward writes to a tensor of shape {tuple(t.shape)} that is not a "
+                           "buffer or argument of the module: keep it in a buffer (register_buffer)")
 
 
 def closed_over_as_buffers(program: fx.GraphModule) -> None:

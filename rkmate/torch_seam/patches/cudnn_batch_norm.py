@@ -20,7 +20,7 @@ from rkmate.torch_seam.tensors import copy_all, suggest_memory_format
 aten = torch.ops.aten
 
 _RESERVE = 5
-"""Place of what the backward reads beside the statistics among the results."""
+"""Position, among the results, of the data that the backward reads in addition to the statistics."""
 
 
 def _run(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, running_mean: torch.Tensor,
@@ -53,7 +53,8 @@ register((OwnOperator(
 
 
 def is_cudnns(*args: Any) -> bool:
-    """Whether eager mode gives a batch norm in training to cuDNN. `args`: as torch's operation takes them."""
+    """Return whether eager mode gives a batch norm in training to cuDNN. `args`: as torch's operation takes
+    them."""
     x, weight, bias, mean, var, _, _, eps = args
     if weight is None or devices.of(x).cpu_kernels:
         return False
@@ -62,7 +63,7 @@ def is_cudnns(*args: Any) -> bool:
 
 
 def reserve_bytes(x: torch.Tensor) -> int:
-    """What cuDNN keeps for the backward of a batch norm of this input."""
+    """Return the bytes that cuDNN keeps for the backward of a batch norm of this input."""
     return int(torch._C._get_cudnn_batch_norm_reserve_space_size(x, True))  # type: ignore[attr-defined]
 
 

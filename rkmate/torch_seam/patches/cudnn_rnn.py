@@ -1,9 +1,9 @@
 """Recurrent stacks that eager mode gives to cuDNN, as one operation. A trace would unroll them, step by step.
 
-A stack's weights are parts of one tensor (`flatten_parameters`), which cuDNN reads as it is; where they are
-not, they are copied into one for each call. Dropout between layers draws from torch's generator: cuDNN's own
-masks come from a state that nobody can put back, and a second run would draw others. So a stack with dropout
-is several of one layer.
+A stack's weights are parts of one tensor (`flatten_parameters`), which cuDNN reads as it is. If they are
+not, they are copied into one tensor for each call. Dropout between layers draws from torch's generator,
+because cuDNN's own masks come from a state that cannot be restored, so that a second run would draw other
+masks. Therefore a stack with dropout becomes several stacks of one layer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MODES = {aten.rnn_relu.input: 0, aten.rnn_tanh.input: 1, aten.lstm.input: 2, ate
 
 
 class _Stack(NamedTuple):
-    """A kind of stack, but for its batch and its length."""
+    """A kind of stack, without its batch and its length."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """Of the weights."""
+    """Shapes of the weights."""
     dtype: torch.dtype
     device: torch.device
     hidden: int
@@ -65,7 +65,7 @@ def _stack(x: torch.Tensor, weights: Sequence[torch.Tensor], hx: torch.Tensor, c
 
 
 def is_cudnns(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether eager mode gives a stack to cuDNN. `tensors`: its states and weights."""
+    """Return whether eager mode gives a stack to cuDNN. `tensors`: its states and weights."""
     if devices.of(x).cpu_kernels or any(
             t.dtype != x.dtype or t.device != x.device or not t.numel() for t in (x, *tensors)):
         return False
@@ -74,7 +74,7 @@ def is_cudnns(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def as_autocast_gives_them(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a stack reads, as autocast hands it to cuDNN: in float16, whatever type it was asked for."""
+    """Return a stack's inputs as autocast passes them to cuDNN: in float16, whatever type was requested."""
     if not torch.is_autocast_enabled(devices.of(tensors[0]).autocast_kind):
         return list(tensors)
     return [t if t.dtype is torch.float64 else t.to(torch.float16) for t in tensors]
@@ -82,7 +82,8 @@ def as_autocast_gives_them(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 @functools.lru_cache(maxsize=64)
 def _laid_out(of: _Stack) -> tuple[tuple[int, ...], int]:
-    """Where cuDNN wants each weight in the one tensor, in elements, and how many that has."""
+    """Return the position of each weight in cuDNN's single tensor, in elements, and the tensor's number of
+    elements."""
     weights = [torch.zeros(s, dtype=of.dtype, device=of.device) for s in of.shapes]
     whole = torch._cudnn_rnn_flatten_weight(
         weights, of.per_layer, of.shapes[0][1], of.mode, of.hidden, of.projected, of.layers, of.batch_first,
@@ -92,8 +93,8 @@ def _laid_out(of: _Stack) -> tuple[tuple[int, ...], int]:
 
 @functools.lru_cache(maxsize=64)
 def _pieces(of: _Stack) -> tuple[int, ...]:
-    """What stands in the one tensor, in order: the number of a weight, or less than zero: so many elements
-    that nothing reads."""
+    """Return the content of cuDNN's single tensor, in order: the number of a weight, or a negative number -n
+    for n elements that nothing reads."""
     places, count = _laid_out(of)
     found, at = [], 0
     for k in sorted(range(len(places)), key=places.__getitem__):
@@ -103,7 +104,7 @@ def _pieces(of: _Stack) -> tuple[int, ...]:
 
 
 def whole_weights(of: _Stack, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The weights as the one tensor that cuDNN reads: the one that they are parts of, or a copy."""
+    """Return the weights as the one tensor that cuDNN reads: the one that they are parts of, or a copy."""
     places, count = _laid_out(of)
     first = weights[0]
     storage = first.untyped_storage()
@@ -145,7 +146,7 @@ def _run_backward(x: torch.Tensor, weights: Sequence[torch.Tensor], hx: torch.Te
 
 @functools.lru_cache(maxsize=256)
 def reserve_bytes(of: _Stack, batch: int, length: int) -> int:
-    """What cuDNN keeps for the backward: known once it has run, on zeros."""
+    """Return the bytes that cuDNN keeps for the backward. They are known after a run on zeros."""
     with without_modes(), torch.no_grad():
         zero = torch.zeros((), dtype=of.dtype, device=of.device)
         states = of.layers * of.directions, batch
@@ -205,7 +206,7 @@ register((
 
 def layers_of_cudnn(op: Any, x: torch.Tensor, hidden: Any, weights: Sequence[torch.Tensor], layers: int,
                     train: bool, bidirectional: bool, batch_first: bool) -> tuple[torch.Tensor, ...]:
-    """A stack without dropout: what `op`, torch's operation for it, returns."""
+    """Return a stack without dropout: what `op`, torch's operation for it, returns."""
     hx, cx = hidden if op is aten.lstm.input else (hidden, None)
     y, hy, cy, _ = torch.ops.rkmate.cudnn_rnn.default(
         x, list(weights), hx, cx, MODES[op], layers, batch_first, train, bidirectional)

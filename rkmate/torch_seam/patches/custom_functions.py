@@ -36,17 +36,17 @@ from rkmate.torch_seam.trace import several_ranks
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a custom function."""
+    """A call of a custom function."""
 
     function: type[torch.autograd.Function]
     args: tuple[Any, ...]
     """Tensors left out (None stands there)."""
     places: tuple[int, ...]
-    """Where the tensors stand."""
+    """Positions of the tensors."""
     kwargs: dict[str, Any]
 
     def again(self, *tensors: torch.Tensor) -> Any:
-        """The call, with these tensors."""
+        """Make the call again with these tensors."""
         args = list(self.args)
         for place, tensor in zip(self.places, tensors, strict=True):
             args[place] = tensor
@@ -62,7 +62,7 @@ class _Recorded(HigherOrderOperator):
         self.call = call
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """Never runs: `run_as_they_are` replaces it."""
+        """Raise: `run_as_they_are` replaces every such call."""
         raise AssertionError("a custom function was left in an exported program")
 
 
@@ -127,7 +127,8 @@ def _run_through(run: Callable[..., Any], preserve_random_state: bool, *args: An
 
 
 def _recording(cls: type[torch.autograd.Function], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function's forward, which records the call if `apply` calls it; not if the model does so itself."""
+    """Return the function's forward, which records the call if `apply` calls it, but not if the model calls
+    it itself."""
     takes_context = cls.setup_context is torch.autograd.Function.setup_context
 
     def recording(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,7 @@ def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
 
 def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], context: tuple[Any, ...],
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of a forward that is not traced, as those of one operation."""
+    """Return the results of a forward that is not traced, as those of one operation."""
     mode: Any = proxy_tensor.get_proxy_mode()
     places = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor))
     others = tuple(None if i in places else a for i, a in enumerate(args))
@@ -161,7 +162,7 @@ def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], c
         if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
             raise CaptureError(
                 f"the custom autograd function {cls.__name__} takes a {type(value).__name__} that may "
-                "hold tensors beside those that it is called with, and a captured step would not see "
+                "hold tensors besides its arguments, and a captured step would not see "
                 "their gradients: pass the tensors themselves, or use rkmate.dtr")
     _note_caller(cls)
     proxies = [mode.tracer.unwrap_proxy(args[i]) for i in places]

@@ -1,4 +1,4 @@
-"""Features of captures that rest on names of torch which are not documented, each with its self test."""
+"""Features of captures that depend on undocumented names of torch, each with its self test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GUARDS = "quick guards"
 
 
 class _Model(nn.Module):
-    """One layer and one buffer, whose gradient has a product and an activation."""
+    """A layer and a buffer, whose gradient has a product and an activation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,8 @@ def _format_of(argument: int) -> Layout:
 
 
 def _strides_of(argument: int) -> Layout:
-    """A result of another shape, a loss's sum say, stays as it is."""
+    """Return a rule: the result has the strides of an argument. A result of another shape, such as a loss's
+    sum, stays unchanged."""
     return lambda first, *args: first if first.shape != args[argument].shape else \
         torch.empty_like(args[argument], dtype=first.dtype)
 
@@ -41,7 +42,8 @@ def _of_product_with(argument: int) -> Layout:
 
 
 def _of_batch_norm_gradient(first: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Outside of training, GPUs have one kernel for all layouts."""
+    """Return the gradient with the strides of the input in training; outside of training, GPUs have one
+    kernel for all layouts."""
     return _format_of(1)(first, *args) if args[7] else _contiguous(first)
 
 
@@ -98,11 +100,11 @@ def _as_the_kernel(trace: Callable[..., Any], on_cpu: Layout | None, on_gpus: La
 
 def strides_of_view(shape: Sequence[int], stride: Sequence[int],
                     new: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides that ``view`` gives a tensor in a new shape, as torch's `computeStride` does; None where it
-    would have to copy, or there is no element.
+    """Return the strides that ``view`` gives a tensor in a new shape, as torch's `computeStride` does; None
+    if it would have to copy, or if there is no element.
 
-    Of a dimension of size one, any stride is right, and fake tensors give another one: but whether a tensor
-    counts as channels-last hangs on it, and so which kernel runs.
+    For a dimension of size one, any stride is right, and fake tensors have another one than kernels. But
+    whether a tensor counts as channels-last depends on this stride, and so does the kernel that runs.
     """
     if 0 in shape or not shape:
         return None
@@ -136,14 +138,15 @@ def _as_views_are(trace: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ambiguous(value: Any) -> bool:
-    """Whether it is an image whose memory format hangs on the stride of a dimension of size one."""
+    """Return whether `value` is an image whose memory format depends on the stride of a dimension of size
+    one."""
     return isinstance(value, torch.Tensor) and value.dim() in (4, 5) and 1 in value.shape \
         and devices.of(value).cpu_kernels
 
 
 def _with_a_number(mode: FakeTensorMode, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """An image and a number: the kernel keeps the image's strides, where its form on the meta device takes
-    those of its memory format."""
+    """Run an operation of an image and a number: the kernel keeps the image's strides, even if the meta
+    device takes those of its memory format."""
     value, other = args[:2]
     if not _ambiguous(value) or isinstance(other, torch.Tensor):
         return NotImplemented
@@ -170,7 +173,7 @@ _OF_IMAGES: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def as_kernels_return_them() -> Iterator[None]:
-    """While a module is captured."""
+    """Give results the strides of the kernels while a module is captured."""
     from torch import _refs
     from torch._decomp import decomposition_table
     from torch._subclasses.fake_impls import op_implementations_dict

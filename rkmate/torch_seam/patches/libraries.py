@@ -34,7 +34,7 @@ _ASKING_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad"
 
 
 def is_observer(hook: Any) -> bool:
-    """Whether a forward hook is a library's own, which computes nothing: it records outputs that the
+    """Return whether a forward hook is a library's own, which computes nothing: it records outputs that the
     forward asks for, or makes embeddings require a gradient, without which reentrant checkpointing has none.
 
     A model installs the first in its first forward, so they come and go without a change of meaning.
@@ -44,15 +44,15 @@ def is_observer(hook: Any) -> bool:
 
 
 def weight_made_by(hook: Any) -> str | None:
-    """The attribute that torch's own (old) normalisations and pruning compute before each forward."""
+    """Return the attribute that torch's own (old) normalisations and pruning compute before each forward."""
     if isinstance(hook, (WeightNorm, SpectralNorm)):
         return str(hook.name)
     return str(hook._tensor_name) if isinstance(hook, BasePruningMethod) else None
 
 
 def routed_by_loops(model: nn.Module) -> str:
-    """Where in a model of transformers experts are looped over, each with the tokens that chose it: ``model``
-    or a submodule's name; empty where none are, or where the library has no other way."""
+    """Return where a model of transformers loops over experts, each with the tokens that chose it: ``model``,
+    or a submodule's name; empty if it does not, or if the library has no other way."""
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         asks = getattr(module, "_can_set_experts_implementation", None)
@@ -63,8 +63,8 @@ def routed_by_loops(model: nn.Module) -> str:
 
 @contextmanager
 def without_value_checks() -> Iterator[None]:
-    """While a module is captured: distributions do not check their arguments' values, as a trace has
-    none."""
+    """Let distributions skip the checks of their arguments' values while a module is captured, because a
+    trace has no values."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -74,14 +74,14 @@ def without_value_checks() -> Iterator[None]:
 
 
 def masks_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | None:
-    """While a module is exported: transformers make masks as in eager mode. A mask that asks for values
-    cannot be traced so. None where the library is not loaded."""
+    """Let transformers make masks as in eager mode while a module is exported. A mask that depends on values
+    cannot be traced this way. None if the library is not loaded."""
     return as_in_eager_mode() if _MASKS in sys.modules else None
 
 
 def sources_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | None:
-    """While a module is exported: modules of transformers' source that ask whether they are compiled hear
-    that they are not. None where no part of the model asks."""
+    """Return a context for an export, in which the modules of transformers' source that ask whether they are
+    compiled get the answer no. Return None if no part of the model asks."""
     named = {type(m).__module__: sys.modules.get(type(m).__module__) for m in model.modules()}
     asking = [m for m in named.values() if m is not None and hasattr(m, _COMPILING)
               and m.__name__.startswith("transformers.")] if _MASKS in sys.modules else []
@@ -98,7 +98,7 @@ def _as_not_compiled(asking: Sequence[ModuleType]) -> Iterator[None]:
 
 @contextmanager
 def as_in_eager_mode() -> Iterator[None]:
-    """While a module is exported: libraries that are loaded decide as they would in eager mode."""
+    """Let loaded libraries decide as in eager mode, while a module is exported."""
     masks = sys.modules.get(_MASKS)
     with ExitStack() as stack:
         if masks is not None and hasattr(masks, "is_torchdynamo_exporting"):
@@ -122,7 +122,7 @@ def _no() -> bool:
 
 
 def known_value(tensor: torch.Tensor) -> Any:
-    """The value, as nested lists, of a traced tensor that depends on no input; None when it does."""
+    """Return the value, as nested lists, of a traced tensor that depends on no input; None when it does."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return None

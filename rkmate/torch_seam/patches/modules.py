@@ -29,7 +29,7 @@ from rkmate.torch_seam.patches.libraries import is_observer
 
 @contextmanager
 def cumulative_averages_as_tensors(model: nn.Module) -> Iterator[None]:
-    """Inside, such modules run the traceable forward."""
+    """Let batch norms with cumulative averages run a traceable forward inside the context."""
     changed = [m for m in model.modules()
                if isinstance(m, _BatchNorm) and type(m).forward is _BatchNorm.forward
                and m.momentum is None and m.training and m.track_running_stats
@@ -67,7 +67,8 @@ def _forward(m: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def new_buffers_as_writes(model: nn.Module) -> Iterator[None]:
-    """While a model's forward is traced. Raises `CaptureError` as `_Registered.write_back` does."""
+    """Turn new buffers into writes while a model's forward is traced. Raises `CaptureError` as
+    `_Registered.write_back` does."""
     registered = _Registered(model)
     yield
     registered.write_back()
@@ -121,8 +122,8 @@ def _full(path: str, name: str) -> str:
 
 @contextmanager
 def standing_modules_stay() -> Iterator[None]:
-    """While a module is captured: `Module.to` does nothing where it would move nothing. Else it makes its
-    parameters anew, which a trace cannot follow. Other threads' calls run as usual."""
+    """Let `Module.to` do nothing while a module is captured, if it would move nothing. Otherwise it makes new
+    parameters, which a trace cannot follow. Calls of other threads run as usual."""
     here = threading.get_ident()
     plain = nn.Module.to
 
@@ -167,9 +168,9 @@ def global_backward_hooks() -> list[Callable[..., Any]]:
 
 @contextmanager
 def hooks_of_the_model_alone(model: nn.Module) -> Iterator[None]:
-    """Global forward hooks run around the modules of a model, and around none of those that a trace puts
-    around it. One that changes what the model itself takes or returns raises `CaptureError`: it runs around
-    what stands in the model's place, too."""
+    """Run global forward hooks around the modules of a model, but not around modules that a trace adds. A
+    hook that changes the inputs or outputs of the model itself raises `CaptureError`: it would also run
+    around the module that replaces the model."""
     places = _forward_places()
     if not any(places):
         yield

@@ -38,7 +38,8 @@ def _cumulative_product(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _layout_of_product(grad: torch.Tensor, x: torch.Tensor, dim: int | None,
                        keepdim: bool) -> torch.Tensor:
-    """Strides are those of a product with the incoming gradient, by all of eager mode's formulas."""
+    """Return a tensor with the strides of a product with the incoming gradient, as all formulas of eager mode
+    have them."""
     if dim is None or not x.dim():
         return torch.empty_like(x)
     return (grad if keepdim else grad.unsqueeze(dim)) * x
@@ -50,7 +51,7 @@ def _layout_of_cumulative_product(grad: torch.Tensor, x: torch.Tensor, dim: int)
 
 def _define(name: str, arguments: str, forward: Callable[..., torch.Tensor],
             layout: Callable[..., torch.Tensor]) -> None:
-    """An operation whose gradient is eager autograd's, found when it runs; `layout`: the gradient's
+    """Define an operation whose gradient is eager autograd's, found when it runs. `layout`: the gradient's
     shape and strides, on fake tensors."""
 
     def backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -202,7 +203,8 @@ def _decomposed() -> list[Any]:
 
 @contextmanager
 def as_eager_computes() -> Iterator[None]:
-    """While a module is captured. (Other threads that trace meanwhile see the same kernels.)"""
+    """Trace eager mode's kernels while a module is captured. (Other threads that trace meanwhile see these
+    kernels, too.)"""
     with python_kernels_replaced({**dict.fromkeys(_decomposed()), **_OWN}):
         yield
 
@@ -219,7 +221,8 @@ def zeros_with_memory(graph: fx.Graph) -> None:
 
 _CHECKS = {id(op): op for op in (aten._linalg_check_errors.default, aten._assert_async.default,
                                 aten._assert_async.msg)}
-"""By identity: torch computes an operator's hash in Python, and every operation of a trace is looked at."""
+"""Operators by id: torch computes an operator's hash in Python, and every operation of a trace is looked
+up."""
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 
 
@@ -245,6 +248,6 @@ def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
 
 
 CHECKS_BY_VALUE = (
-    "checks its result or acts beside computing (torch.linalg.inv, solve and cholesky do), which a plan "
+    "checks its result or has other effects (torch.linalg.inv, solve and cholesky do), which a plan "
     "cannot order: use the one without the check (torch.linalg.inv_ex, solve_ex, cholesky_ex)")
-"""What such an operation does, and what to use instead."""
+"""Text of an error: the operation's effect, and what to use instead."""

@@ -61,7 +61,7 @@ def make_recurrent_layers_whole(graph: fx.Graph) -> None:
 
 
 def _workspace_bytes(node: fx.Node) -> int:
-    """Measured on zeros of the layer's own shapes."""
+    """Measure the bytes of the workspace, on zeros of the layer's own shapes."""
     def real(argument: Any) -> Any:
         if not isinstance(argument, fx.Node):
             return argument
@@ -189,7 +189,7 @@ def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[t
 
 def _gated(inp: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor,
            bias: torch.Tensor | None) -> torch.Tensor:
-    """A step of a GRU; `inp` is what the input contributes to the gates."""
+    """Run a step of a GRU. `inp`: what the input contributes to the gates."""
     size = hidden.shape[-1]
     from_hidden = F.linear(hidden, weight, bias)
     gates, new = from_hidden.split_with_sizes([2 * size, size], -1)
@@ -201,7 +201,7 @@ def _gated(inp: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor,
 
 def _cell(x: torch.Tensor, hidden: torch.Tensor, w_in: torch.Tensor, w: torch.Tensor,
           b_in: torch.Tensor | None = None, b: torch.Tensor | None = None) -> torch.Tensor:
-    """`aten.gru_cell`."""
+    """Compute `aten.gru_cell`."""
     return _gated(F.linear(x, w_in, b_in), hidden, w, b)
 
 
@@ -225,7 +225,7 @@ def types_of_fused_layers() -> Iterator[None]:
 
 @contextmanager
 def gates_as_eager_computes() -> Iterator[None]:
-    """While a module is captured: GRUs on the CPU are decomposed to eager mode's arithmetic."""
+    """Decompose GRUs on the CPU to eager mode's arithmetic while a module is captured."""
     from torch._decomp import decompositions
 
     def on_cpu(name: str, cell: Callable[..., torch.Tensor]) -> Any:

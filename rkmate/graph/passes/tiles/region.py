@@ -1,6 +1,5 @@
-"""A region of the joint graph: what works row by row, from a wide product to what is narrow again; and
-whether its backward is linear in one incoming gradient.
-"""
+"""A region of the joint graph: operations that work row by row, from a wide product to the next narrow value,
+and the test whether its backward is linear in one incoming gradient."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ class Region:
     """Numbers per row of the product that it has grown from; half as many are wide."""
     forms: dict[fx.Node, int] = field(default_factory=dict)
     sums: set[fx.Node] = field(default_factory=set)
-    """Those of its operations that sum over all rows."""
+    """Operations of the region that sum over all rows."""
 
     def wide(self, node: fx.Node) -> bool:
-        """Whether a value has about as many numbers per row."""
+        """Return whether a value has about as many numbers per row."""
         return 2 * row_numel(node, self.rows) >= self.width
 
     def needs(self, node: fx.Node) -> Forms:
-        """The forms in which one of its operations takes its operands."""
+        """Return the forms in which an operation of the region takes its operands."""
         found = sums(node, self.rows) if node in self.sums else takes(node, self.forms[node], self.rows)
         assert found is not None
         return found
@@ -59,20 +58,20 @@ class Region:
         return False
 
     def _agrees(self, needed: Forms | None) -> bool:
-        """Whether operands may come in the forms that are needed."""
+        """Return whether operands may come in the forms that are needed."""
         return needed is not None and all(
             form == self.forms[n] if n in self.forms
             else form != TURNED or (n.op == "call_function" and takes(n, TURNED, self.rows) is not None)
             for n, form in needed.items())
 
     def results(self, leaving: Collection[fx.Node]) -> list[fx.Node]:
-        """Its values that others read, or that leave the graph."""
+        """Return the region's values that others read, or that leave the graph."""
         return [n for n in self.forms if n in leaving or any(u not in self.forms for u in n.users)]
 
 
 def grow(seed: fx.Node, entering: Iterable[fx.Node] = ()) -> Region:
-    """The region around a wide product: its readers until they are narrow, and what makes their other wide
-    operands. `entering`: values whose readers belong to it, too."""
+    """Return the region around a wide product: its readers until they are narrow, and the operations that
+    make their other wide operands. `entering`: values whose readers belong to it, too."""
     shape = shape_of(seed)
     assert shape is not None
     region = Region(shape[0], shape[1])
@@ -95,7 +94,7 @@ def grow(seed: fx.Node, entering: Iterable[fx.Node] = ()) -> Region:
 
 def seeds_of(graph: fx.Graph, is_seed: Callable[[fx.Node], bool],
              region_of: Callable[[fx.Node], Region | None]) -> list[fx.Node]:
-    """The seeds that have a region, none of them in the region of one before."""
+    """Return the seeds that have a region and are not in the region of an earlier seed."""
     found: list[fx.Node] = []
     taken: set[fx.Node] = set()
     for node in graph.nodes:
@@ -115,7 +114,7 @@ def close(region: Region) -> bool:
 
 
 def needed(region: Region, results: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """The operations of the region that results need; those in `stop` are there already."""
+    """Return the operations of the region that results need; those in `stop` exist already."""
     found: set[fx.Node] = set()
     todo = list(results)
     while todo:
@@ -127,12 +126,12 @@ def needed(region: Region, results: Iterable[fx.Node], stop: Collection[fx.Node]
 
 
 def readers_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All that depends on some values, themselves left out."""
+    """Return everything that depends on some values, without these."""
     return _reached(nodes, lambda n: n.users)
 
 
 def makers_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All that some values depend on, themselves left out."""
+    """Return everything that some values depend on, without these."""
     return _reached(nodes, lambda n: n.all_input_nodes)
 
 
@@ -162,7 +161,7 @@ _TOGETHER = {aten.add, aten.sub, aten.cat}
 
 
 def is_linear(node: fx.Node, late: Collection[fx.Node]) -> bool:
-    """Whether an operation's result is linear in the gradient, where its operands among `late` are."""
+    """Return whether an operation's result is linear in the gradient, if its operands among `late` are."""
     args: tuple[Any, ...] = tuple(node.args)
     packet: Any = getattr(node.target, "overloadpacket", None)
     if is_zero(node):
@@ -195,7 +194,7 @@ def is_linear(node: fx.Node, late: Collection[fx.Node]) -> bool:
 
 
 def is_zero(node: Any) -> bool:
-    """Whether a value is made of zeros."""
+    """Return whether a value consists of zeros."""
     if not isinstance(node, fx.Node):
         return False
     target = node.target

@@ -1,9 +1,9 @@
-"""A region of the joint graph becomes one call, with its gradients in the forward, or two; or ordinary
-operations on a few groups of rows.
+"""A region of the joint graph becomes one call that computes its gradients in the forward, or two calls, or
+ordinary operations on a few groups of rows.
 
-A backward is linear in the gradients that come in. Where a region's depends on one number alone, the
+A backward is linear in the incoming gradients. If the backward of a region depends on one number only, the
 gradient of a loss, it can run in the forward for a gradient of one, on the same tile: the backward then only
-multiplies. Else the region's backward computes its forward again, tile by tile.
+multiplies. Otherwise, the backward of the region computes the forward again, tile by tile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ sums of the weights' gradients. Fewer parts take their place where there is room
 
 
 def default_parts(region: Region, like: torch.Tensor) -> int:
-    """In how many parts a region runs unless somebody chooses otherwise."""
+    """Return the number of parts in which a region runs by default."""
     total = region.rows * region.width * like.element_size()
     parts = min(MOST_PARTS, region.rows // LEAST_ROWS, -(-total // part_bytes(like, total)))
     return max(1, parts)
@@ -46,8 +46,8 @@ def default_parts(region: Region, like: torch.Tensor) -> int:
 
 def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node], name: str,
           parts: int) -> tuple[Tiled, list[fx.Node]] | None:
-    """Operations of a region as one computation, and its arguments; None where a result of it would be an
-    argument, or an argument has no rows to cut.
+    """Return operations of a region as one computation, and its arguments; None if one of its results would
+    be an argument, or if an argument has no rows to cut.
 
     `results`: of those operations, the ones whose values are wanted.
     """
@@ -103,7 +103,7 @@ def _form(region: Region, node: fx.Node) -> int:
 
 
 def called(graph: fx.Graph, tiled: Tiled, arguments: Sequence[fx.Node], meta: dict[str, Any]) -> fx.Node:
-    """A node that calls a tiled computation."""
+    """Return a node that calls a tiled computation."""
     node = graph.create_node("call_function", tiled, tuple(arguments), {}, tiled.name)
     with arguments[0].meta[VALUE].fake_mode:
         node.meta = meta | {VALUE: tiled.values()}
@@ -114,7 +114,7 @@ def called(graph: fx.Graph, tiled: Tiled, arguments: Sequence[fx.Node], meta: di
 
 
 def late_nodes(joint: Joint) -> set[fx.Node]:
-    """What depends on an incoming gradient, these included."""
+    """Return everything that depends on an incoming gradient, including these gradients."""
     tangents = [n for n, s in joint.sources.items() if s.kind == "tangent"]
     return {*tangents, *readers_of(tangents)}
 
@@ -135,7 +135,7 @@ def tile(joint: Joint, region: Region, name: str, parts: int, *, apart: Collecti
 
 
 def results_of(joint: Joint, region: Region, apart: Collection[fx.Node]) -> list[fx.Node]:
-    """The values of a region that others read; of a view, what it looks at."""
+    """Return the values of a region that others read; for a view, the value that it looks at."""
     found: dict[fx.Node, None] = {}
     for node in region.results(joint.results()):
         while is_view(node) and node.args[0] in region.forms:
@@ -192,7 +192,7 @@ def _in_one_call(joint: Joint, region: Region, late: set[fx.Node], apart: Collec
 
 
 def _one(joint: Joint, tangent: fx.Node) -> fx.Node:
-    """A gradient of one."""
+    """Return a gradient of one."""
     value = tangent.meta[VALUE]
     node = joint.graph.call_function(aten.full.default, ([], 1.0),
                                      {"dtype": value.dtype, "device": value.device})
@@ -324,7 +324,7 @@ def _may(joint: Joint, region: Region, inside: Sequence[fx.Node], results: Seque
 
 
 def _is_gradient(joint: Joint, node: fx.Node) -> bool:
-    """Whether a value is a parameter's gradient, or a summand of one, and nothing else."""
+    """Return whether a value is a parameter's gradient, or a summand of one, and nothing else."""
     params = {n for s, n in joint.grads if s.kind == "param"}
     while node not in params:
         user = next(iter(node.users), None)
@@ -344,14 +344,14 @@ class _Making:
         self.step = step
         """Rows of a group; the last one may have fewer."""
         self.anchor = seed
-        """What to insert before."""
+        """Node before which operations are inserted."""
         self._values: dict[tuple[fx.Node, int], fx.Node] = {}
         """Of each operation, in the group that begins at a row."""
         self._given: dict[_Key, fx.Node] = {}
         """Rows of what comes in, by its form and where they begin."""
 
     def group(self, start: int, nodes: Sequence[fx.Node]) -> Mapping[fx.Node, fx.Node]:
-        """Some operations on one group's rows."""
+        """Run some operations on the rows of one group."""
         region, count = self.region, min(self.step, self.region.rows - start)
         for node in nodes:
             forms = region.needs(node)
@@ -368,8 +368,8 @@ class _Making:
         return {n: self._values[n, start] for n in nodes}
 
     def added_up(self, result: fx.Node, parts: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
-        """A sum over all rows, or what is only another view of it, and the sum of the groups' own: of views
-        each, so that each part can go where it belongs by itself."""
+        """Return a sum over all rows (or the last view of it), and the sum of the groups' own values, with
+        the same views, so that each part can go to its place by itself."""
         while len(result.users) == 1 and is_view(user := next(iter(result.users))):
             parts = [self._call(user, user.target, part, *user.args[1:]) for part in parts]
             result = user
@@ -379,7 +379,7 @@ class _Making:
         return result, whole
 
     def joined(self, result: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
-        """The rows of all groups."""
+        """Return the rows of all groups, joined."""
         whole = self._call(result, aten.cat.default, list(parts))
         shape = list(result.meta[VALUE].shape)
         same = list(whole.meta[VALUE].shape) == shape

@@ -1,8 +1,9 @@
-"""Row rules: how each operation treats the rows that a region is cut along, and what it is on a few of them.
+"""Row rules: how each operation treats the rows along which a region is cut, and how it is written for a few
+rows.
 
-`takes` says in which form an operation wants its operands so that its result has a form; `sums` does so for
-what sums over the rows: gradients of weights, of biases, and losses. `emit` and `emit_sum` write the same
-operation for one tile: the dimensions of the rows are one there, the first.
+`takes` returns the form that the operands of an operation must have so that its result has a given form.
+`sums` does so for operations that sum over the rows: gradients of weights and biases, and losses. `emit` and
+`emit_sum` write the operation for one tile, in which the dimensions of the rows are one dimension, the first.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ the rows: 2 of ``[batch, time, width]``."""
 
 
 def lead_of(shape: Sequence[int], rows: int) -> int | None:
-    """How many leading dimensions are the rows, at least; None where none are."""
+    """Return the smallest number of leading dimensions that are the rows; None if none are."""
     count = 1
     for k, size in enumerate(shape, 1):
         count *= size
@@ -45,7 +46,7 @@ def lead_of(shape: Sequence[int], rows: int) -> int | None:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of a node's value, of the first of several; None for what is no tensor."""
+    """Return the shape of a node's value, or of the first of several; None if it is not a tensor."""
     value = node.meta.get(VALUE)
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
@@ -53,7 +54,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def aligned(shape: Sequence[int], result: Sequence[int], rows: int, form: int) -> int | None:
-    """The form of an operand that is broadcast to a result of a form; None where it has a part of the
+    """Return the form of an operand that is broadcast to a result of a form; None if it has a part of the
     rows' dimensions."""
     if form == TURNED:
         return TURNED if tuple(shape) == tuple(result) else WHOLE if math.prod(shape) == 1 else None
@@ -64,7 +65,7 @@ def aligned(shape: Sequence[int], result: Sequence[int], rows: int, form: int) -
 
 
 def row_numel(node: fx.Node, rows: int) -> int:
-    """Numbers of a value per row."""
+    """Return the number of elements of a value per row."""
     return math.prod(shape_of(node) or (0,)) // rows
 
 
@@ -77,7 +78,7 @@ Form = Callable[[fx.Node, int, int], Forms | None]
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile while it is written."""
+    """A tile while it is written."""
 
     graph: fx.Graph
     n: fx.Node | int
@@ -106,8 +107,8 @@ class Rule:
 
 
 def takes(node: fx.Node, form: int, rows: int) -> Forms | None:
-    """The forms of the operands of an operation whose result has a form; None where it is no operation on
-    each row by itself."""
+    """Return the forms of the operands of an operation whose result has a form; None if it is not an
+    operation on each row by itself."""
     rule = _rule(node)
     shape = shape_of(node)
     if rule is None or shape is None or (form > 0 and lead_of(shape, rows) != form):
@@ -116,7 +117,7 @@ def takes(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def emit(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    """The operation on one tile."""
+    """Write the operation on one tile."""
     rule = _rule(node)
     assert rule is not None
     return rule.emit(node, form, tile)
@@ -136,12 +137,12 @@ def _rule(node: fx.Node) -> Rule | None:
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Its arguments, without their types."""
+    """Return a node's arguments, without their types."""
     return tuple[Any, ...](node.args)
 
 
 def together(pairs: list[tuple[Any, int | None]]) -> Forms | None:
-    """The forms together; None where one is missing, or an operand is wanted in two."""
+    """Return the forms together; None if one is missing, or if an operand is needed in two forms."""
     found: Forms = {}
     for node, form in pairs:
         if node is None:
@@ -161,8 +162,8 @@ def _pointwise(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def fitted(operand: Any, form: int, rank: int, tile: Tile) -> Any:
-    """An operand whose value is broadcast: without the ones that stand where the result has rows. `form`,
-    `rank`: of the result."""
+    """Return an operand whose value is broadcast, without the dimensions of size one at the places where the
+    result has rows. `form`, `rank`: of the result."""
     if not isinstance(operand, fx.Node) or tile.forms.get(operand, WHOLE) != WHOLE:
         return tile.value[operand] if isinstance(operand, fx.Node) else operand
     shape = shape_of(operand)
@@ -183,7 +184,7 @@ POINTWISE = Rule(_pointwise, _emit_pointwise)
 
 
 def _emit_clone(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    """No copy of what has the copy's layout."""
+    """Return the value itself if it has the copy's layout, without a copy."""
     base = arguments(node)[0]
     kept = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
     return tile.value[base] if form > 0 and kept else _emit_pointwise(node, form, tile)
@@ -237,7 +238,7 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
 
 _SIZED = (aten.slice_backward.default, aten.select_backward.default)
 _WIDER = (aten.unsqueeze.default, aten.select_backward.default)
-"""Whose results have a dimension more than their first argument."""
+"""Operators whose results have one dimension more than their first argument."""
 
 
 # -- Rules: products -------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ def _bmm(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def emit_same(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    """The operation itself on a tile's values."""
+    """Run the operation itself on a tile's values."""
     args, kwargs = fx.node.map_arg((arguments(node), node.kwargs), tile.value.__getitem__)
     return tile.call(node.target, *args, **kwargs)
 
@@ -308,7 +309,7 @@ def _turn(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def _turns(node: fx.Node) -> bool:
-    """Whether the two dimensions of a matrix change places."""
+    """Return whether the two dimensions of a matrix change places."""
     rest = arguments(node)[1:]
     return node.target is aten.t.default or rest == ([1, 0],) or rest in ((0, 1), (1, 0), (-1, -2), (-2, -1))
 
@@ -360,7 +361,7 @@ def _item(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def _nll(node: fx.Node, form: int, rows: int) -> Forms | None:
-    """Each row's own loss; a reduced one is taken apart before."""
+    """Return the forms for the separate loss of each row; a reduced loss is taken apart before."""
     scores, target, weight, reduction = arguments(node)[:4]
     return together([(scores, 1), (target, 1), (weight, WHOLE)]) if form == 1 and reduction == 0 else None
 
@@ -374,7 +375,7 @@ def _nll_backward(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def _look_up(node: fx.Node, form: int, rows: int) -> Forms | None:
-    """Of a table that is whole, the rows that each row asks for."""
+    """Return the forms for looking up rows in a whole table."""
     table, index = arguments(node)[:2]
     if isinstance(index, (list, tuple)):
         if len(index) != 1:
@@ -429,7 +430,7 @@ for _reduction in (aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim, 
 
 
 def sums(node: fx.Node, rows: int) -> Forms | None:
-    """The forms of the operands of an operation that sums over all rows; None where it is none."""
+    """Return the forms of the operands of an operation that sums over all rows; None for other operations."""
     target, args = node.target, arguments(node)
     if target is aten.mm.default:
         return together([(args[0], TURNED), (args[1], 1)])
@@ -447,7 +448,7 @@ def sums(node: fx.Node, rows: int) -> Forms | None:
 
 
 def emit_sum(node: fx.Node, tile: Tile) -> fx.Node:
-    """A tile's part of a sum, in the shape of the whole result."""
+    """Write a tile's part of a sum, in the shape of the whole result."""
     if node.target is aten.mm.default:
         return emit_same(node, WHOLE, tile)
     base: Any = arguments(node)[0]

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Give:
-    """One result of a tiled computation."""
+    """A result of a tiled computation."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class Give:
 
 
 class Tiled(Protocol):
-    """What the text is made of: see `tiled.Tiled`."""
+    """The parts of a tiled computation that its text needs: see `tiled.Tiled`."""
 
     @property
     def graph(self) -> fx.Graph: ...
@@ -58,7 +58,7 @@ class Tiled(Protocol):
 
 
 def function(tiled: Tiled, name: str) -> str:
-    """The function's text."""
+    """Return the function's text."""
     inputs = [n for n in tiled.graph.nodes if n.op == "placeholder"][1:]
     output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
     results = [f"result_{k}" for k in range(len(output))]
@@ -90,7 +90,7 @@ def function(tiled: Tiled, name: str) -> str:
 
 
 def products(tiled: Tiled) -> dict[int, fx.Node]:
-    """Results that are sums of products, each added where the sum stands, and these products."""
+    """Return the results that are sums of products, each added to the sum in place, and these products."""
     output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
     return {k: node for k, (node, give) in enumerate(zip(output, tiled.gives, strict=True))
             if not give.lead and node.target is aten.mm.default and len(node.users) == 1

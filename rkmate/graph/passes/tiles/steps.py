@@ -1,4 +1,4 @@
-"""What runs on one tile, in order: what overwrites what, and where each value ends."""
+"""The operations of one tile, in order, with the values that each of them overwrites and frees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rkmate.torch_seam.nodes import VALUE
 
 @dataclass(frozen=True)
 class Step:
-    """One operation."""
+    """An operation of a tile."""
 
     node: fx.Node
     way: InPlace | None
@@ -26,7 +26,7 @@ class Step:
 
 
 def steps_of(graph: fx.Graph) -> tuple[Step, ...]:
-    """The operations of a tile's graph."""
+    """Return the operations of a tile's graph."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     at = {n: k for k, n in enumerate(nodes)}
     # A result is put where it belongs at once, so that it counts as read where it is made.
@@ -56,8 +56,8 @@ def _argument(node: fx.Node, way: InPlace) -> fx.Node:
 
 
 def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx.Node], int]) -> int:
-    """The most bytes that a tile's own values take at once. `added`: products that are added where their sum
-    stands. `inside`: of an operation, its temporaries."""
+    """Return the most bytes that a tile's own values take at once. `added`: products that are added to their
+    sum in place. `inside`: the temporaries of an operation."""
     live = peak = 0
     held: dict[fx.Node, int] = {}
     count: dict[fx.Node, int] = {}

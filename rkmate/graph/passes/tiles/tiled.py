@@ -1,4 +1,5 @@
-"""A region of the joint graph as one computation: what runs on one tile, and how tiles make the whole."""
+"""A region of the joint graph as one computation: the operations on one tile, and the combination of the
+tiles."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ class Tiled(OwnFunction):
     """
 
     name: str
-    """What the generated function is called, but for a number."""
+    """Name of the generated function, without its number."""
     graph: fx.Graph
-    """What runs on one tile: the number of rows and the arguments come in, the results leave. Its values are
+    """Graph of one tile: the number of rows and the arguments come in, the results leave. Its values are
     those of a full tile."""
     rows: int
     parts: int
@@ -56,37 +57,37 @@ class Tiled(OwnFunction):
         return source.function(self, self.name)
 
     def function(self, name: str) -> str:
-        """The generated function under another name."""
+        """Return the generated function under another name."""
         return source.function(self, name)
 
     def namespaces(self) -> set[str]:
-        """Namespaces of operators in the text."""
+        """Return the namespaces of operators in the text."""
         targets = [n.target for n in self.graph.nodes]
         return {"aten"}.union(str(t.namespace) for t in targets if isinstance(t, OpOverload))
 
     def with_parts(self, parts: int) -> Tiled:
-        """The same in so many parts."""
+        """Return the computation in `parts` parts."""
         parts = min(max(1, parts), self.rows)
         return replace(self, graph=_at_rows(self, -(-self.rows // parts)), parts=parts)
 
     def with_into(self, into: Sequence[int], *, in_place: bool = False) -> Tiled:
-        """The same, with the first value of some sums as arguments."""
+        """Return the computation with the first value of some sums as arguments."""
         if any(self.gives[k].lead for k in into):
             raise ValueError("a result that is put together by rows has no first value")
         return replace(self, into=tuple(into), in_place=in_place)
 
     def tile_bytes(self, inside: Callable[[fx.Node], int]) -> int:
-        """The most bytes beside the results: of one tile, and of sums in another type than their result's.
-        `inside`: of one operation of a tile, its temporaries."""
+        """Return the most bytes in addition to the results: of one tile, and of sums in another type than
+        their result's. `inside`: the temporaries of an operation of a tile."""
         return peak_bytes(self.graph, [*source.products(self).values()], inside) + self.sum_bytes(apart=True)
 
     def sum_bytes(self, *, apart: bool = False) -> int:
-        """Bytes of what is summed up. `apart`: only of sums in another type than their result's."""
+        """Return the bytes of the sums. `apart`: only of sums in another type than their result's."""
         return sum(math.prod(g.shape) * g.sums_in.itemsize for g in self.gives
                    if not g.lead and (not apart or g.sums_in != g.dtype))
 
     def values(self) -> tuple[torch.Tensor, ...]:
-        """Tensors like the results."""
+        """Return tensors like the results."""
         return tuple(torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in self.gives)
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -106,7 +107,7 @@ def propagate(graph: fx.Graph) -> None:
 
 
 def _at_rows(tiled: Tiled, step: int) -> fx.Graph:
-    """A tile's graph with the values of another number of rows."""
+    """Return a tile's graph with the values of another number of rows."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in tiled.graph.nodes:

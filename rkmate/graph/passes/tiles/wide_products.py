@@ -1,6 +1,5 @@
-"""Rewrites of wide products, which run a few rows at a time: heads, and MLPs. The gradients are exact, but
-those of weights are added up in another order, so that their last bits differ.
-"""
+"""Rewrites of wide products (heads and MLPs), which run a few rows at a time. The gradients are exact, except
+that weight gradients are added up in another order, so that their last bits differ."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ _IGNORE = -100
 def by_rows(joint: Joint, loss: fx.Node) -> Callable[[], None]:
     """Write an `nll_loss_forward` as each row's loss and their reduction; returns what writes it as it was.
 
-    Where classes have no weights, torch's own kernel adds the rows up in its own order: it finds each one's
+    If classes have no weights, torch's own kernel adds the rows up in its own order: it finds each one's
     value as the score of the only class.
     """
     scores, target, weight, reduction, ignore = loss.args
@@ -108,9 +107,9 @@ class Shift:
 
     region: Region
     slices: tuple[fx.Node, ...]
-    """What reads its values in the forward."""
+    """Slices that read the region's values in the forward."""
     zeros: tuple[fx.Node, ...]
-    """What enters its backward: a gradient of those rows, with zeros for the others."""
+    """Gradients that enter the region's backward: of the read rows, with zeros for the others."""
     rows: tuple[int, ...]
     """The dimensions of all rows."""
     dim: int
@@ -124,7 +123,7 @@ class Shift:
 
 
 def shift_of(seed: fx.Node, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> Shift | None:
-    """What leaves rows out of a wide product; None where all are read."""
+    """Return the shift that leaves rows out of a wide product; None if all rows are read."""
     cut = next((c for n in (seed, *readers_of([seed])) if n not in late and (
         c := _cut(n, seed.meta[VALUE].shape)) is not None and n.target is aten.slice.Tensor), None)
     if cut is None:
@@ -149,8 +148,8 @@ def shift_of(seed: fx.Node, late: Collection[fx.Node], leaving: Collection[fx.No
 
 
 def _cut(node: fx.Node, product: Sequence[int]) -> tuple[tuple[int, ...], int, int, int] | None:
-    """The dimensions of a product's rows, and which part of which one a slice or its gradient leaves.
-    `product`: its shape."""
+    """Return the dimensions of a product's rows, and which part of which dimension a slice or its gradient
+    leaves. `product`: the product's shape."""
     args: tuple[Any, ...] = tuple(node.args)
     if node.target is aten.slice.Tensor:
         shape = shape_of(args[0])
@@ -216,13 +215,13 @@ class _Writer:
             self._settle(before)
 
     def view(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """A value in another shape."""
+        """Return a value in another shape."""
         if not node.meta[VALUE].is_contiguous():
             node = self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
         return self._call(aten.view.default, node, list(shape))
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """A result of all rows, with zeros for those that were left out."""
+        """Return a result of all rows, with zeros for those that were left out."""
         shape = shape_of(node) or ()
         tail = shape[self.shift.region.forms[node]:]
         whole = self._call(aten.slice_backward.default,
@@ -263,7 +262,7 @@ class _Writer:
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _WIDER = 2
-"""A head's product is more than so many times as wide as what comes in."""
+"""A head's product is more than this many times as wide as its input."""
 
 
 def tile_heads(joint: Joint) -> None:
@@ -305,7 +304,7 @@ def _tiled(joint: Joint, seed: fx.Node) -> bool:
 
 
 def _shifts(joint: Joint) -> Iterator[Shift]:
-    """What leaves out rows of wide products."""
+    """Yield the shifts that leave out rows of wide products."""
     late, leaving = late_nodes(joint), joint.results()
     for node in joint.graph.nodes:
         if _is_seed(node) and (shift := shift_of(node, late, leaving)) is not None:
@@ -320,8 +319,8 @@ def _is_seed(node: fx.Node) -> bool:
 
 
 def _region(joint: Joint, seed: fx.Node) -> Region | None:
-    """The region of a head; None where the product is none's: nothing narrow comes of it, its result goes on
-    through another product, or the gradient of its logits is read, or partly made, by others."""
+    """Return the region of a head; None if the product is not a head's: nothing narrow depends on it, its
+    result goes on through another product, or others read, or partly make, the gradient of its logits."""
     late, leaving = late_nodes(joint), joint.results()
     region = grow(seed)
     seen = _seen(joint, region)
@@ -339,12 +338,12 @@ def _region(joint: Joint, seed: fx.Node) -> Region | None:
 
 
 def _seen(joint: Joint, region: Region) -> list[fx.Node]:
-    """Its wide values that others read, or that leave the graph."""
+    """Return the region's wide values that others read, or that leave the graph."""
     return [n for n in region.results(joint.results()) if region.wide(n) and n not in region.sums]
 
 
 def _with_bases(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """Some values and what they look at."""
+    """Return some values and the values that they look at."""
     found = set(nodes)
     for node in nodes:
         while is_view(node):
@@ -354,7 +353,8 @@ def _with_bases(nodes: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def _without(region: Region, kept: Collection[fx.Node]) -> Region:
-    """A region that reads some of its values from outside, without what only they need."""
+    """Return a region that reads some of its values from outside, without the operations that only those
+    need."""
     gone, makers = set(kept), makers_of(kept)
     for node in reversed(list(next(iter(kept)).graph.nodes)):
         if node in makers and node in region.forms \
@@ -366,7 +366,7 @@ def _without(region: Region, kept: Collection[fx.Node]) -> Region:
 
 
 def weight_of(product: fx.Node) -> fx.Node:
-    """The value whose storage a product's second operand is, through conversions."""
+    """Return the value whose storage a product's second operand is, through conversions."""
     node: Any = product.args[-1]
     while node.op == "call_function" and (is_view(node) or node.target is aten._to_copy.default):
         node = node.args[0]
@@ -375,10 +375,10 @@ def weight_of(product: fx.Node) -> fx.Node:
 
 # -- MLPs ------------------------------------------------------------------------------------------
 #
-# A product, what is done to each number of its result, and a product back. Between the two products of a
-# transformer's MLP a token takes some four times what it takes elsewhere. In tiles, what a block works with
-# does not grow with the sequence, but for its inputs and results. The backward computes the first products
-# again.
+# A product, an elementwise operation on its result, and a product back. Between the two products of a
+# transformer's MLP, a token takes about four times the memory that it takes elsewhere. In tiles, the memory
+# of a block does not grow with the sequence, except for its inputs and results. The backward computes the
+# first products again.
 
 ROWS = 256
 """Of a tile, at least: with as many, adding up the weights' gradients is a small share of the products."""
@@ -397,7 +397,7 @@ def tile_mlps(joint: Joint) -> None:
 
 
 def parts_of(region: Region) -> int:
-    """In how many tiles a region runs: as many as have enough rows."""
+    """Return the number of tiles in which a region runs: as many as have enough rows."""
     return max(1, min(MOST_PARTS, region.rows // ROWS))
 
 
@@ -410,8 +410,8 @@ def _is_wide_mlp(node: fx.Node) -> bool:
 
 
 def _mlp(joint: Joint, seed: fx.Node) -> Region | None:
-    """The region of an MLP; None where the product is none's: no product leads back to narrow values, or a
-    wide one is read by others (an attention's queries, what dropout draws for)."""
+    """Return the region of an MLP; None if the product is not an MLP's: it depends on no product of narrow
+    values, or others read a wide value (an attention's queries, the input of dropout)."""
     late = late_nodes(joint)
     region = grow(seed)
     if any(region.wide(n) and n not in region.sums for n in region.results(joint.results())) \

@@ -18,7 +18,7 @@ from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHANNELS_LAST, PLAIN, Variant
 from rkmate.support.progress import Progress
 from tests.equality import measured_peak
-from tests.layouts.test_channels_last import distance, step
+from tests.graph.passes.test_channels_last import distance, step
 from tests.models import Sample
 from tests.threads import threads
 

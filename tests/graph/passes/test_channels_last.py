@@ -33,7 +33,7 @@ from rkmate.pipeline.variants import CHANNELS_LAST, PLAIN, first, others
 from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
 from tests.equality import trace_step
-from tests.layouts.models import BETWEEN, Network
+from tests.graph.passes.convolutions import BETWEEN, Network
 from tests.models import Sample, convolutions, vision
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Orders of a block's nodes by hand: what `tests/graph/test_reorder.py` shows on captured models."""
+"""Orders of a block's nodes by hand; `test_order_in_models.py` has those of captured models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rkmate.graph.blocks.partition import cut_stages, partition
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.schedule import from_order, save_all
 from rkmate.ir.simulate import simulate
-from tests.blocks.graphs import chain, graphs, program_of, settings, trained
+from tests.graph.blocks.graphs import chain, graphs, program_of, settings, trained
 
 
 def peak(graph: CDGraph, order: Sequence[int] | None = None) -> int:

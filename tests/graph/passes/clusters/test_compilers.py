@@ -12,7 +12,7 @@ import torch
 
 import rkmate
 from rkmate.device import inductor
-from tests.graph.test_clusters import layers, wrap
+from tests.graph.passes.clusters.test_clusters import layers, wrap
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rkmate.graph.passes.fusion import MOST, MOST_AGAIN
 from rkmate.measure import compiled_memory
 from rkmate.support.planning_lock import capture_lock
 from tests.equality import assert_same_step
-from tests.graph.test_clusters import layers, uncompiled, wrap  # noqa: F401 - a fixture
+from tests.graph.passes.clusters.test_clusters import layers, uncompiled, wrap  # noqa: F401 - a fixture
 from tests.models import Sample
 
 pytestmark = [pytest.mark.usefixtures("uncompiled"), pytest.mark.xdist_group("clusters")]

@@ -7,7 +7,7 @@ import pytest
 from rkmate.graph.blocks.cut import CutSettings
 from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.partition import Partition, partition
-from tests.blocks.graphs import chain, node, program_of, trained
+from tests.graph.blocks.graphs import chain, node, program_of, trained
 
 
 @pytest.mark.parametrize(("path", "expected"), [
