@@ -84,6 +84,8 @@ class Feature:
     """Fields of `rkmate.Settings` under which it is at work: both sides have them."""
     models: tuple[str, ...] = fused.NAMES
     """Models that it may concern."""
+    stays: str = ""
+    """Why it stays even where these figures do not say so; empty: it does not."""
     outputs_are_read: bool = False
     """Whether both sides are of a loop that reads each output of each step."""
 
@@ -144,7 +146,9 @@ def _without(function: str, instead: Callable[..., Any]) -> Off:
 FEATURES: dict[str, Feature] = {
     "partial saves": Feature(
         "a forward keeps data for a later forward of the same block, in the chain's program",
-        without={"planner": rkmate.PlannerSettings(partial_save_levels=0)}),
+        without={"planner": rkmate.PlannerSettings(partial_save_levels=0)},
+        stays="stays: without it, ResNet-18 at 0.4, which README's table has, takes 3 to 5% more; at the "
+              "smallest budget, ResNet-50 takes 12% less"),
     "order in blocks": Feature(
         "several orders of a block's operations are tried, and the one with the smallest peak is taken",
         _without("pipeline.prepare.reordered", lambda parts, stages=(): parts)),
@@ -170,38 +174,30 @@ FEATURES: dict[str, Feature] = {
         models=("gpt", "gpt12", "t5"), outputs_are_read=True),
     "products of pixels": Feature(
         "with the channels last, convolutions of 1 x 1 are products of matrices",
-        _without_pass("products of pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS),
+        _without_pass("products of pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
+        stays="counted costs are the same: to be measured"),
     "sums over pixels": Feature(
         "with the channels last, batch norms of large images on a CPU add up by groups of pixels",
-        _without_pass("sums over pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS),
+        _without_pass("sums over pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
+        stays="stays for its bits: without it, statistics are some fifty times less exact"),
 }
 """What turns each of them off, by name."""
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A feature that changes real time alone, judged by tables that other benchmarks make; or one that went,
-    by rows of this one."""
-
-    figures: str
-    gone: bool
-    """Whether it was taken out."""
-
-
-JUDGED: dict[str, Judged] = {
-    "pages of up to 32 MiB that planned modules kept": Judged(
+TAKEN_OUT: dict[str, str] = {
+    "pages of up to 32 MiB that planned modules kept":
         "time of eager's, without and with ([`keep_pages()`](pages.md) keeps all): GPT-2 at 100% 0.90 and "
-        "0.91, at 50% 0.90 and 0.98; ResNet-50 at 100% 0.97 and 0.96, at 50% 1.07 and 1.07", gone=True),
-    "files of compiled groups": Judged(
-        "a second process loads groups without the compiler; from inductor's own cache, this takes about "
-        "2 s of processor time for the compiler and 0.03 s for each group, of "
-        "[3 to 10 s until it is ready](fused.md)", gone=True),
-    "sums on GPUs that are not here": Judged(
-        "their temporary memory, up to 132 MiB on an H100; none of these models is planned for one",
-        gone=True),
-    "products by oneDNN": Judged('[a sentence](compile.md): "on some processors a tenth faster"', gone=False),
+        "0.91, at 50% 0.90 and 0.98; ResNet-50 at 100% 0.97 and 0.96, at 50% 1.07 and 1.07",
+    "files of compiled groups":
+        "a second process loads groups without the compiler; from inductor's own cache, this takes some 2 s "
+        "of processor time for the compiler and 0.03 s for each group, of "
+        "[3 to 10 s until it is ready](fused.md)",
+    "temporary memory of sums on GPUs that are not here":
+        "up to 132 MiB on an H100; none of these models is planned for one",
+    "products by oneDNN":
+        "in compiled plans, on some processors, one took a tenth less; no figure of a model",
 }
-"""By name."""
+"""Features that are gone, which this benchmark does not plan, with the figures by which they were judged."""
 
 
 # -- Plans with and without ------------------------------------------------------------------------
@@ -241,8 +237,12 @@ class Row:
 
     @property
     def peak(self) -> float | None:
-        """Off to on. At half of the whole peak, both sides use up the budget, and it means nothing."""
-        return None if self.budget == "0.5" else _ratio(self.off_peak, self.on_peak)
+        """Off to on. Within a part of the whole peak, both sides use up the budget, and it means nothing,
+        unless the one without the feature takes more."""
+        limit = math.inf if self.budget == "smallest" else float(self.budget) * self.whole
+        if limit < self.whole and (self.off_peak is None or self.off_peak <= limit):
+            return None
+        return _ratio(self.off_peak, self.on_peak)
 
     @property
     def gain(self) -> float:
@@ -308,21 +308,23 @@ class Bench:
         for (least, own, _), on in zip(found, (True, False), strict=True):
             here = own if least == limit else self._side(how, on=on, budget=Budget(bytes=limit))
             # A search that is cut short may find less where there is more room.
-            sides.append(min((s for s in (own, here) if s.planned is not None),
-                             key=lambda side: side.planned.plan.step_seconds))
+            sides.append(min(own, here, key=lambda side: math.inf if side.planned is None
+                             else side.planned.plan.step_seconds))
         return replace(row, on_seconds=self._seconds(how, sides[0], on=True),
                        off_seconds=self._seconds(how, sides[1], on=False)), (sides[0], sides[1])
 
     def _smallest(self, how: Feature, *, on: bool) -> tuple[int, _Side, float]:
-        """The smallest budget that can be met, in bytes, its plan, and the seconds that it took to find."""
-        limit, spent = 1, 0.0
+        """The smallest budget that can be met, in bytes, its plan, and the seconds that it took to find. No
+        plan, where the budget that is named as the smallest is not met."""
+        limit, side = 1, self._side(how, on=on, budget=Budget(bytes=1))
+        spent = side.planning
         for _ in range(TRIES):
+            if side.planned is not None:
+                break
+            limit = side.least
             side = self._side(how, on=on, budget=Budget(bytes=limit))
             spent += side.planning
-            if side.planned is not None:
-                return limit, side, spent
-            limit = side.least
-        raise RuntimeError(f"{self.model}: no plan within the smallest budget, {limit:,} bytes")
+        return limit, side, spent
 
     def _side(self, how: Feature, *, on: bool, budget: Budget) -> _Side:
         """A plan with a feature, which others share, or without it."""
@@ -444,16 +446,16 @@ def verdicts(rows: Sequence[Row]) -> str:
     """The table of verdicts, in Markdown."""
     lines = ["| feature | largest gain | gains 3% on | processor seconds of planning, with | "
              "without | verdict |", "|---|---|---|--:|--:|---|"]
-    for name in FEATURES:
+    for name, how in FEATURES.items():
         own = [row for row in rows if row.feature == name]
         if not own:
             continue
         most, models = max(own, key=lambda row: row.gain), worth_on(own)
         gains = f"{_part(most.gain)} ({most.model}, {most.budget})" if most.gain >= 0.0005 else "nothing"
         keeps = len(models) >= MODELS_WORTH
-        missing = [model for model in FEATURES[name].models if not any(row.model == model for row in own)]
+        missing = [model for model in how.models if not any(row.model == model for row in own)]
         verdict = "stays" if keeps else f"open ({', '.join(missing)} not planned yet)" if missing \
-            else "does not stay"
+            else how.stays or "does not stay"
         on, off = (sum(s or 0.0 for s in found) for found in zip(
             *((row.on_planning, row.off_planning) for row in own), strict=True))
         lines.append(f"| {name} | {gains} | {', '.join(models) or 'none'} | {on:.0f} | {off:.0f} | "
@@ -503,11 +505,9 @@ def page(rows: Sequence[Row]) -> str:
         f"A feature stays if it gains at least {WORTH:.0%} of the time or memory of a step on at "
         f"least {MODELS_WORTH} models.\n",
         "## Verdicts\n", verdicts(rows) + "\n"]
-    if JUDGED:
-        lines = [f"| {name} | {each.figures} | {'removed' if each.gone else 'stays'} |"
-                 for name, each in JUDGED.items()]
-        parts += ["Features judged by other tables, and features that were removed:\n",
-                  "\n".join(["| feature | figures | verdict |", "|---|---|---|", *lines]) + "\n"]
+    gone = [f"| {name} | {figures} |" for name, figures in TAKEN_OUT.items()]
+    parts += ["Features that were removed, by figures of other tables:\n",
+              "\n".join(["| feature | figures |", "|---|---|", *gone]) + "\n"]
     for name in dict.fromkeys(row.feature for row in rows):
         about = FEATURES[name].about if name in FEATURES else "removed"
         parts += [f"## {name[0].upper()}{name[1:]}\n", f"{about[0].upper()}{about[1:]}.\n",
@@ -521,7 +521,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=fused.NAMES, default=fused.NAMES)
     parser.add_argument("--features", nargs="+", choices=tuple(FEATURES), default=tuple(FEATURES))
-    parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=BUDGETS)
+    parser.add_argument("--budgets", nargs="+", default=BUDGETS, help="parts of the whole peak, and smallest")
     parser.add_argument("--costs", choices=("measured", "analytic"), default="measured")
     parser.add_argument("--steps", type=int, default=0, help="measured, of each side; none by default")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of rows, read and appended to")

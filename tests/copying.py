@@ -17,8 +17,7 @@ from rkmate.device.cpu import Cpu
 from rkmate.errors import OffloadError
 from rkmate.ir.link import Link
 from rkmate.ir.schedule import Schedule
-from rkmate.ir.several_calls import peak_of_calls
-from rkmate.ir.simulate import simulate
+from rkmate.ir.simulate import peak_of_calls, simulate
 from rkmate.show.plan import Plan
 from tests.planners.send_all import send_all
 

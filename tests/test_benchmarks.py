@@ -375,8 +375,10 @@ def test_a_feature_keeps_its_place_where_it_gains_enough(on_the_path: None) -> N
         return ablation.Row(model, "dtr", budget, "analytic", 200, on, on_peak, 2.0, off, off_peak, 1.0)
 
     assert row("gpt", "0.5", 1.25).gain == pytest.approx(0.2)
-    assert row("gpt", "0.5", 1.0, off_peak=200).gain == 0           # a budget that is used up
+    assert row("gpt", "0.5", 1.0, on_peak=90).gain == 0             # a budget that is used up
+    assert row("gpt", "0.5", 1.0, off_peak=125).gain == pytest.approx(0.2)      # more than the budget
     assert row("gpt", "smallest", 1.0, off_peak=200).gain == 0.5
+    assert row("gpt", "0.5", 1.0, off_peak=50).gain == 0
     assert row("gpt", "0.5", None, off_peak=None).gain == 1
     assert row("gpt", "0.5", None, off_peak=None, on=None).gain == 0
     one = [row("gpt", "1.0", 1.0), row("gpt", "smallest", 1.04), row("unet", "0.5", 1.02)]

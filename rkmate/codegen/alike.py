@@ -20,12 +20,11 @@ from rkmate.codegen.slices import Draws, Slice
 from rkmate.graph.blocks.expressions import operator_namespaces
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.ops.products import PRODUCT
 from rkmate.ir.cd import HOISTED
 
 _PLAIN = frozenset(("aten", "prims"))
 """Namespaces of operators whose call says all of what they do. This package's own may name a part of a
-model, but for products."""
+model."""
 
 
 class Way(NamedTuple):
@@ -120,7 +119,7 @@ class Alike:
 def _says_all(node: fx.Node) -> bool:
     """Whether the class of a block decides what an operation of it does, by whichever kernel."""
     spaces = operator_namespaces(node)
-    return node.target is PRODUCT or (bool(spaces) and spaces <= _PLAIN)
+    return bool(spaces) and spaces <= _PLAIN
 
 
 @functools.lru_cache(maxsize=1 << 12)

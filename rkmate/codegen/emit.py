@@ -12,7 +12,7 @@ from rkmate.codegen.slices import Call, Copy, Function, Run
 from rkmate.graph.blocks.partition import Partition
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
-from rkmate.support.gc_pause import gc_pause
+from rkmate.support.planning_lock import gc_pause
 from rkmate.torch_seam.own import NAMESPACE, record_of
 from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.tensors import read_directly

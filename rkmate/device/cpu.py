@@ -20,7 +20,7 @@ from rkmate.device.disk_copies import FolderEngine
 from rkmate.device.kept_pages import give_back_free_pages
 from rkmate.devices import HOST
 from rkmate.errors import ArgumentError
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 from rkmate.torch_seam.memory import uses_onednn
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from rkmate.device.protocol import MemoryState
 from rkmate.devices import A100, GPU, Rates, called
 from rkmate.errors import ArgumentError
 from rkmate.ir.allocator import ROUNDING, CachingAllocator, Held, Segment
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 from rkmate.torch_seam import memory
 
 T = TypeVar("T")

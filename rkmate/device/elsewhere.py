@@ -18,7 +18,7 @@ from rkmate.device.protocol import MemoryState
 from rkmate.device.registry import standing_in
 from rkmate.devices import GPU, Rates
 from rkmate.errors import ArgumentError
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from rkmate.device.protocol import MeterError
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 from rkmate.torch_seam.memory import REMEMBERS_SIZES, allocations, core_variable, is_profiling, memory_events
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from rkmate.device.protocol import MeterError
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 from rkmate.torch_seam import memory
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from rkmate.device.copy_engine import CopyEngine, StepCopies
 from rkmate.devices import GPU, Rates
 from rkmate.errors import RkmateError
 from rkmate.ir.allocator import CachingAllocator
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 
 T = TypeVar("T")
 

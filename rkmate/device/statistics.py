@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from rkmate.device.protocol import Statistics
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 
 T = TypeVar("T")
 

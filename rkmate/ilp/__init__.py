@@ -8,7 +8,7 @@ from rkmate.ilp.grid import BlockSolution, OptionSet, block_options, solve_block
 from rkmate.ilp.highs import Status
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.solve_all import solve_options
-from rkmate.support.cache_folder import cache_folder
+from rkmate.support.cache import cache_folder
 
 __all__ = [
     "BlockSolution",

@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rkmate.errors import ScheduleError
-from rkmate.ilp.evaluate_option import evaluate_option
-from rkmate.ilp.grid import OptionSet
-from rkmate.ilp.pareto_front import undominated
+from rkmate.ilp.grid import OptionSet, evaluate_option, undominated
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ir.cd import CDGraph
-from rkmate.support.json_store import read_json, write_json
+from rkmate.support.cache import read_json, write_json
 from rkmate.support.warn import warn
 
 FORMAT = 1

@@ -1,25 +1,115 @@
-"""Find all options of one block: the integer program over a grid of budgets.
-
-Rockmate, section 3.1 (phase 2) and figure 4: M_peak evenly spaced between the least and the
-greatest peak that make a difference, M_save between 0 and M_peak.
-"""
+"""Options of one block over a grid of pairs of limits (M_peak, M_save): those that no other option beats."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from rkmate.ilp.evaluate_option import evaluate_option, without_waste
 from rkmate.ilp.eviction import candidates
 from rkmate.ilp.heuristic import keep_nothing, recompute_missing
 from rkmate.ilp.highs import Highs, Status
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
-from rkmate.ilp.pareto_front import ParetoFront, peak, seconds, undominated
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.stages import BlockStages, split_stages
+from rkmate.ir import recompute
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Option
+from rkmate.ir.schedule import Compute, Loss, from_order
+from rkmate.ir.simulate import simulate
+
+# -- Make an `Option` from an order of computations: the simulator determines its costs ------------
+
+def evaluate_option(graph: CDGraph, backward: Sequence[int]) -> Option:
+    """Return the option that runs every forward node once, then `backward`.
+
+    Bytes and seconds are the simulator's. The bytes of the graph's outputs do not count as saved.
+    The step of the loss itself belongs to neither phase: what the loss (or the next block)
+    allocates is its own. Raises `ScheduleError` when the order is not executable.
+    """
+    loss = graph.loss
+    schedule = from_order(graph, (*range(loss), *backward), loss)
+    result = simulate(graph, schedule)
+    at = next(k for k, step in enumerate(schedule.steps) if isinstance(step, Loss))
+    first = next((k for k in range(at + 1, len(schedule.steps))
+                  if isinstance(schedule.steps[k], Compute)), len(schedule.steps))
+    external = set(graph.inputs) | set(graph.output_grads)
+    forward_seconds = sum(graph.c[i].time for i in range(loss))
+    return Option(
+        forward=tuple(range(loss)),
+        backward=tuple(backward),
+        forward_seconds=forward_seconds,
+        backward_seconds=sum(graph.c[i].time for i in backward),
+        saved_bytes=result.saved - graph.bytes(set(graph.outputs) - external),
+        forward_peak_bytes=max(result.timeline[:at], default=0),
+        backward_peak_bytes=max(result.timeline[first:], default=0),
+    )
+
+
+def without_waste(graph: CDGraph, backward: Sequence[int]) -> tuple[int, ...]:
+    """Return `backward` without the recomputations that nothing reads before they are made anew."""
+    lean = recompute.without_waste(graph, (*graph.forward, *backward), graph.loss)
+    return tuple(lean.order[lean.loss_at:])
+
+
+# -- Results for a block while its grid of budgets is solved: options found, bounds proven ---------
+
+def peak(option: Option) -> int:
+    """Return the greater of an option's two peaks, in bytes: what M_peak bounds."""
+    return max(option.forward_peak_bytes, option.backward_peak_bytes)
+
+
+def seconds(option: Option) -> float:
+    """Time of forward and backward together."""
+    return option.forward_seconds + option.backward_seconds
+
+
+@dataclass
+class ParetoFront:
+    """Options found so far and lower bounds proven so far."""
+
+    tolerance: float = 0.0
+    """Seconds by which an answer may miss the optimum."""
+    options: list[Option] = field(default_factory=list)
+    proofs: list[tuple[int, int, float]] = field(default_factory=list)
+    """(M_peak, M_save, seconds): no option within these budgets is faster; infinite when there is
+    none at all."""
+
+    def best(self, m_peak: int, m_save: int) -> Option | None:
+        """Return the fastest known option within the budgets."""
+        fitting = [o for o in self.options if o.saved_bytes <= m_save and peak(o) <= m_peak]
+        return min(fitting, key=lambda o: (seconds(o), o.saved_bytes, peak(o)), default=None)
+
+    def bound(self, m_peak: int, m_save: int) -> float:
+        """Return seconds: the greatest lower bound known for these budgets."""
+        return max((b for p, s, b in self.proofs if p >= m_peak and s >= m_save), default=-math.inf)
+
+    def answered(self, m_peak: int, m_save: int) -> bool:
+        """Return whether nothing is left to find for this pair, within the tolerance."""
+        bound = self.bound(m_peak, m_save)
+        if bound == math.inf:
+            return True
+        best = self.best(m_peak, m_save)
+        return best is not None and seconds(best) <= bound + self.tolerance
+
+
+def undominated(options: Iterable[Option]) -> tuple[Option, ...]:
+    """Return the options that no other beats in time, saved bytes and both peaks; fastest first."""
+    def key(o: Option) -> tuple[float, int, int, int]:
+        return seconds(o), o.saved_bytes, o.backward_peak_bytes, o.forward_peak_bytes
+
+    kept: list[Option] = []
+    for option in sorted(options, key=key):
+        mine = key(option)
+        # Whatever dominates it comes before it, or is equal to it.
+        if not any(all(a <= b for a, b in zip(key(other), mine, strict=True)) for other in kept):
+            kept.append(option)
+    return tuple(kept)
+
+
+# -- Find all options of one block: the integer program over a grid of budgets ---------------------
 
 HEURISTIC_SHARE = 0.4
 """Part of a block's time that the heuristics may take at most."""

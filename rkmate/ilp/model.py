@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from rkmate.ilp.rows import Rows, Term
+from rkmate.ilp.highs import Rows, Term
 from rkmate.ilp.stages import BlockStages
 from rkmate.ir.cd import CDGraph
 

@@ -81,8 +81,8 @@ class CNode:
     """Inputs that may take the (only) output's place when they die here: no bytes are allocated
     then."""
     alternatives: tuple[Kernel, ...] = ()
-    """Other kernels: of a computation that works part by part, with fewer and larger parts, and of a product,
-    by another library. Each may take more memory than `overhead` says, and overwrites no donor."""
+    """Other kernels of a computation that works part by part, with fewer and larger parts. Each may take
+    more memory than `overhead` says, and overwrites no donor."""
     decides: bool = False
     """Whether the computation makes a choice (such as a router's) that must stand: it runs once, and its
     outputs stay in memory from then on."""

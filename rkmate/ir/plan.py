@@ -13,7 +13,7 @@ from rkmate.errors import GraphError, PlanError
 from rkmate.ir.cd import Cost, read_cost
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
 from rkmate.ir.summary import GraphSummary, read_summary
-from rkmate.support.json_store import write_json
+from rkmate.support.cache import write_json
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
-"""The simulator: the only judge of a schedule.
-
-It replays the steps, checks that every input is present, and reports time and memory. Planners
-never grade themselves. Where each D node is (absent, on the device, away, or on its way), `Residency` says.
-"""
+"""The simulator: the memory and time of a schedule, for one call and for several calls before a backward."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from rkmate.errors import ScheduleError
 from rkmate.ir.cd import CDGraph, CNode, Kernel
@@ -23,6 +20,29 @@ from rkmate.ir.schedule import (
     in_place_donor,
     kernel_of,
 )
+
+# -- Device memory of a call: the value that the meter returns and pictures draw -------------------
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Peak(Generic[T]):
+    """Bytes that a call allocated, over the level at its entry."""
+
+    peak: int
+    """Highest level. Never negative: at entry it is zero."""
+    net: int
+    """Level at exit; the result, which is held, included."""
+    seconds: float
+    """Time of the call. On CPU the profiler's own work is in it."""
+    result: T
+    """Result of the call."""
+    timeline: tuple[tuple[float, int], ...] = ()
+    """(seconds since entry, level) after each allocation and each free, when asked for."""
+
+
+# -- The simulator: the only judge of a schedule ---------------------------------------------------
 
 LOSS_SCALARS = 512
 """Bytes of what a loss outside keeps to the end: its value, the number its backward starts from."""
@@ -232,3 +252,38 @@ class Residency:
     @staticmethod
     def _wrong(step: int, why: str) -> ScheduleError:
         return ScheduleError(f"step {step}: {why}")
+
+
+# -- The memory of a step in which a module is called several times before the backward ------------
+
+def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_loss: int = 0,
+                  pinned: Iterable[int] = ()) -> int:
+    """Return bytes alive at once, at most, in a step of `calls` forwards, one loss, and the backward of each.
+
+    Every call follows the schedule, with values of its own. The backwards come one after the other, in any
+    order. A parameter's gradients are added up, and wait for those of the last call. Raises `ScheduleError`
+    as `simulate` does.
+    """
+    result = simulate(graph, schedule, reserve_at_loss=reserve_at_loss, pinned=pinned)
+    if calls == 1:
+        return result.peak
+    others = calls - 1
+    at = schedule.steps.index(Loss())
+    forward, backward = result.timeline[:at], result.timeline[at + 1:]
+    # What a call holds before its backward, the gradients of its outputs included; and after it, when the
+    # buffers of its copies are gone.
+    before = result.saved + graph.bytes(graph.output_grads)
+    after = result.timeline[-1] - buffers_of(graph, schedule)
+    leaves: dict[int, list[int]] = {}
+    for j, i in graph.releases.items():
+        leaves.setdefault(i, []).append(j)
+    added_up = 0
+    peak = max(calls * (result.saved + reserve_at_loss), calls * before,
+               others * result.saved + max(forward, default=0))
+    for step, level in zip(schedule.steps[at + 1:], backward, strict=True):
+        peak = max(peak, others * before + level + added_up)
+        if isinstance(step, Compute):
+            added_up += graph.bytes(leaves.pop(step.c, ()))
+    # The second backward, and the last one.
+    highest = max(backward, default=0) + added_up
+    return max(peak, (others - 1) * before + after + highest, others * after + highest)

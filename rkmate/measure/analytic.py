@@ -1,13 +1,10 @@
-"""Costs without running: bytes moved and floating-point operations against the device's rates.
-
-Deterministic: for tests, and for models that do not fit on the machine that plans. Of temporary memory
-inside operations, what `temporaries` knows is counted, and what an alternative kernel takes at most.
-"""
+"""Costs before anything is measured: counted times, and bounds of the temporary memory of operations."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +13,20 @@ from torch.utils.flop_counter import flop_registry
 
 from rkmate import device as devices
 from rkmate.devices import Rates
+from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.tiles.tiled import Tiled
-from rkmate.ir.cd import Cost, Kernel
+from rkmate.ir.cd import HOISTED, CDGraph, Cost, Kernel
 from rkmate.measure.temporaries import bytes_of, temporary_bytes
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import operator_name
+
+Costs = dict[int, Cost]
+"""Costs by C node."""
+
+
+# -- Costs without running: bytes moved and floating-point operations against the device's rates ---
 
 aten = torch.ops.aten
 
@@ -96,3 +101,74 @@ def _numel(value: Any) -> int:
 
 def _bytes(value: Any) -> int:
     return sum(math.prod(t.shape) * t.element_size() for t in _tensors(value))
+
+
+# -- Find what an operation does in every schedule: its smallest memory, and the input that it overwrites ---
+
+def hoisted(partition: Partition) -> frozenset[int]:
+    """Return the D nodes of constants that are computed once and stay."""
+    c = partition.program.cd.c
+    return frozenset(j for i, b in enumerate(partition.block_of) if b == HOISTED for j in c[i].outputs)
+
+
+def bytes_alone(cd: CDGraph, i: int, constants: frozenset[int]) -> int:
+    """Return the bytes that a C node takes alone: its inputs and results (a result overwrites an input if
+    possible), and the constants. Temporary memory, which is known after a run, is not counted."""
+    node = cd.c[i]
+    values = sum(cd.d[j].size for j in {*node.inputs, *node.outputs, *constants})
+    return values - max((cd.d[j].size for j in node.donors), default=0)
+
+
+def least_bytes(partition: Partition) -> int:
+    """Return bytes that the largest operation takes alone: no schedule takes less."""
+    cd, constants = partition.program.cd, hoisted(partition)
+    return max((bytes_alone(cd, i, constants) for i in range(len(cd.c))), default=0)
+
+
+def surely_over(program: Program, i: int, ours: Callable[[int], bool]) -> int | None:
+    """Return the D node that an operator of the package's own overwrites in every schedule, because nothing
+    reads it later. Measured without overwriting it, the operator would include an allocation that no schedule
+    makes."""
+    cd = program.cd
+    own = getattr(program.operation[i].target, "namespace", "") == "rkmate" and i >= cd.loss
+    return next((j for j in cd.c[i].donors if own and max(cd.readers[j]) == i and ours(j)
+                 and j not in {*cd.outputs, *program.pinned}), None)
+
+
+# -- Costs before anything is measured: estimated times, and temporary memory between a lower and an upper ---
+
+AMPLE = 4
+"""No kernel that works on rows or numbers takes more temporary memory than this number of copies of all its
+inputs and results."""
+_SCRATCH = ("conv", "attention", "rnn", "lstm", "gru", "fft", "linalg")
+"""Parts of names of operations whose temporary memory is not estimated: it depends on the machine's
+libraries."""
+
+
+def without_temporaries(counted: Costs) -> list[Cost]:
+    """Return the least that operations take."""
+    return [Cost(counted[i].time, 0) for i in range(len(counted))]
+
+
+def with_ample_temporaries(partition: Partition, counted: Costs) -> list[Cost]:
+    """Return costs with more memory than operations take, except for those whose temporary memory is not
+    estimated."""
+    return [Cost(cost.time, max(cost.overhead, AMPLE * bytes_moved(node)))
+            for node, cost in _each(partition, counted)]
+
+
+def with_likely_temporaries(partition: Partition, counted: Costs) -> list[Cost]:
+    """Return costs with the memory of operations as estimated, or with a copy of all inputs and results if it
+    is not."""
+    return [cost if not _has_scratch(node) else Cost(
+        cost.time, max(cost.overhead, bytes_moved(node)), cost.alternatives)
+        for node, cost in _each(partition, counted)]
+
+
+def _each(partition: Partition, counted: Costs) -> list[tuple[fx.Node, Cost]]:
+    return [(node, counted[i]) for i, node in enumerate(partition.program.operation)]
+
+
+def _has_scratch(node: fx.Node) -> bool:
+    name = str(operator_name(node.target, ""))
+    return any(word in name for word in _SCRATCH)

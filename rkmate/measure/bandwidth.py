@@ -27,8 +27,8 @@ import torch
 from rkmate.device import Device
 from rkmate.device.copy_engine import CopyEngine
 from rkmate.ir.link import Link
+from rkmate.support.cache import read_json, write_json
 from rkmate.support.cores import cores
-from rkmate.support.json_store import read_json, write_json
 
 T = TypeVar("T")
 FORMAT = 4

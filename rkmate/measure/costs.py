@@ -23,9 +23,8 @@ from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.operations import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
-from rkmate.measure.analytic import analytic_costs
-from rkmate.measure.least import bytes_alone, surely_over
-from rkmate.measure.least import hoisted as hoisted_data
+from rkmate.measure.analytic import Costs, analytic_costs, bytes_alone, surely_over
+from rkmate.measure.analytic import hoisted as hoisted_data
 from rkmate.measure.made_up import Layout, as_made, at_zero, chooses, layout_of, made_up
 from rkmate.measure.remembered import CostMemory, KnownOperations
 from rkmate.measure.runs import Caches, Timings, as_in_a_step, copied_forms, made_just_before, signature
@@ -36,8 +35,6 @@ from rkmate.torch_seam.schema import OpOverload
 
 LONG = 1e-3
 """Seconds, counted: an operation that takes this long is not run again only for what it makes."""
-Costs = dict[int, Cost]
-"""Costs by C node."""
 
 
 def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source, torch.Tensor],

@@ -19,7 +19,7 @@ from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
 from rkmate.graph.capture.operations import is_view
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.settings import MeasureSettings
-from rkmate.support.json_store import read_json, write_json
+from rkmate.support.cache import read_json, write_json
 from rkmate.torch_seam.nodes import VALUE
 
 # -- Memories of costs -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from rkmate import device as devices
 from rkmate.device import MeterError
 from rkmate.device.events import tracking
 from rkmate.errors import ArgumentError
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 
 # -- A call ----------------------------------------------------------------------------------------
 #

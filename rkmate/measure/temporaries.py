@@ -1,27 +1,104 @@
-"""Temporary memory inside of torch's operations on the CPU, as multiples of what they read and write.
-
-Read off measurements; each row is what the kernel takes at most with one thread. Not here, as it depends on
-the machine's libraries: convolutions, recurrent layers, fused attention, Fourier transforms.
-"""
+"""Temporary memory of operations: of torch's CPU kernels, compiled groups, and opaque submodules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.device.random_state import STATE_BYTES
+from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
+from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of, random_state
 from rkmate.graph.ops.parts import Tensors, bytes_of_copies
 from rkmate.graph.passes.cluster import Cluster
 from rkmate.graph.passes.kernels import Alternative
 from rkmate.graph.passes.tiles.tiled import Tiled
-from rkmate.measure.compiled_memory import bytes_of_group
-from rkmate.measure.opaque_memory import opaque_bytes
+from rkmate.ir.cd import Cost
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
+
+# -- Temporary memory of compiled groups, for costs that are estimated and not measured ------------
+
+def with_memory_of_groups(operations: Sequence[fx.Node], costs: Mapping[int, Cost]) -> dict[int, Cost]:
+    """Return estimated costs, with the bytes that compiled groups take in addition to their results."""
+    return {i: cost._replace(overhead=max(cost.overhead, bytes_of_group(group)))
+            if isinstance(group := operations[i].target, Cluster) else cost for i, cost in costs.items()}
+
+
+def bytes_of_group(group: Cluster) -> int:
+    """Return the bytes that a group takes in addition to its results; 0 on a GPU of another machine.
+
+    What the compiler keeps between two loops, no rule knows: the group runs once, on ones. Raises
+    `CompilerError`.
+    """
+    return _bytes(group, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=256)
+def _bytes(group: Cluster, threads: int) -> int:
+    like = [n.meta[VALUE] for n in group.graph.nodes if n.op == "placeholder"]
+    device = devices.common(like)
+    if device.elsewhere is not None:
+        return 0
+    tensors = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).fill_(1)
+               for t in like]
+    group.compile()
+    with torch.no_grad():
+        if device.first_call_allocates:
+            group(*tensors)
+        found = device.measure_peak(lambda: group(*tensors), timeline=False)
+    results = sum(device.storage_bytes(r.untyped_storage().nbytes()) for r in found.result)
+    return max(0, found.peak - results)
+
+
+# -- Temporary memory of submodules that run as they are, for costs that are estimated and not measured ---
+
+_known: dict[Any, int] = {}
+
+
+def opaque_bytes(node: fx.Node) -> int | None:
+    """Return the bytes that a call of an opaque module takes in addition to its results; None for other
+    operations.
+
+    No rule knows what is inside: it runs, on ones, with zeros and with ones as indices (a mask of ones picks
+    all rows; as an index, one may be too many).
+    """
+    if node.target not in (FORWARD, BACKWARD):
+        return None
+    key = str(node.args[0])
+    forms = [(tuple(n.meta[VALUE].shape), n.meta[VALUE].dtype) for n in node.all_input_nodes]
+    at = (node.target, kind_of(key), tuple(forms), repr(node.args[3:5]))
+    if at not in _known:
+        _known[at] = _peak(node, torch.zeros)
+        with contextlib.suppress(IndexError, RuntimeError):
+            _known[at] = max(_known[at], _peak(node, torch.ones))
+    return _known[at]
+
+
+def _peak(node: fx.Node, integers: Any) -> int:
+    def made(n: fx.Node) -> torch.Tensor:
+        like = n.meta[VALUE]
+        if like.dtype is torch.uint8 and node.target is BACKWARD and n is node.args[5]:
+            return random_state(like.device)
+        make = torch.ones if like.is_floating_point() else integers
+        result: torch.Tensor = make(tuple(like.shape), dtype=like.dtype, device=like.device)
+        return result
+
+    target: Any = node.target
+    args: Any = fx.node.map_arg(node.args, made)
+    device = devices.common(args[1])
+    results = node.meta[VALUE]
+    with torch.no_grad(), unchanged_random_state(device):
+        peak = device.measure_peak(lambda: target(*args), timeline=False).peak
+    kept: int = sum(t.nbytes for t in results)
+    return max(0, peak - kept)
+
+
+# -- Temporary memory inside of torch's operations on the CPU, as multiples of what they read and write ---
 
 aten = torch.ops.aten
 _NUMBER = 16

@@ -18,7 +18,7 @@ from rkmate.pipeline.solve import Solved, runs_of, runs_of_operations, summarise
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, found_in
 from rkmate.planners.several_calls import ask_for_calls
 from rkmate.show.plan import Plan
-from rkmate.support.gc_pause import gc_pause
+from rkmate.support.planning_lock import gc_pause
 
 # -- Attempts --------------------------------------------------------------------------------------
 #
@@ -150,8 +150,8 @@ def whole_note(prepared: Prepared, note: str) -> str:
 WORTH = 0.01
 """The share of a step that another search may gain at least, and that one computation's kernels do."""
 LARGER = 1.1
-"""Search separately for kernels that take this multiple of the previous kernel's bytes. A kernel of about
-equal size is the same tiles by another library, which every search can choose."""
+"""Search separately for kernels that take this multiple of the previous kernel's bytes. Every search can
+choose kernels of about equal size."""
 
 
 def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,

@@ -21,8 +21,7 @@ from rkmate.pipeline.reserved import LEFT_ALONE
 from rkmate.pipeline.search import plan_prepared, smallest_peak_of
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
-from rkmate.support.gc_pause import gc_pause
-from rkmate.support.planning_lock import capture_lock, planning_lock
+from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 
 ADAM_STATES = 2

@@ -39,20 +39,18 @@ from rkmate.ir.link import Link
 from rkmate.ir.plan import BlockInfo, Origin
 from rkmate.ir.recompute import checkpointed
 from rkmate.ir.schedule import Schedule, from_order
-from rkmate.ir.several_calls import peak_of_calls
-from rkmate.ir.simulate import Simulation, simulate
-from rkmate.measure.analytic import analytic_costs
-from rkmate.measure.compiled_memory import with_memory_of_groups
-from rkmate.measure.costs import Costs, measure
+from rkmate.ir.simulate import Simulation, peak_of_calls, simulate
+from rkmate.measure.analytic import Costs, analytic_costs
+from rkmate.measure.costs import measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.runs import touched_bytes
 from rkmate.measure.settings import MeasureSettings
+from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.pipeline.loss import traceable, trained_outputs, trains_of
 from rkmate.pipeline.offload import link_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first
-from rkmate.support.gc_pause import gc_pause
-from rkmate.support.planning_lock import capture_lock, planning_lock
+from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import submodules_of

@@ -14,10 +14,14 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
 from rkmate.ilp.grid import lean_options
 from rkmate.ir.gradients import least_memory
 from rkmate.ir.kernels import seconds_to_save
-from rkmate.measure.analytic import analytic_costs
-from rkmate.measure.costs import Costs
-from rkmate.measure.least import least_bytes
-from rkmate.measure.unmeasured import with_ample_temporaries, with_likely_temporaries, without_temporaries
+from rkmate.measure.analytic import (
+    Costs,
+    analytic_costs,
+    least_bytes,
+    with_ample_temporaries,
+    with_likely_temporaries,
+    without_temporaries,
+)
 from rkmate.pipeline.prepare import Blocked, Prepared, block, with_operation_costs
 from rkmate.pipeline.solve import Solved, solve, solve_with
 from rkmate.pipeline.variants import CHANNELS_LAST, Variant, others
@@ -25,7 +29,7 @@ from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Composed, Outcome, Planner, Problem, smallest_budget
 from rkmate.planners.save_set import SaveSetProgram
 from rkmate.planners.several_calls import smallest_steps
-from rkmate.support.gc_pause import gc_pause
+from rkmate.support.planning_lock import gc_pause
 
 # -- Lower bounds ----------------------------------------------------------------------------------
 #

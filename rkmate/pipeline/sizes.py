@@ -11,7 +11,7 @@ from rkmate.budget import Budget
 from rkmate.errors import ScheduleError
 from rkmate.graph.blocks.lower import Program
 from rkmate.ilp import OptionSet
-from rkmate.ilp.evaluate_option import evaluate_option
+from rkmate.ilp.grid import evaluate_option
 from rkmate.ir.cd import CDGraph, Cost, Kernel
 from rkmate.ir.kernels import by_own_kernels, seconds_to_gain
 from rkmate.ir.schedule import Schedule, from_order
@@ -28,8 +28,7 @@ from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner
 from rkmate.planners.registry import planner as find_planner
 from rkmate.show.plan import Plan
-from rkmate.support.gc_pause import gc_pause
-from rkmate.support.planning_lock import capture_lock
+from rkmate.support.planning_lock import capture_lock, gc_pause
 
 # -- Other sizes -----------------------------------------------------------------------------------
 #

@@ -13,7 +13,7 @@ from torch import fx
 
 from rkmate.graph.blocks.infos import Modules
 from rkmate.ilp import OptionSet, solve_options
-from rkmate.ilp.evaluate_option import evaluate_option
+from rkmate.ilp.grid import evaluate_option
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.chain import Backward, Block, Chain, Forward, Op, Option
 from rkmate.ir.chain import Option as BlockOption

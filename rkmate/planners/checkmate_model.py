@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from rkmate.ilp.rows import Rows
+from rkmate.ilp.highs import Rows
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Schedule

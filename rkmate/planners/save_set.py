@@ -34,8 +34,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rkmate.ilp.highs import Highs
-from rkmate.ilp.rows import Rows
+from rkmate.ilp.highs import Highs, Rows
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.gradients import gradient_memory
 from rkmate.ir.kernels import fastest

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rkmate.ir.several_calls import peak_of_calls
+from rkmate.ir.simulate import peak_of_calls
 from rkmate.planners.protocol import (
     Candidate,
     Outcome,

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rkmate.ir.chain import Backward, Floats, Forward, ForwardPlain, ForwardSaving, Ints, Op
-from rkmate.rotor.memory_requirements import MemoryRequirements
+from rkmate.rotor.memory_requirements import MemoryRequirements, Smallest
 from rkmate.rotor.partial_saves import PartialSaves
-from rkmate.rotor.smallest import Smallest
 
 
 @dataclass(frozen=True)

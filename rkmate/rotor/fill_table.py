@@ -11,9 +11,8 @@ import numpy as np
 
 from rkmate.ir.chain import Floats, Ints
 from rkmate.rotor.backtrack import Layer
-from rkmate.rotor.memory_requirements import MemoryRequirements
+from rkmate.rotor.memory_requirements import MemoryRequirements, Smallest
 from rkmate.rotor.partial_saves import SPAN, PartialSaves
-from rkmate.rotor.smallest import Smallest
 
 PERIOD = 4
 """A chain is searched for repeated sequences of up to this number of blocks."""

@@ -1,14 +1,4 @@
-"""Memory needs, in bytes, of each choice of the dynamic program: the part that budgets do not change.
-
-For the sub-problem (s, t) (forward and backward of blocks s .. t-1, cut s kept outside, gradients
-of cut t inside), Rockmate's appendix C.2 has two kinds of choice: run block s with an option and go
-on with (s+1, t), or run plain forwards up to cut i and solve (i, t), then (s, i). Arrays over
-options, over s, i or t hold bytes.
-
-Two remarks on the printed accounting. In its equation (1) the remainder starts at block s+1. And
-when t is the end of the chain, every forward of the sub-problem runs before the loss: the gradients
-of the outputs are not there yet, and are charged to the backward only.
-"""
+"""Memory that each operation of a chain needs, and the smallest budget of a chain."""
 
 from __future__ import annotations
 
@@ -18,6 +8,7 @@ import numpy as np
 
 from rkmate.ir.chain import Chain, Floats, Ints
 
+# -- Memory needs, in bytes, of each choice of the dynamic program: the part that budgets do not change ---
 
 @dataclass(frozen=True)
 class BlockOptions:
@@ -113,3 +104,60 @@ class MemoryRequirements:
         need: Ints = self.run[s, i - 1] + self.inside[s, i + 1:] + self.base[i + 1:]
         need[-1] = self.run_first[s, i - 1] + self.inside[s, -1]
         return need
+
+
+# -- The smallest memory in which a persistent sequence exists, to the byte ------------------------
+
+NEVER = np.int64(2**62)
+"""More bytes than any chain needs (sums of two of them still fit an int64)."""
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest memory of every sub-problem."""
+
+    bytes: Ints
+    """``bytes[s, t]``: smallest memory for blocks s .. t-1, cut s not included."""
+    seconds: Floats
+    """Time of a sequence that needs no more than that (an upper bound of the least time)."""
+
+
+def smallest(chain: Chain, needs: MemoryRequirements | None = None, *, keep: bool = True,
+             span: int | None = None) -> Smallest:
+    """Fill the table of smallest memories.
+
+    `keep`: options may stay in memory while later blocks run; without it an option's backward
+    follows its forward at once (automatic differentiation's model). `span`: only sub-problems of so
+    many blocks at most.
+    """
+    needs = needs or MemoryRequirements(chain)
+    n = len(chain)
+    memory = np.full((n + 1, n + 1), NEVER, dtype=np.int64)
+    time = np.full((n + 1, n + 1), np.inf)
+    for s in range(n - 1, -1, -1):
+        end = n if span is None else min(n, s + span)
+        options = needs.options[s]
+        for k, cost in enumerate(options.seconds):
+            need = needs.option_rows(s, k)[:end - s]
+            if keep:
+                need[1:] = np.maximum(need[1:], options.keep[k] + memory[s + 1, s + 2:end + 1])
+                total = np.concatenate(([cost], cost + time[s + 1, s + 2:end + 1]))
+            else:
+                need[1:] = NEVER
+                total = np.full(end - s, cost)
+            _improve(memory[s, s + 1:end + 1], time[s, s + 1:end + 1], need, total)
+        for i in range(s + 1, end):
+            need = np.maximum(needs.split_rows(s, i)[:end - i],
+                              needs.between[s, i] + memory[i, i + 1:end + 1])
+            need = np.maximum(need, memory[s, i])
+            elapsed = needs.elapsed[i] - needs.elapsed[s]
+            _improve(memory[s, i + 1:end + 1], time[s, i + 1:end + 1], need,
+                     time[i, i + 1:end + 1] + (elapsed + time[s, i]))
+    return Smallest(memory, time)
+
+
+def _improve(memory: Ints, time: Floats, need: Ints, total: Floats) -> None:
+    """Take over, in place, what needs less memory, or as much for less time."""
+    better = (need < memory) | ((need == memory) & (total < time))
+    np.copyto(memory, need, where=better)
+    np.copyto(time, total, where=better)

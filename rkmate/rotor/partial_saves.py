@@ -13,8 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from rkmate.ir.chain import Chain, Ints
-from rkmate.rotor.memory_requirements import MemoryRequirements
-from rkmate.rotor.smallest import Smallest, smallest
+from rkmate.rotor.memory_requirements import MemoryRequirements, Smallest, smallest
 
 SPAN = 8
 """Most blocks that keep something for one another: more have been of no use (5 at most were used on

@@ -13,10 +13,9 @@ from rkmate.errors import ArgumentError
 from rkmate.ir.chain import Backward, Chain, Forward, Op
 from rkmate.rotor.backtrack import Backtrack, Layer
 from rkmate.rotor.fill_table import fill_tables
-from rkmate.rotor.memory_requirements import MemoryRequirements
+from rkmate.rotor.memory_requirements import MemoryRequirements, Smallest, smallest
 from rkmate.rotor.partial_saves import partial_saves_of
 from rkmate.rotor.replay import Cost, replay
-from rkmate.rotor.smallest import Smallest, smallest
 
 BUDGETS = 128
 """Budgets at which `Table.sequence` prepares a sequence in exact bytes; fewer for chains of more
@@ -101,7 +100,7 @@ class Table:
 
 
 def least(chain: Chain, *, keep: bool = True) -> Least:
-    """Return what both `minimum` and `solve` begin from. `keep`: as in `rkmate.rotor.smallest.smallest`."""
+    """Return what both `minimum` and `solve` begin from. `keep`: as in `smallest`."""
     needs = MemoryRequirements(chain)
     return needs, smallest(chain, needs, keep=keep)
 
@@ -137,8 +136,8 @@ def solve(chain: Chain, slots: int = 500, slot_bytes: int | None = None, *,
     `slots`: into how many slots the memory of the fastest sequence is divided, when `slot_bytes`
     does not say how large one is. Sizes are rounded up to slots and budgets down, so what fits in
     slots fits in bytes. `most`: bytes above which more memory is not made use of; the slots of small
-    budgets are finer then. `keep`: as in `rkmate.rotor.smallest.smallest`. `known`: what `least` says of this
-    chain, where `keep` is.
+    budgets are finer then. `keep`: as in `smallest`. `known`: what `least` says of this chain, where
+    `keep` is.
     """
     chain.verify()
     if slots < 1 or (slot_bytes is not None and slot_bytes < 1):

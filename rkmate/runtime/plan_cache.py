@@ -42,8 +42,7 @@ from rkmate.runtime.guards import FlagGuards, Guards, Observations, changing, di
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
 from rkmate.runtime.segments import OpenCalls
 from rkmate.show.plan import Plan
-from rkmate.support.gc_pause import gc_pause
-from rkmate.support.planning_lock import capture_lock, planning_lock
+from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 

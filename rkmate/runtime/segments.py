@@ -14,8 +14,7 @@ import torch
 from rkmate import device as devices
 from rkmate.errors import BackwardError
 from rkmate.ir.schedule import Loss
-from rkmate.ir.several_calls import peak_of_calls
-from rkmate.ir.simulate import simulate
+from rkmate.ir.simulate import peak_of_calls, simulate
 from rkmate.runtime.added_gradients import Additions
 from rkmate.runtime.environment import Environment, RerunState
 from rkmate.show.plan import Plan

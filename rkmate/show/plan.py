@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rkmate.ir.peak import Peak
 from rkmate.ir.plan import PlanData
+from rkmate.ir.simulate import Peak
 from rkmate.show.replay import Occupancy
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 
 import graphviz
 
-from rkmate.ir.peak import Peak
 from rkmate.ir.plan import PlanData
+from rkmate.ir.simulate import Peak
 from rkmate.show import styles
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.copies import block_sent, copied_rows, copies_of, copies_words

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from rkmate.errors import ArgumentError
-from rkmate.ir.peak import Peak
 from rkmate.ir.plan import PlanData
+from rkmate.ir.simulate import Peak
 from rkmate.show import styles
 from rkmate.show.amounts import size
 from rkmate.show.copies import copies_of

@@ -1,10 +1,13 @@
-"""A lock: only one thread at a time captures and measures, and no step begins meanwhile."""
+"""Locks of planning and capturing, and the pause of the garbage collector during both."""
 
 from __future__ import annotations
 
+import gc
 import threading
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
 
+# -- A lock: only one thread at a time captures and measures, and no step begins meanwhile ---------
 
 class PlanningLock(ContextDecorator):
     """A lock that its thread may take again, and that knows whose it is. Decorates functions, too."""
@@ -41,3 +44,20 @@ capture_lock = PlanningLock()
 """Held while a module is captured, as tracing sets flags and changes functions of the whole process, and
 while operations are measured, as that draws from the generators and reads what the process allocates. A
 step that begins meanwhile waits for its end; the search for a plan disturbs no step."""
+
+
+# -- Python's garbage collector, suspended while many objects are made that are not garbage --------
+
+@contextmanager
+def gc_pause(*, lasting: bool = False) -> Iterator[None]:
+    """Stop Python's garbage collector inside the context, or inside a decorated function. `lasting`: objects
+    that are made inside live long."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            if lasting:
+                gc.collect(1)
+            gc.enable()

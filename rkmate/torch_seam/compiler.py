@@ -74,12 +74,3 @@ def has_triton() -> bool:
     """Return whether Triton is there, which compiles for GPUs."""
     from torch.utils._triton import has_triton as found
     return bool(found())
-
-
-def onednn_product() -> Callable[..., torch.Tensor] | None:
-    """Return oneDNN's product ``(a, b transposed, bias, "none", [], "")``, which the compiler calls for
-    linear layers; None where torch was built without it."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return None
-    found: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default._op
-    return found

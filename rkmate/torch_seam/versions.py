@@ -22,8 +22,7 @@ SEEN = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
 GROUPS = "compiled groups"
-ONEDNN = "products by oneDNN"
-"""Features that `rkmate.device` asks for by name."""
+"""A feature that `rkmate.device` asks for by name."""
 
 
 @dataclass(frozen=True)

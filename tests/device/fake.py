@@ -23,7 +23,7 @@ from rkmate.device.registry import standing_in
 from rkmate.device.statistics import StatisticsMeter, measured
 from rkmate.devices import HOST
 from rkmate.ir.allocator import CachingAllocator
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.tensors import TorchDispatchMode, storage_id
 

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from rkmate.errors import ScheduleError
-from rkmate.ilp.evaluate_option import evaluate_option
-from rkmate.ilp.pareto_front import peak, seconds
+from rkmate.ilp.grid import evaluate_option, peak, seconds
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Option
 

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.ilp import OptionSettings, Status, block_options, solve_block
-from rkmate.ilp.evaluate_option import evaluate_option
-from rkmate.ilp.grid import budgets
+from rkmate.ilp.grid import budgets, evaluate_option, peak, seconds
 from rkmate.ilp.model import BlockModel
-from rkmate.ilp.pareto_front import peak, seconds
 from rkmate.ilp.stages import split_stages
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from tests.ilp.bank import random_graph

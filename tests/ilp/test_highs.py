@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from rkmate.errors import SolverError
-from rkmate.ilp.highs import Highs, Status, status_of
-from rkmate.ilp.rows import Rows
+from rkmate.ilp.highs import Highs, Rows, Status, status_of
 
 
 def rows() -> Rows:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkmate.errors import ScheduleError
-from rkmate.ilp.evaluate_option import evaluate_option, without_waste
-from rkmate.ilp.pareto_front import ParetoFront, peak, seconds, undominated
+from rkmate.ilp.grid import ParetoFront, evaluate_option, peak, seconds, undominated, without_waste
 from rkmate.ir.chain import Option
 from tests.ir.graphs import line
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rkmate.ilp import OptionSettings, Status
-from rkmate.ilp.grid import _BlockProgram
-from rkmate.ilp.pareto_front import peak, seconds
+from rkmate.ilp.grid import _BlockProgram, peak, seconds
 from tests.ilp.bank import chain, mlp_half
 
 

@@ -14,8 +14,7 @@ from rkmate.ir.link import Clocks, Link, read_link
 from rkmate.ir.plan import PlanData, read_step, step_content
 from rkmate.ir.reserved import reserved_bytes
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
-from rkmate.ir.several_calls import peak_of_calls
-from rkmate.ir.simulate import Residency, simulate
+from rkmate.ir.simulate import Residency, peak_of_calls, simulate
 from rkmate.ir.summary import GraphSummary
 
 LINK = Link(10.0, 20.0)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import from_order, save_all
-from rkmate.ir.several_calls import peak_of_calls
-from rkmate.ir.simulate import simulate
+from rkmate.ir.simulate import peak_of_calls, simulate
 from tests.ir.graphs import line, orders
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rkmate
 from rkmate.device.cpu import Cpu, EventsMeter
 from rkmate.measure import costs, runs
-from rkmate.measure.least import bytes_alone, hoisted, least_bytes
+from rkmate.measure.analytic import bytes_alone, hoisted, least_bytes
 from rkmate.measure.remembered import CostMemory, form_of
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.step import measure_peak

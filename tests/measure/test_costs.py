@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from rkmate.graph.blocks.identity import block_text
-from rkmate.measure.costs import Costs, measure
+from rkmate.measure.analytic import Costs
+from rkmate.measure.costs import measure
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.prepare import Prepared, held_tensors, prepare, trace

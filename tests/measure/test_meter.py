@@ -11,7 +11,7 @@ from torch import nn
 
 from rkmate import device
 from rkmate.errors import ArgumentError
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 from rkmate.measure.step import MeterError, measure_peak, tracking
 
 KB = 1024

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from rkmate.ilp.evaluate_option import evaluate_option, without_waste
+from rkmate.ilp.grid import evaluate_option, without_waste
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.chain import Block, Chain, Option
 from rkmate.planners.protocol import Problem

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rkmate
-from rkmate.ir.peak import Peak
+from rkmate.ir.simulate import Peak
 from rkmate.show.replay import KIND_NAMES, KINDS, label, replay, short_path
 from rkmate.show.timeline import block_schedule
 from tests.show.models import curve, in_one_process, scores_plan, tower, wrapped

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.support.gc_pause import gc_pause
+from rkmate.support.planning_lock import gc_pause
 
 
 @pytest.fixture(autouse=True)

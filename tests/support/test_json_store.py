@@ -15,7 +15,7 @@ from torch import nn
 
 import rkmate
 from rkmate.errors import RkmateWarning
-from rkmate.support.json_store import read_json, write_json
+from rkmate.support.cache import read_json, write_json
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,4 @@
-"""Operators of products: products of matrices by either of two libraries, and gradients of convolutions that
-are added to existing gradients.
+"""Operators of products: convolutions' gradients that are added where others stand.
 
 A convolution's weight gradient is computed a few channels at a time, so that no second tensor
 of the weight's size exists next to the gradient.
@@ -14,27 +13,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from rkmate.device import onednn
-from rkmate.device.quick_code import quickest
 from rkmate.graph.ops.parts import Tensors, part_bytes, stretches
 from rkmate.torch_seam.own import OwnOperator, own_operator, register
 
 aten = torch.ops.aten
-_mm, _addmm = quickest(aten.mm.default), quickest(aten.addmm.default)
-
-
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute ``a @ b + bias`` as torch does: a [n, k], b [k, m], bias [m]."""
-    result: torch.Tensor = _mm(a, b) if bias is None else _addmm(bias, a, b)
-    return result
-
-
-def _shape(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[1])
-
-
-def _flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * int(math.prod(a) * b[1])
 
 
 def add_convolution_gradient(
@@ -88,18 +70,11 @@ def _product_flops(into: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * int(math.prod(a) * b[-1])
 
 
-_PRODUCT = "(Tensor a, Tensor b, Tensor? bias) -> Tensor"
-
 register((
-    OwnOperator(f"matrix_product{_PRODUCT}", product, "CPU", shape=_shape, direct=True, flops=_flops),
-    OwnOperator(
-        f"matrix_product.by_onednn{_PRODUCT}", onednn.product, "CPU", shape=_shape, direct=True,
-        temporaries=lambda inputs, outputs: onednn.temporary_bytes(inputs[0])),
     OwnOperator(
         "add_convolution_gradient(Tensor(a!) into, Tensor(b!)? into_bias, Tensor grad_output, Tensor input, "
         "Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, "
         "SymInt[] output_padding, SymInt groups) -> ()", add_convolution_gradient,
         temporaries=_part_of_weight, flops=_convolution_flops),
 ))
-PRODUCT, BY_ONEDNN = own_operator("matrix_product"), own_operator("matrix_product.by_onednn")
 ADD_CONVOLUTION_GRADIENT = own_operator("add_convolution_gradient")

@@ -27,7 +27,6 @@ from rkmate.graph.passes.gradients import (
 )
 from rkmate.graph.passes.images import add_up_by_groups, channels_last, layouts_of_gradients, multiply_pixels
 from rkmate.graph.passes.joint import Joint, joint_of
-from rkmate.graph.passes.kernels import name_products
 from rkmate.graph.passes.lean import drop_unread_statistics, split_wide, storages_of_their_own
 from rkmate.graph.passes.once import find_constants, find_decisions, protect_overwritten, take_counters_off
 from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
@@ -145,11 +144,6 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "Between products, convolutions and attention, eager mode reads and writes a tensor for every "
             "operation. If compiled kernels are requested, neighbouring operations become one computation.",
             fuse, (), when=("compiled",)),
-    Rewrite("products",
-            "On a CPU, two libraries multiply matrices of single precision, and the faster one depends on "
-            "processor and shapes. If compiled kernels are requested, each product runs by the faster "
-            "library; last bits differ.",
-            name_products, (), when=("compiled",)),
 )
 """In the order in which they work."""
 

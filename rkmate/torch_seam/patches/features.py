@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rkmate.torch_seam import versions
-from rkmate.torch_seam.versions import GROUPS, ONEDNN, Feature
+from rkmate.torch_seam.versions import GROUPS, Feature
 
 aten = torch.ops.aten
 JOINT_GRAPH = "the joint graph of forward and backward"
@@ -285,15 +285,6 @@ def _groups() -> None:
     assert isinstance(compiler.has_triton(), bool)
 
 
-def _onednn() -> None:
-    from rkmate.torch_seam.compiler import onednn_product
-
-    product = onednn_product()
-    if product is not None:
-        a, b = torch.ones(2, 3), torch.ones(3, 2)
-        assert torch.equal(product(a, b.t(), None, "none", [], ""), a @ b)
-
-
 def _guards() -> None:
     from rkmate.torch_seam.compiler import TensorGuards, dict_version
 
@@ -326,7 +317,6 @@ FEATURES = (
     Feature(CUSTOM, _custom_functions, None),
     Feature(PATHS, _paths, "models of transformers may hold explicit masks, and differ in their last bits"),
     Feature(GROUPS, _groups, "compile=True is refused"),
-    Feature(ONEDNN, _onednn, "products run by torch's default library"),
     Feature(GUARDS, _guards, "each planned call takes longer on the host"),
 )
 """Features of captures and of compiled groups, in the order of their checks."""

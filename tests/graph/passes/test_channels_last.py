@@ -20,8 +20,7 @@ from rkmate.budget import Budget
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.passes.joint import Joint
 from rkmate.ilp import OptionSettings
-from rkmate.measure.analytic import analytic_costs
-from rkmate.measure.costs import Costs
+from rkmate.measure.analytic import Costs, analytic_costs
 from rkmate.measure.made_up import made_up
 from rkmate.measure.step import measure_peak
 from rkmate.pipeline import prepare

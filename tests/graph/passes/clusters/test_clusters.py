@@ -21,10 +21,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.device import inductor, onednn
+from rkmate.device import inductor
 from rkmate.graph.passes import cluster
 from rkmate.ir.cd import Cost
-from rkmate.measure import compiled_memory
+from rkmate.measure import temporaries
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
@@ -41,11 +41,9 @@ QUICK = Settings(measure=MeasureSettings(passes=1, repeats=1), compile=True, lay
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> Iterator[None]:
-    """Groups run as they are written, and products by torch's library; what groups take then is not what
-    compiled ones take, nor counted."""
-    monkeypatch.setattr(onednn, "is_available", lambda: False)
+    """Groups run as they are written; what groups take then is not what compiled ones take, nor counted."""
     monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
-    monkeypatch.setattr(compiled_memory, "_bytes", lambda group, threads: 0)
+    monkeypatch.setattr(temporaries, "_bytes", lambda group, threads: 0)
     monkeypatch.setattr(inductor, "_known", type(inductor._known)())
     cluster._made.cache_clear()
     yield
@@ -258,14 +256,14 @@ def test_counted_costs_know_what_a_group_takes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
     monkeypatch.setattr(inductor, "_known", {})
     cluster._made.cache_clear()
-    compiled_memory._bytes.cache_clear()
+    temporaries._bytes.cache_clear()
     group = sines()
     graph = fx.Graph()
     node, other = graph.call_function(group), graph.call_function(aten.sin.default)
     costs = {0: Cost(1.0, 16), 1: Cost(1.0, 16)}
-    found = compiled_memory.with_memory_of_groups([node, other], costs)
+    found = temporaries.with_memory_of_groups([node, other], costs)
     assert found == {0: Cost(1.0, 2048), 1: Cost(1.0, 16)}
-    compiled_memory._bytes.cache_clear()
+    temporaries._bytes.cache_clear()
     cluster._made.cache_clear()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from rkmate.device import inductor
 from rkmate.graph.passes.fusion import MOST, MOST_AGAIN
-from rkmate.measure import compiled_memory
+from rkmate.measure import temporaries
 from rkmate.support.planning_lock import capture_lock
 from tests.equality import assert_same_step
 from tests.graph.passes.clusters.test_clusters import layers, uncompiled, wrap  # noqa: F401 - a fixture
@@ -78,7 +78,7 @@ def test_groups_run_under_the_lock_of_measuring(monkeypatch: pytest.MonkeyPatch)
     """What another thread's step takes is no group's; and nobody waits for a compiler."""
     held: list[bool] = []
     compiles = inductor.Fused.compile
-    monkeypatch.setattr(compiled_memory, "_bytes", lambda *args: held.append(capture_lock.is_mine()) or 0)
+    monkeypatch.setattr(temporaries, "_bytes", lambda *args: held.append(capture_lock.is_mine()) or 0)
     monkeypatch.setattr(inductor.Fused, "compile", lambda group: (
         held.append(not capture_lock.is_mine()), compiles(group))[1])
     wrap(layers(1), costs="analytic")

@@ -1,14 +1,33 @@
-"""JSON files that appear whole or not at all, whoever else writes them."""
+"""The cache folder, and JSON files in it."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
 from rkmate.support.warn import warn
 
+# -- The folder in which the package keeps what it need not do twice -------------------------------
+
+def cache_folder() -> Path:
+    """Return the folder of cached entries: ``RKMATE_CACHE_DIR``, else the platform's cache folder."""
+    named = os.environ.get("RKMATE_CACHE_DIR")
+    if named:
+        return Path(named)
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData" / "Local") / "rkmate" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rkmate"
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "rkmate"
+
+
+# -- JSON files that appear whole or not at all, whoever else writes them --------------------------
 
 def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
     """Write a file, replacing the one that was there. If that fails, the old file stays, and no other file is
